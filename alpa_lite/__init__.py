@@ -1,0 +1,19 @@
+"""alpa_lite: decorate a JAX train step; it finds the best way to spread it over your devices, shows why, and runs it."""
+
+from alpa_lite import errors as errors
+from alpa_lite import planners as planners
+from alpa_lite import schedule as schedule
+from alpa_lite.api import CompiledFunction as CompiledFunction
+from alpa_lite.api import LoweredFunction as LoweredFunction
+from alpa_lite.api import ParallelFunction as ParallelFunction
+from alpa_lite.api import PlannedFunction as PlannedFunction
+from alpa_lite.api import TracedFunction as TracedFunction
+from alpa_lite.api import cluster as cluster
+from alpa_lite.api import init_sharded as init_sharded
+from alpa_lite.api import local_cluster as local_cluster
+from alpa_lite.api import parallelize as parallelize
+from alpa_lite.api import plan as plan
+from alpa_lite.errors import AlpaLiteError as AlpaLiteError
+from alpa_lite.plan import Plan as Plan
+
+__version__ = "0.1.0"

@@ -1,0 +1,63 @@
+"""The only place that knows where JAX keeps its half-public parts, and what differs between its releases.
+
+Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.source_info_util as source_info_util
+from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
+
+Literal = jex_core.Literal
+Var = jex_core.Var
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The equations of a jaxpr, closed or open (0.11 has one class for both)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """Constants attached to a closed jaxpr."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def inner_jaxprs(eqn: Any) -> Sequence[Any]:
+    """The jaxprs inside an equation's parameters."""
+    return jex_core.jaxprs_in_params(eqn.params)
+
+
+def prune(jaxpr: Any) -> Any:
+    """The jaxpr without equations whose results nobody reads; inputs and outputs stay."""
+    pruned, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return pruned
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line (function)` of the user code that made an equation; empty when unknown."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def name_stack(eqn: Any) -> str:
+    """Name stack of an equation, relative to the equation that encloses it."""
+    return str(eqn.source_info.name_stack)
+
+
+def barrier_equation(aval: Any) -> Any:
+    """An `optimization_barrier` equation for one value."""
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(struct)).eqns[0]
+
+
+def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Apply a primitive to arrays with an equation's parameters."""
+    # Until 0.9 the functions among the parameters came apart from the rest.
+    bound = primitive.get_bind_params(params)
+    subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
+    results = primitive.bind(*subfuns, *operands, **bind_params)
+    return list(results) if primitive.multiple_results else [results]

@@ -1,0 +1,377 @@
+"""The public pipeline: decorate, trace, plan, lower, compile, call.
+
+    parallelize(fn).trace(*args)  ->  TracedFunction      shapes, pytrees, batch
+                   .plan(...)     ->  PlannedFunction     a Plan for a cluster
+                   .lower()       ->  LoweredFunction     a Program
+                   .compile()     ->  CompiledFunction    executables on devices; call it like fn
+
+Each value prints itself. Calling the decorated function does all of it on the first call with new shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from alpa_lite.errors import PlanError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.lower.program import Program, build_program
+from alpa_lite.microbatch import TracedStep, split_step
+from alpa_lite.plan import Plan
+from alpa_lite.planners import Auto, Planner, PlanRequest
+from alpa_lite.planners.replay import Replay
+from alpa_lite.runtime.execute import Executor, TaskTime
+from alpa_lite.runtime.local_cluster import local_cluster
+from alpa_lite.trace import Traced, trace
+from cost_models.cluster import Cluster, load_cluster
+from cost_models.composed import ComposedCostModel
+
+Progress = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    """No progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `parallelize`; see there."""
+
+    cluster: Cluster | None = None
+    planner: Planner = field(default_factory=Auto)
+    num_microbatches: int | str = "auto"
+    donate_argnums: int | tuple[int, ...] = ()
+    static_argnums: int | tuple[int, ...] = ()
+    batch_argnums: int | str | tuple[int | str, ...] | None = None
+    progress: Progress = _silent
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedFunction:
+    """A step traced for one set of shapes."""
+
+    traced: Traced
+    options: Options
+    _steps: dict[tuple[int, bool], TracedStep] = field(default_factory=dict[tuple[int, bool], TracedStep], repr=False)
+
+    def step(self, num_microbatches: int = 1, *, unroll: bool = False) -> TracedStep:
+        """The step cut into phases; remembered."""
+        key = (num_microbatches, unroll)
+        if key not in self._steps:
+            self._steps[key] = split_step(self.traced, num_microbatches, unroll=unroll)
+        return self._steps[key]
+
+    def plan(
+        self,
+        *,
+        cluster: Cluster | str | None = None,
+        planner: Planner | Plan | None = None,
+        num_microbatches: int | str | None = None,
+    ) -> PlannedFunction:
+        """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
+        target = _cluster(cluster if cluster is not None else self.options.cluster)
+        chosen = planner if planner is not None else self.options.planner
+        chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
+        wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        request = self._request(target, check_microbatches(wanted))
+        return PlannedFunction(function=self, last_plan=chosen.plan(request))
+
+    def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
+        traced = self.traced
+        if num_microbatches not in ("auto", 1):
+            self.step(int(num_microbatches))  # says what is wrong with the user's number before any search
+
+        def step_at(m: int, unroll: bool) -> StepGraph:
+            return self.step(m, unroll=unroll).step
+
+        return PlanRequest(
+            function=traced.name,
+            step_at=step_at,
+            input_names=traced.names,
+            alias_leaves=traced.aliases,
+            batch_size=traced.batch_size,
+            cluster=cluster,
+            cost_model=ComposedCostModel(cluster),
+            num_microbatches=num_microbatches,
+            progress=self.options.progress,
+        )
+
+    def __str__(self) -> str:
+        size = self.traced.batch_size
+        batch = f"batch {size}" if size is not None else "no batch found"
+        return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedFunction:
+    """A traced step and a plan for it."""
+
+    function: TracedFunction
+    last_plan: Plan
+
+    def lower(self) -> LoweredFunction:
+        """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
+        plan = self.last_plan
+        step = self.function.step(plan.num_microbatches, unroll=plan.unrolled)
+        plan.verify(step.step)
+        graph = step.step.graph
+        pairs = {graph.outputs[o]: graph.inputs[i] for o, i in self.function.traced.aliases.items()}
+        aliases = {out: into for out, into in pairs.items() if graph.producer[out] is not None}
+        return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step, aliases))
+
+    def __str__(self) -> str:
+        return str(self.last_plan)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredFunction:
+    """A plan as instructions."""
+
+    planned: PlannedFunction
+    step: TracedStep
+    program: Program
+
+    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+        """Executables on the devices of this process (default: `jax.devices()`)."""
+        traced = self.planned.function.traced
+        progress = self.planned.function.options.progress
+        executor = Executor(
+            self.program,
+            self.planned.last_plan,
+            self.step.step,
+            self.step.equations,
+            donated=traced.donated,
+            devices=devices,
+            progress=lambda name, i, n: progress(f"compiling {name} ({i + 1}/{n})"),
+        )
+        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=self.step, executor=executor)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledFunction:
+    """Call it with arguments of the traced shapes."""
+
+    traced: Traced
+    plan: Plan
+    step: TracedStep
+    executor: Executor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+        return self.run_flat(self._leaves(args, kwargs), None)
+
+    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
+        """One step with every instruction awaited; returns the outputs and the measured spans."""
+        record: list[TaskTime] = []
+        return self.run_flat(self._leaves(args, kwargs), record), record
+
+    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
+        """One step from flattened dynamic arguments."""
+        outputs = self.executor([*leaves, *self.step.constants], record)
+        return jax.tree.unflatten(self.traced.out_tree, outputs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The positional arguments on their planned devices (state stays there from then on)."""
+        leaves = self.executor.place_inputs(self._leaves(args, kwargs))
+        positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
+        return tuple(positional.get(i, arg) for i, arg in enumerate(args))
+
+    def input_shardings(self) -> Any:
+        """The arguments' pytrees with a `NamedSharding` in the place of each array."""
+        inputs = self.step.step.graph.inputs[: len(self.traced.leaves)]
+        return jax.tree.unflatten(self.traced.in_tree, [self.executor.input_sharding(v) for v in inputs])
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        tree = flatten_arguments(args, kwargs, self.traced.static_argnums)
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.traced.in_tree:
+            raise PlanError(
+                f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
+                f"{self.traced.in_tree}. Trace and compile again."
+            )
+        return leaves
+
+
+def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
+    """The dynamic arguments as the pytree that `trace` flattens."""
+    return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
+
+
+class ParallelFunction:
+    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` is the last plan."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        """See `parallelize`."""
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.options = options
+        self.last_plan: Plan | None = None
+        self._compiled: dict[Any, CompiledFunction] = {}
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+        """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        options = self.options
+        traced = trace(
+            self.fun,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+        )
+        return TracedFunction(traced=traced, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; the first call with new shapes traces, plans, lowers and compiles."""
+        compiled = self.compiled(*args, **kwargs)
+        self.last_plan = compiled.plan
+        return compiled(*args, **kwargs)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+        """The compiled function for the shapes of these arguments."""
+        key = self._key(args, kwargs)
+        if key not in self._compiled:
+            self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
+        return self._compiled[key]
+
+    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        static = self.options.static_argnums
+        positions = {i % max(1, len(args)) for i in ((static,) if isinstance(static, int) else static)}
+        leaves, structure = jax.tree.flatten(flatten_arguments(args, kwargs, tuple(positions)))
+        avals = tuple((tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x)))) for x in leaves)
+        return structure, avals, tuple(args[i] for i in sorted(positions))
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    planner: Planner | Plan | None = None,
+    num_microbatches: int | str = "auto",
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Decorate a plain JAX train step so that it runs in parallel.
+
+    cluster            a cluster (or its name) to plan for; default: the devices of this process
+    planner            how to plan; default `planners.Auto()`; a `Plan` is replayed
+    num_microbatches   a number that divides the batch, or "auto"
+    donate_argnums     arguments whose buffers may be reused, as in `jax.jit`
+    static_argnums     arguments that are no arrays, as in `jax.jit`
+    batch_argnums      positions or names of the arguments that hold the batch; found by itself in most steps
+    progress           called with a line of text at each step of planning and compiling
+
+    Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
+    """
+    if fun is None:
+        return functools.partial(
+            parallelize,
+            cluster=cluster,
+            planner=planner,
+            num_microbatches=num_microbatches,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            batch_argnums=batch_argnums,
+            progress=progress,
+        )
+    chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
+    options = Options(
+        cluster=_named_cluster(cluster),
+        planner=chosen if chosen is not None else Auto(),
+        num_microbatches=check_microbatches(num_microbatches),
+        donate_argnums=_numbers(donate_argnums),
+        static_argnums=_numbers(static_argnums),
+        batch_argnums=batch_argnums if batch_argnums is None else _names(batch_argnums),
+        progress=progress or _silent,
+    )
+    return ParallelFunction(fun, options)
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | str | None = None,
+    planner: Planner | Plan | None = None,
+    num_microbatches: int | str = "auto",
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s, no device is touched."""
+    function = parallelize(
+        fun,
+        cluster=cluster,
+        planner=planner,
+        num_microbatches=num_microbatches,
+        static_argnums=static_argnums,
+        batch_argnums=batch_argnums,
+        progress=progress,
+    )
+    return function.trace(*args, **kwargs).plan().last_plan
+
+
+def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:
+    """Build state directly in the placement that a compiled step wants for its argument number `argument`.
+
+    `init_fn(*args)` must return a pytree like that argument. Every stage computes only the arrays that live on it.
+    """
+    positional, keywords = like.input_shardings()
+    shardings = positional[argument] if isinstance(argument, int) else keywords[argument]
+    flat, structure = jax.tree.flatten(shardings)
+    shapes = jax.eval_shape(init_fn, *args)
+    if jax.tree.structure(shapes) != structure:
+        raise PlanError(
+            f"init_fn returns {jax.tree.structure(shapes)}, but argument {argument!r} of the compiled step is "
+            f"{structure}. Give an init_fn that returns that argument."
+        )
+    result: list[Any] = [None] * len(flat)
+    for mesh in dict.fromkeys(s.mesh for s in flat):
+        mine = [i for i, s in enumerate(flat) if s.mesh == mesh]
+
+        def part(*inputs: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
+            leaves = jax.tree.leaves(init_fn(*inputs))
+            return [leaves[i] for i in mine]
+
+        built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*args)
+        for i, array in zip(mine, built, strict=True):
+            result[i] = array
+    return jax.tree.unflatten(structure, result)
+
+
+def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
+    """A cluster by name (`alpa_lite.cluster("p3.16xlarge", num_hosts=2)`) or from a JSON file."""
+    return load_cluster(name, num_hosts=num_hosts)
+
+
+def check_microbatches(value: int | str) -> int | str:
+    """A positive number or "auto"."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
+
+
+def _named_cluster(value: Cluster | str | None) -> Cluster | None:
+    return load_cluster(value) if isinstance(value, str) else value
+
+
+def _cluster(value: Cluster | str | None) -> Cluster:
+    named = _named_cluster(value)
+    return named if named is not None else local_cluster()
+
+
+def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _names(value: int | str | Sequence[int | str]) -> tuple[int | str, ...]:
+    return (value,) if isinstance(value, (int, str)) else tuple(value)

@@ -1,0 +1,50 @@
+"""Exceptions of alpa_lite.
+
+::
+
+    AlpaLiteError
+    ├── TraceError            the function or its arguments cannot be traced
+    │   ├── BatchError        no batch dimension, or one that micro-batches do not divide
+    │   └── NonAdditiveError  a batch reduction feeds back into per-sample work
+    ├── PlanError             no plan can be made, or a plan does not belong to what it is used on
+    │   ├── InfeasibleError   nothing fits into memory
+    │   └── MismatchError     a plan made for another function, shape or cluster
+    ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
+    └── ExecutionError        the devices at hand cannot run the plan
+"""
+
+
+class AlpaLiteError(Exception):
+    """Base of everything that alpa_lite raises on purpose."""
+
+
+class TraceError(AlpaLiteError, ValueError):
+    """The function or its arguments cannot be traced."""
+
+
+class BatchError(TraceError):
+    """The batch dimension cannot be found, or micro-batches do not divide it."""
+
+
+class NonAdditiveError(TraceError):
+    """The step is not a sum over its samples, so micro-batches would change its meaning."""
+
+
+class PlanError(AlpaLiteError, ValueError):
+    """No plan can be made, or a plan does not belong to what it is used on."""
+
+
+class InfeasibleError(PlanError):
+    """No assignment fits into the memory of the devices."""
+
+
+class MismatchError(PlanError):
+    """A plan that was made for another function, other shapes or another cluster."""
+
+
+class VerificationError(AlpaLiteError, AssertionError):
+    """An internal invariant does not hold. This is a defect of alpa_lite, please report it."""
+
+
+class ExecutionError(AlpaLiteError, RuntimeError):
+    """The devices at hand cannot run the plan."""

@@ -1,0 +1,1 @@
+"""The program as plain immutable data: values, ops and their phases."""

@@ -1,0 +1,292 @@
+"""From a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations go.
+
+JAX enters here. The graph holds plain data; the equations that lowering needs to run the ops on real arrays are kept
+beside it in a parallel structure (`Equation`), indexed by the same op ids.
+
+`remat` regions are inlined behind one `optimization_barrier` per input, which is what keeps XLA from merging the
+recomputation with the first computation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.graph.ir import Graph, Op, Value
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
+
+#: Longer loops are never unrolled: they are loops over time or samples, not over layers.
+MAX_UNROLLED = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """How to run one op: the JAX primitive, its parameters, and the equations of the bodies of a loop."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    bodies: tuple[tuple[Equation, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphWithEquations:
+    """A graph, the equation of each of its ops, and the arrays captured by the function (its last inputs)."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...] = ()
+
+
+def from_jaxpr(closed: Any, input_names: Sequence[str], *, unroll: bool = False) -> GraphWithEquations:
+    """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`.
+
+    `unroll` writes out the loops over layers (scans with contractions in their body, at most `MAX_UNROLLED` trips), so
+    that their layers can go to different pipeline stages.
+    """
+    builder = _Builder(unroll=unroll)
+    jaxpr = _jax.prune(_jax.open_jaxpr(closed))
+    constants = tuple(_jax.consts_of(closed))
+    inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
+    captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
+    environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
+    outputs = builder.inline(jaxpr, environment, stack="", source="")
+    # Constants of inlined calls are discovered on the way and come last.
+    builder.constants[:0] = constants
+    graph = Graph(
+        values=tuple(builder.values),
+        ops=tuple(builder.ops),
+        inputs=tuple(inputs + captured + builder.captured),
+        outputs=tuple(outputs),
+    )
+    result = GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
+    return without_dead_ops(result) if unroll else result
+
+
+def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
+    """The program without ops whose results nobody reads, renumbered."""
+    graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
+    for op in reversed(graph.ops):
+        if any(r in needed for r in op.results):
+            needed.update(op.operands)
+            kept.append(op)
+    kept.reverse()
+    results = {r for op in kept for r in op.results}
+    alive = [v for v in graph.values if v.id in needed or v.id in graph.inputs or v.id in results]
+    number = {v.id: i for i, v in enumerate(alive)}
+    renamed = Graph(
+        values=tuple(dataclasses.replace(v, id=number[v.id]) for v in alive),
+        ops=tuple(
+            dataclasses.replace(
+                op, id=i, operands=tuple(number[v] for v in op.operands), results=tuple(number[v] for v in op.results)
+            )
+            for i, op in enumerate(kept)
+        ),
+        inputs=tuple(number[v] for v in graph.inputs),
+        outputs=tuple(number[v] for v in graph.outputs),
+    )
+    equations = tuple(program.equations[op.id] for op in kept)
+    return dataclasses.replace(program, graph=renamed, equations=equations)
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an equation as plain data; whatever has no plain form is left out."""
+    plain = {key: _plain(value) for key, value in params.items()}
+    return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
+
+
+_NO_PLAIN_FORM = object()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {key: _plain(item) for key, item in value._asdict().items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        items = tuple(_plain(item) for item in value)
+        return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
+    if isinstance(value, np.dtype) or hasattr(value, "dtype") and isinstance(value, type):
+        return str(np.dtype(value))
+    if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
+        return str(value)
+    return _NO_PLAIN_FORM
+
+
+class _Builder:
+    """Collects values and ops while jaxprs are walked."""
+
+    def __init__(self, *, unroll: bool) -> None:
+        self.unroll = unroll
+        # Values that are a stack of others, so that a later loop over the stack reads its elements directly.
+        self.stacks: dict[int, list[int]] = {}
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.equations: list[Equation] = []
+        self.captured: list[int] = []
+        self.constants: list[Any] = []
+
+    def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
+        value = Value(
+            id=len(self.values), shape=tuple(aval.shape), dtype=str(aval.dtype), literal=literal, name=name
+        )
+        self.values.append(value)
+        return value.id
+
+    def read(self, atom: Any, environment: Mapping[Any, int]) -> int:
+        if not isinstance(atom, _jax.Literal):
+            return environment[atom]
+        if np.ndim(atom.val) == 0:
+            return self.new_value(atom.aval, literal=np.asarray(atom.val).item())
+        return self.capture(atom.aval, atom.val)
+
+    def capture(self, aval: Any, constant: Any) -> int:
+        value = self.new_value(aval, name="captured constant")
+        self.captured.append(value)
+        self.constants.append(constant)
+        return value
+
+    def inline(self, jaxpr: Any, environment: dict[Any, int], *, stack: str, source: str) -> list[int]:
+        """Append the equations of an open jaxpr; returns the value ids of its outputs."""
+        for eqn in jaxpr.eqns:
+            operands = [self.read(atom, environment) for atom in eqn.invars]
+            path = "/".join(filter(None, (stack, _jax.name_stack(eqn))))
+            line = _jax.source_line(eqn) or source
+            results = self.equation(eqn, operands, stack=path, source=line)
+            environment.update(zip(eqn.outvars, results, strict=True))
+        return [self.read(atom, environment) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        name = eqn.primitive.name
+        if name in _CALLS or name.startswith(("remat", "checkpoint")):
+            inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
+            if inner is not None:
+                if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                    operands = [self.barrier(v, stack=stack, source=source) for v in operands]
+                return self.call(inner, operands, stack=stack, source=source)
+        if name == "scan":
+            return self.scan(eqn, operands, stack=stack, source=source)
+        bodies = tuple(_body(b) for b in eqn.params.get("branches", ())) if name == "cond" else ()
+        if name == "while":
+            bodies = (_body(eqn.params["cond_jaxpr"]), _body(eqn.params["body_jaxpr"]))
+        return self.append(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], bodies, stack, source)
+
+    def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        jaxpr = _jax.open_jaxpr(inner)
+        captured = [self.capture(v.aval, c) for v, c in zip(jaxpr.constvars, _jax.consts_of(inner), strict=True)]
+        environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *captured], strict=True))
+        return self.inline(jaxpr, environment, stack=stack, source=source)
+
+    def barrier(self, value: int, *, stack: str, source: str) -> int:
+        if self.values[value].literal is not None:
+            return value
+        aval = self.values[value]
+        if aval.dtype.startswith("key<"):
+            return value
+        eqn = _jax.barrier_equation(aval)
+        return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
+
+    def scan(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        if self.unroll and eqn.params["length"] <= MAX_UNROLLED and _has_contraction(eqn.params["jaxpr"]):
+            return self.unrolled_scan(eqn, operands, stack=stack, source=source)
+        body = _body(eqn.params["jaxpr"])
+        params = dict(eqn.params)
+        if body.constants:
+            # Arrays captured by the body become loop constants, which come first among a scan's operands.
+            captured = [self.capture(body.graph.values[i], c) for i, c in zip(body.graph.inputs[-len(body.constants) :], body.constants, strict=True)]
+            split = len(body.graph.inputs) - len(captured)
+            inputs = body.graph.inputs[split:] + body.graph.inputs[:split]
+            body = dataclasses.replace(body, graph=dataclasses.replace(body.graph, inputs=inputs), constants=())
+            operands = captured + operands
+            params["num_consts"] += len(captured)
+        return self.append(eqn.primitive, params, operands, [v.aval for v in eqn.outvars], (body,), stack, source)
+
+    def unrolled_scan(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        params = eqn.params
+        split, length = params["num_consts"] + params["num_carry"], params["length"]
+        consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
+        columns: list[list[int]] = []
+        for i in reversed(range(length)) if params["reverse"] else range(length):
+            slices = [self.element(x, i, stack=stack, source=source) for x in xs]
+            results = self.call(params["jaxpr"], [*consts, *carry, *slices], stack=stack, source=source)
+            carry = results[: params["num_carry"]]
+            columns.append(results[params["num_carry"] :])
+        if params["reverse"]:
+            columns.reverse()
+        stacked = [self.stack_of(list(column), stack=stack, source=source) for column in zip(*columns, strict=True)]
+        return carry + stacked
+
+    def element(self, value: int, index: int, *, stack: str, source: str) -> int:
+        """Op for `value[index]`; the element itself when the value is a known stack."""
+        if value in self.stacks:
+            return self.stacks[value][index]
+        take = lambda x: jax.lax.index_in_dim(x, index, 0, keepdims=False)  # noqa: E731
+        return self.call(jax.make_jaxpr(take)(_struct(self.values[value])), [value], stack=stack, source=source)[0]
+
+    def stack_of(self, elements: list[int], *, stack: str, source: str) -> int:
+        jaxpr = jax.make_jaxpr(lambda *parts: jax.numpy.stack(parts))(*[_struct(self.values[e]) for e in elements])
+        result = self.call(jaxpr, elements, stack=stack, source=source)[0]
+        self.stacks[result] = elements
+        return result
+
+    def append(
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        operands: list[int],
+        result_avals: Sequence[Any],
+        bodies: tuple[GraphWithEquations, ...],
+        stack: str,
+        source: str,
+    ) -> list[int]:
+        results = [self.new_value(aval) for aval in result_avals]
+        self.ops.append(
+            Op(
+                id=len(self.ops),
+                primitive=primitive.name,
+                operands=tuple(operands),
+                results=tuple(results),
+                params=plain_params(params),
+                source=source,
+                name_stack=stack,
+                bodies=tuple(body.graph for body in bodies),
+            )
+        )
+        inner = tuple(body.equations for body in bodies)
+        self.equations.append(Equation(primitive=primitive, params=params, bodies=inner))
+        return results
+
+
+def _struct(value: Value) -> jax.ShapeDtypeStruct:
+    if value.dtype.startswith("key<"):
+        name = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
+        return jax.ShapeDtypeStruct(value.shape, jax.random.key(0, impl=name).dtype)
+    return jax.ShapeDtypeStruct(value.shape, jax.numpy.dtype(value.dtype))
+
+
+def _has_contraction(closed: Any) -> bool:
+    jaxpr = _jax.open_jaxpr(closed)
+    return any(
+        eqn.primitive.name in _HEAVY or any(_has_contraction(inner) for inner in _jax.inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _body(closed: Any) -> GraphWithEquations:
+    jaxpr = _jax.open_jaxpr(closed)
+    return from_jaxpr(closed, [f"body input {i}" for i in range(len(jaxpr.invars))])

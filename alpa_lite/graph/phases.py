@@ -1,0 +1,277 @@
+"""Micro-batching is sharding the batch over time: which ops run once per micro-batch, and which once per step.
+
+Two traces of one step at two batch sizes have the same ops and differ in shapes; the dims that differ carry the
+batch (batch_dims). From them, and from the data flow, follow the phases of the ops (analyse):
+
+    FORWARD, BACKWARD   the loop: ops that touch the batch, once per micro-batch
+    UPDATE              ops that follow what the loop sums up, once per step
+    INVARIANT           ops that depend on parameters, keys and counters alone; cheap, repeated wherever they are read
+
+What the loop hands to the update must be a sum over samples; then adding it up over micro-batches is exact, for mean
+and sum losses alike, because the micro-batch program keeps the literals (the 1/B of a mean) of the full batch.
+A step that is not such a sum is refused with the user's line (check_additive).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from alpa_lite.errors import NonAdditiveError, TraceError
+from alpa_lite.graph.ir import Graph, Op
+
+
+class Phase(Enum):
+    """When an op runs."""
+
+    INVARIANT = "invariant"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+    @property
+    def in_loop(self) -> bool:
+        """True for ops that run once per micro-batch."""
+        return self in (Phase.FORWARD, Phase.BACKWARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGraph:
+    """A train step cut into phases, at the size of one micro-batch.
+
+    graph        the ops at micro-batch shapes, with the literals of the full batch
+    full_shapes  shape of each value in the full-batch step
+    batch_dims   for each value the dim that carries the batch, or None
+    phases       for each op its phase
+    local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
+    unrolled     whether loops over layers were unrolled
+    """
+
+    graph: Graph
+    full_shapes: tuple[tuple[int, ...], ...]
+    batch_dims: tuple[int | None, ...]
+    phases: tuple[Phase, ...]
+    num_microbatches: int
+    batch_size: int | None
+    local_iotas: frozenset[int] = frozenset()
+    unrolled: bool = False
+
+    def runs_of(self, op: Op) -> int:
+        """How often an op runs per step."""
+        return self.num_microbatches if self.phases[op.id].in_loop else 1
+
+
+def merge_literals(sizes_from: Graph, literals_from: Graph) -> Graph:
+    """`sizes_from` with the scalar literals of `literals_from`, loop bodies included."""
+    values = tuple(
+        v if v.literal is None else type(v)(id=v.id, shape=v.shape, dtype=v.dtype, literal=w.literal, name=v.name)
+        for v, w in zip(sizes_from.values, literals_from.values, strict=True)
+    )
+    ops = tuple(
+        Op(
+            id=a.id,
+            primitive=a.primitive,
+            operands=a.operands,
+            results=a.results,
+            params=a.params,
+            source=a.source,
+            name_stack=a.name_stack,
+            bodies=tuple(merge_literals(x, y) for x, y in zip(a.bodies, b.bodies, strict=True)),
+        )
+        for a, b in zip(sizes_from.ops, literals_from.ops, strict=True)
+    )
+    return Graph(values=values, ops=ops, inputs=sizes_from.inputs, outputs=sizes_from.outputs)
+
+
+def check_same_structure(full: Graph, other: Graph) -> None:
+    """Both traces must be one program at two sizes; a step that branches on its batch size in Python is refused."""
+    for a, b in zip(full.ops, other.ops, strict=False):
+        if a.primitive != b.primitive or a.operands != b.operands:
+            raise TraceError(
+                f"The step changes with its batch size: at {a.source or 'an unknown line'} the full batch runs "
+                f"{a.primitive!r} where a micro-batch runs {b.primitive!r}. Micro-batching needs a step whose Python "
+                "code does not look at the batch size; use num_microbatches=1 otherwise."
+            )
+        for x, y in zip(a.bodies, b.bodies, strict=True):
+            check_same_structure(x, y)
+    if len(full.ops) != len(other.ops) or len(full.values) != len(other.values):
+        raise TraceError(
+            f"The step changes with its batch size: {len(full.ops)} operations at the full batch, {len(other.ops)} "
+            "at another size. Micro-batching needs the same program at every size; use num_microbatches=1 otherwise."
+        )
+
+
+def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
+    """For each value the dim whose size differs between the two traces; several such dims are an error."""
+    table: list[int | None] = []
+    for a, b in zip(full.values, other.values, strict=True):
+        dims = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
+        if len(dims) > 1:
+            op = full.ops[full.producer[a.id] or 0]
+            raise NonAdditiveError(
+                f"{op.source}: the {op.primitive} of shape {list(a.shape)} pairs samples of the batch with each other "
+                f"(dims {dims} both grow with the batch). A loss over pairs of samples is no sum over samples, so "
+                "micro-batches would change it. Use num_microbatches=1."
+            )
+        table.append(dims[0] if dims else None)
+    return tuple(table)
+
+
+def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> tuple[set[int], list[tuple[Op, Op]]]:
+    """Ops that touch the batch, plus those between them; and the feedbacks (reduced value, batched reader)."""
+    touches = {op.id for op in graph.ops if any(batch[v] is not None for v in (*op.operands, *op.results))}
+    after: dict[int, Op] = {}  # value id -> the op of the loop that it was reduced by
+    feedbacks: list[tuple[Op, Op]] = []
+    for op in graph.ops:
+        sources = [after[v] for v in op.operands if v in after]
+        if op.id in touches:
+            feedbacks += [(source, op) for source in sources[:1]]
+            after.update({r: op for r in op.results if batch[r] is None})
+        elif sources:
+            after.update({r: sources[0] for r in op.results})
+    if not feedbacks:
+        return touches, feedbacks
+    needed = {v for _, reader in feedbacks for v in reader.operands}
+    loop = set(touches)
+    for op in reversed(graph.ops):
+        if op.id in touches or any(r in needed for r in op.results):
+            needed.update(op.operands)
+            if op.id not in touches and any(v in after for v in op.operands):
+                loop.add(op.id)
+    return loop, feedbacks
+
+
+def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
+    """Phase of each op of the loop: by JAX's transpose marks and data flow; without marks by the last first use."""
+    marked = any("transpose(" in graph.ops[i].name_stack for i in loop)
+    last_first_use = max((graph.consumers[v][0] for v in graph.inputs if graph.consumers[v]), default=-1)
+    phases: dict[int, Phase] = {}
+    backward_values: set[int] = set()
+    for op in graph.ops:
+        if op.id not in loop:
+            # An op outside the loop hands the mark on, so that no forward op ever follows a backward one.
+            if any(v in backward_values for v in op.operands):
+                backward_values.update(op.results)
+            continue
+        mark = "transpose(" in op.name_stack if marked else op.id > last_first_use
+        if mark or any(v in backward_values for v in op.operands):
+            phases[op.id] = Phase.BACKWARD
+            backward_values.update(op.results)
+        else:
+            phases[op.id] = Phase.FORWARD
+    return phases
+
+
+def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
+    """Phase of every op of the graph, given the ops of the loop."""
+    inside = forward_or_backward(graph, loop)
+    depends: set[int] = set()
+    phases: list[Phase] = []
+    for op in graph.ops:
+        if op.id in inside:
+            phases.append(inside[op.id])
+            depends.update(op.results)
+        elif any(v in depends for v in op.operands):
+            phases.append(Phase.UPDATE)
+            depends.update(op.results)
+        else:
+            phases.append(Phase.INVARIANT)
+    return tuple(phases)
+
+
+def loop_without_batch(graph: Graph) -> set[int]:
+    """The ops of the loop of a step whose batch is unknown: what JAX marked as differentiated, and what lies between."""
+    marked = [op.id for op in graph.ops if "jvp(" in op.name_stack or "transpose(" in op.name_stack]
+    last = max(marked, default=len(graph.ops) - 1)
+    depends: set[int] = set()
+    loop: set[int] = set()
+    for op in graph.ops[: last + 1]:
+        if op.id in marked or not marked or any(v in depends for v in op.operands):
+            loop.add(op.id)
+            depends.update(op.results)
+    return loop
+
+
+def batch_position(graph: Graph, batch: tuple[int | None, ...]) -> dict[int, int]:
+    """For each batched value the number of blocks that its batch dim is interleaved with (1 = batch is major).
+
+    A reshape [T, B] → [T·B] leaves the batch minor: position T. Values that do not depend on the place in the batch
+    (broadcasts) are absent.
+    """
+    position: dict[int, int] = {v: 1 for v in graph.inputs if batch[v] is not None}
+    for op in graph.ops:
+        known = [(v, position[v]) for v in op.operands if v in position]
+        source = not any(batch[v] is not None for v in op.operands)
+        for result in op.results:
+            dim = batch[result]
+            if dim is None:
+                continue
+            if known and op.primitive == "reshape":
+                value, outer = known[0]
+                before = prod(graph.values[value].shape[: batch[value] or 0]) * outer
+                position[result] = max(1, before // max(1, prod(graph.values[result].shape[:dim])))
+            elif known:
+                position[result] = known[0][1]
+            elif source and op.primitive not in ("broadcast_in_dim", "empty"):
+                position[result] = 1
+    return position
+
+
+def require_same_position(graph: Graph, batch: tuple[int | None, ...], position: dict[int, int]) -> None:
+    """Operands of one op must order their samples alike, and outputs must hold the batch as the major part of a dim."""
+    for op in graph.ops:
+        orders = {position[v] for v in op.operands if v in position}
+        if len(orders) > 1:
+            raise NonAdditiveError(
+                f"{op.source}: {op.primitive} combines arrays whose samples are in different orders (the batch is "
+                f"interleaved with {sorted(orders)} blocks). Use num_microbatches=1."
+            )
+    for i, output in enumerate(graph.outputs):
+        if position.get(output, 1) != 1:
+            raise NonAdditiveError(
+                f"Output {i} of shape {list(graph.values[output].shape)} interleaves the samples of the batch, so "
+                "micro-batches cannot be concatenated. Return it with the batch as its own dim, or use num_microbatches=1."
+            )
+
+
+def local_iotas(graph: Graph, batch: tuple[int | None, ...]) -> frozenset[int]:
+    """`iota` ops along the batch whose only use is to index a batched array: they count within the micro-batch.
+
+    `log_probs[jnp.arange(B), labels]` addresses the row of the sample itself, whatever its number in the batch.
+    """
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.primitive != "iota" or batch[op.results[0]] is None or op.params.get("dimension") != batch[op.results[0]]:
+            continue
+        uses = _index_uses(graph, batch, op)
+        if uses == {True}:
+            found.add(op.id)
+        elif True in uses:
+            raise NonAdditiveError(
+                f"{op.source}: the positions 0..B-1 of the batch are used both to index a batched array and as "
+                "numbers. Use two separate jnp.arange calls, or num_microbatches=1."
+            )
+    return frozenset(found)
+
+
+def _index_uses(graph: Graph, batch: tuple[int | None, ...], iota: Op) -> set[bool]:
+    """Uses of a batch position: True = as an index into a batched dim, False = anything else that ends the trail."""
+    trail, uses = set(iota.results), set[bool]()
+    for op in graph.ops[iota.id + 1 :]:
+        hits = [i for i, v in enumerate(op.operands) if v in trail]
+        if not hits:
+            continue
+        if (op.primitive == "gather" or op.primitive.startswith("scatter")) and hits == [1]:
+            addressed = batch[op.operands[0]] is not None
+            uses.add(addressed)
+        elif op.primitive in _POSITION_PRESERVING and any(graph.consumers[r] for r in op.results):
+            trail.update(op.results)
+        else:
+            uses.add(False)
+    return uses
+
+
+_POSITION_PRESERVING = frozenset(
+    "lt add select_n convert_element_type broadcast_in_dim reshape concatenate ge squeeze expand_dims copy".split()
+)

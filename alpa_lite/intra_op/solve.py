@@ -1,0 +1,190 @@
+"""Solving one stage on one logical mesh: build the problem, solve it, price the answer as it will be emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from alpa_lite.graph.phases import Phase
+from alpa_lite.intra_op.build import Builder, Choice, Memo, saved_values
+from alpa_lite.intra_op.problem import Status
+from alpa_lite.intra_op.solvers.auto import AutoSolver
+from alpa_lite.intra_op.solvers.solver import Solver
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.plan import CollectiveUse
+from alpa_lite.pricing import Estimator, Pricer, local_bytes
+from alpa_lite.sharding import Spec, replicated
+from alpa_lite.spmd import Walk
+from alpa_lite.strategies import Restriction
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSolution:
+    """Decisions for one stage and what they cost. Seconds per micro-batch (forward, backward) and per step (update);
+    bytes per device. `choice` is None when nothing fits; `peak_bytes` then is the least that was found."""
+
+    choice: Choice | None
+    status: Status
+    objective: float
+    bound: float
+    peak_bytes: float
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    update_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    flops: float = 0.0
+    state_bytes: float = 0.0
+    accumulator_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    temporary_bytes: float = 0.0
+    collectives: tuple[CollectiveUse, ...] = ()
+
+    def bytes_in_flight(self, num_microbatches: int) -> float:
+        """Peak bytes per device while this many micro-batches are held."""
+        activations = num_microbatches * self.activation_bytes
+        return self.state_bytes + self.accumulator_bytes + self.temporary_bytes + activations
+
+
+def solve_stage(
+    view: StageView,
+    pricer: Pricer,
+    restriction: Restriction,
+    *,
+    memo: Memo,
+    limit_bytes: float | None,
+    in_flight: int = 1,
+    solver: Solver | None = None,
+    time_limit_seconds: float = 60.0,
+) -> StageSolution:
+    """Choose the sharding of every op of a stage."""
+    builder = Builder(view, pricer, restriction, memo)
+    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
+    solution = (solver or AutoSolver()).solve(problem, time_limit_seconds=time_limit_seconds)
+    if solution.choices is None:
+        return StageSolution(
+            choice=None,
+            status=solution.status,
+            objective=float("inf"),
+            bound=solution.bound,
+            peak_bytes=solution.peak_bytes,
+        )
+    choice = builder.choice(solution.choices)
+    return price_choice(view, pricer, choice, solution.status, solution.cost, solution.bound, in_flight, solution.peak_bytes)
+
+
+def price_choice(
+    view: StageView,
+    pricer: Pricer,
+    choice: Choice,
+    status: Status,
+    objective: float,
+    bound: float,
+    in_flight: int,
+    peak_bytes: float,
+) -> StageSolution:
+    """Price decisions by walking the tasks that they lead to."""
+    state, sums, activations = _memory(view, pricer, choice)
+    parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
+    runs = view.step.num_microbatches
+    temporary = max(0.0, peak_bytes - state - sums - in_flight * activations)
+    return StageSolution(
+        choice=choice,
+        status=status,
+        objective=objective,
+        bound=bound,
+        peak_bytes=peak_bytes,
+        forward_seconds=parts[Phase.FORWARD].seconds,
+        backward_seconds=parts[Phase.BACKWARD].seconds,
+        update_seconds=parts[Phase.UPDATE].seconds,
+        compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
+        flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
+        state_bytes=state,
+        accumulator_bytes=sums,
+        activation_bytes=activations,
+        temporary_bytes=temporary,
+        collectives=tuple(use for p in parts.values() for use in p.collectives),
+    )
+
+
+def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Estimator:
+    """Price the ops of one phase, with everything from earlier phases known in its home spec."""
+    step, graph = view.step, view.graph
+    runs = step.num_microbatches if phase.in_loop else 1
+    estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
+    walk = Walk(graph, choice.ops, pricer.sizes, estimator)
+    mine = [o for o in view.ops if step.phases[o] is phase]
+    needed = _invariant_needs(view, mine)
+    for v, spec in choice.inputs.items():
+        walk.put(v, spec, None)
+    for op_id in view.ops:
+        op = graph.ops[op_id]
+        if step.phases[op_id] is phase or op_id in needed or step.phases[op_id] is Phase.INVARIANT:
+            continue
+        for i, r in enumerate(op.results):
+            if r not in walk.free:
+                placement = choice.ops.get(op_id)
+                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), None)
+    if phase is Phase.UPDATE:
+        for v, accumulator in choice.accumulators.items():
+            walk.arrays[v] = {accumulator.stored: None}
+            _resolve(walk, v, accumulator.resolved)
+    walk.run(o for o in view.ops if step.phases[o] is phase or o in needed)
+    if phase.in_loop:
+        for v, accumulator in choice.accumulators.items():
+            producer = graph.producer[v]
+            if producer is not None and step.phases[producer] is phase:
+                walk.get(v, accumulator.stored)
+    else:
+        for out, target in view.aliases.items():
+            if out in walk.arrays and target in choice.inputs:
+                walk.get(out, choice.inputs[target])
+    return estimator
+
+
+def _resolve(walk: Walk[None], v: int, spec: Spec) -> None:
+    """Bring a sum into the spec in which the update reads it, for good."""
+    walk.get(v, spec)
+    walk.arrays[v] = {spec: None}
+
+
+def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
+    """The invariant ops that are repeated for these ops."""
+    graph, needed = view.graph, set[int]()
+    for op_id in ops:
+        needed.update(graph.ops[op_id].operands)
+    found: set[int] = set()
+    for op_id in reversed(view.ops):
+        op = graph.ops[op_id]
+        if view.step.phases[op_id] is Phase.INVARIANT and any(r in needed for r in op.results):
+            found.add(op_id)
+            needed.update(op.operands)
+        elif any(r in needed for r in op.results) and any(r in _free(view) for r in op.results):
+            needed.update(op.operands)
+    return frozenset(found)
+
+
+def _free(view: StageView) -> frozenset[int]:
+    from alpa_lite.spmd import free_values
+
+    return free_values(view.graph)
+
+
+def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:
+    """Bytes per device: state, accumulators, and saved values of one micro-batch."""
+    graph, step, sizes = view.graph, view.step, pricer.sizes
+    state = sum(
+        local_bytes(graph.values[v], s, sizes)
+        for v, s in choice.inputs.items()
+        if graph.producer[v] is None and step.batch_dims[v] is None
+    )
+    sums = 0.0
+    if step.num_microbatches > 1:
+        sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
+    time = {op_id: t for t, op_id in enumerate(view.ops)}
+    activations = 0.0
+    for v, _, _, saved in saved_values(view, time):
+        placement = choice.ops.get(graph.producer[v] or 0)
+        if saved and placement is not None and v not in choice.accumulators:
+            spec = placement.results[graph.ops[graph.producer[v] or 0].results.index(v)]
+            activations += local_bytes(graph.values[v], spec, sizes)
+    return state, sums, activations

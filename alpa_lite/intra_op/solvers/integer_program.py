@@ -1,0 +1,286 @@
+"""The intra-op problem as the integer program of Alpa (Zheng et al., OSDI 2022, section 4.2), in PuLP, run by HiGHS.
+
+    s[v,i] in {0, 1}             node v takes strategy i                                   ``_add_nodes``
+    e[uv,i,j] in [0, 1]          u takes i and v takes j: the product s[u,i] s[v,j]        ``_add_edge``
+
+    minimise  sum_v,i c_v(i) s[v,i] + sum_uv,i,j C_uv(i,j) e[uv,i,j]                       ``_build``
+    subject to
+        sum_i s[v,i] = 1                                  for every node v                 ``_one_hot``
+        sum_j e[uv,i,j] = s[u,i]                          for every edge uv and i          ``_row_sums``
+        sum_i e[uv,i,j] = s[v,j]                          for every edge uv and j          ``_column_sums``
+        sum_v,i b_vt(i) s[v,i] <= limit                   for every row t that can bind    ``_memory_row``
+
+    smallest peak: minimise P with  sum_v,i b_vt(i) s[v,i] <= P                            ``leanest_choices``
+
+The e need not be integer: s is one-hot, so a row sum of zero empties every row but one and a column sum of zero every
+column but one (e >= 0), and the one entry left must be s[u,i] s[v,j] = 1. Infinite entries get no variable at all,
+which fixes them at zero without a big number. Costs are shifted to begin at zero and scaled to a largest value of
+``_LARGEST_COST``, for HiGHS knows absolute tolerances; the limit is scaled to one. Rounding within those tolerances can
+still overrun the limit by a few bytes; such an answer is cut off and the program solved again (``_cover_cut``).
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import highspy
+import numpy as np
+import pulp
+
+from alpa_lite.intra_op.memory import MemoryRow, maximal_rows, memory_rows
+from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.solvers.solver import Solver, no_solution, solution_of
+
+_LARGEST_COST = 1e4
+_TOLERANCE = 1e-9
+
+Terms = dict[pulp.LpVariable, float]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Model:
+    """The program under construction; ``nodes[v]`` maps the strategies that are allowed to their variables."""
+
+    program: pulp.LpProblem
+    scale: float
+    offset: float = 0.0
+    objective: Terms = field(default_factory=dict[pulp.LpVariable, float])
+    nodes: list[dict[int, pulp.LpVariable]] = field(default_factory=list[dict[int, pulp.LpVariable]])
+
+    def add_row(self, terms: Terms, sense: int, right: float) -> None:
+        """terms (sense) right, with sense one of PuLP's LpConstraintEQ and LpConstraintLE."""
+        self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, None, right))
+
+    def variable(self, name: str, *, integer: bool) -> pulp.LpVariable:
+        """A new variable in [0, 1]."""
+        return self.program.add_variable(name, 0, 1, pulp.LpInteger if integer else pulp.LpContinuous)
+
+    def shifted(self, costs: FloatArray) -> FloatArray:
+        """(costs - min costs) / scale; the minimum goes to the offset."""
+        least = float(costs.min())
+        self.offset += least
+        return (costs - least) / self.scale
+
+
+def _one_hot(model: _Model, variables: Mapping[int, pulp.LpVariable]) -> None:
+    """sum_i s[v,i] = 1."""
+    model.add_row(dict.fromkeys(variables.values(), 1.0), pulp.LpConstraintEQ, 1.0)
+
+
+def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
+    """sum_j e[uv,i,j] = s[u,i] for every i."""
+    rows: dict[int, Terms] = {i: {variable: -1.0} for i, variable in model.nodes[edge.source].items()}
+    for (i, _), variable in entries.items():
+        rows[i][variable] = 1.0
+    for terms in rows.values():
+        model.add_row(terms, pulp.LpConstraintEQ, 0.0)
+
+
+def _column_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
+    """sum_i e[uv,i,j] = s[v,j] for every j."""
+    columns: dict[int, Terms] = {j: {variable: -1.0} for j, variable in model.nodes[edge.target].items()}
+    for (_, j), variable in entries.items():
+        columns[j][variable] = 1.0
+    for terms in columns.values():
+        model.add_row(terms, pulp.LpConstraintEQ, 0.0)
+
+
+def _memory_terms(model: _Model, row: MemoryRow, unit: float) -> Terms:
+    """sum_v,i b_vt(i) s[v,i], in units of ``unit`` bytes."""
+    return {
+        variable: float(used[i]) / unit
+        for node, used in row.bytes.items()
+        for i, variable in model.nodes[node].items()
+        if used[i] > 0
+    }
+
+
+def _memory_row(model: _Model, row: MemoryRow, limit_bytes: float) -> None:
+    """sum_v,i b_vt(i) s[v,i] <= limit."""
+    unit = max(limit_bytes, 1.0)
+    model.add_row(_memory_terms(model, row, unit), pulp.LpConstraintLE, limit_bytes / unit)
+
+
+def _cover_cut(model: _Model, row: MemoryRow, choices: tuple[int, ...]) -> None:
+    """What ``choices`` keep alive in ``row`` is too much together: not all of it again."""
+    variables = [model.nodes[node][choices[node]] for node, used in row.bytes.items() if used[choices[node]] > 0]
+    model.add_row(dict.fromkeys(variables, 1.0), pulp.LpConstraintLE, len(variables) - 1.0)
+
+
+def _add_nodes(model: _Model, problem: Problem) -> bool:
+    """Variables and one-hot rows; False when a node has no strategy of finite cost."""
+    for node, costs in enumerate(problem.node_costs):
+        allowed = np.flatnonzero(np.isfinite(costs))
+        if allowed.size == 0:
+            return False
+        scaled = model.shifted(costs[allowed])
+        variables = {int(i): model.variable(f"s_{node}_{i}", integer=True) for i in allowed}
+        model.objective.update(zip(variables.values(), scaled.tolist(), strict=True))
+        model.nodes.append(variables)
+        _one_hot(model, variables)
+    return True
+
+
+def _add_edge(model: _Model, edge: Edge, index: int) -> bool:
+    """Variables and sums of one edge; False when it has no pair of finite cost."""
+    source, target = model.nodes[edge.source], model.nodes[edge.target]
+    pairs = [(i, j) for i in source for j in target if math.isfinite(edge.costs[i, j])]
+    if not pairs:
+        return False
+    scaled = model.shifted(np.array([edge.costs[pair] for pair in pairs]))
+    entries = {pair: model.variable(f"e_{index}_{pair[0]}_{pair[1]}", integer=False) for pair in pairs}
+    model.objective.update(zip(entries.values(), scaled.tolist(), strict=True))
+    _row_sums(model, edge, entries)
+    _column_sums(model, edge, entries)
+    return True
+
+
+def _cost_scale(problem: Problem) -> float:
+    """The number of seconds that becomes one unit of the objective."""
+    arrays = [*problem.node_costs, *(edge.costs for edge in problem.edges)]
+    spans = [float(np.ptp(array[np.isfinite(array)])) for array in arrays if np.isfinite(array).any()]
+    return max(spans, default=0.0) / _LARGEST_COST or 1.0
+
+
+def _build(problem: Problem) -> _Model | None:
+    """The program without its memory rows; None when some node or edge leaves no finite choice."""
+    model = _Model(program=pulp.LpProblem("intra_op", pulp.LpMinimize), scale=_cost_scale(problem))
+    if not _add_nodes(model, problem):
+        return None
+    if not all(_add_edge(model, edge, index) for index, edge in enumerate(problem.edges)):
+        return None
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What HiGHS made of a program; ``bound`` in the program's own units."""
+
+    choices: tuple[int, ...] | None
+    infeasible: bool
+    optimal: bool
+    bound: float
+
+
+def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
+    """No ``threads`` option: HiGHS shares one thread pool per process and refuses to change it."""
+    return pulp.HiGHS(
+        msg=False,
+        timeLimit=max(seconds, 0.01),
+        gapRel=relative_gap,
+        gapAbs=0.0,
+        mip_feasibility_tolerance=_TOLERANCE,
+        primal_feasibility_tolerance=_TOLERANCE,
+        dual_feasibility_tolerance=_TOLERANCE,
+    )
+
+
+def _run(model: _Model, solver: pulp.HiGHS, *, start: Sequence[int] | None = None) -> _Run:
+    """Solve with HiGHS, from ``start`` if given: PuLP's own steps, with the start between building and running."""
+    program = model.program
+    program.setObjective(pulp.LpAffineExpression(model.objective))
+    solver.createAndConfigureSolver(program)
+    solver.buildSolverModel(program)
+    highs: Any = program.solverModel
+    if start is not None:
+        given = {s.index: float(i == x) for x, of in zip(start, model.nodes, strict=True) for i, s in of.items()}
+        highs.setSolution(len(given), np.array(list(given), dtype=np.int32), np.array(list(given.values())))
+    solver.callSolver(program)
+    status, info = highs.getModelStatus(), highs.getInfo()
+    ended = highspy.HighsModelStatus
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    if found:
+        solver.findSolutionValues(program)
+    return _Run(
+        choices=_read_choices(model) if found else None,
+        infeasible=status in (ended.kInfeasible, ended.kUnboundedOrInfeasible),
+        optimal=status == ended.kOptimal,
+        bound=float(info.mip_dual_bound),
+    )
+
+
+def _read_choices(model: _Model) -> tuple[int, ...]:
+    return tuple(max(variables, key=lambda i, of=variables: of[i].varValue or 0.0) for variables in model.nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerProgram(Solver):
+    """Exact, for any problem; slow beyond about 10^5 pairs of strategies, so simplify first (``AutoSolver`` does).
+
+    ``relative_gap``: choices proven to be this close to the best are good enough.
+    """
+
+    relative_gap: float = 0.0
+
+    def solve(
+        self, problem: Problem, *, time_limit_seconds: float = 60.0, start: Sequence[int] | None = None
+    ) -> Solution:
+        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound.
+
+        ``start``: feasible choices to begin from.
+        """
+        started = time.perf_counter()
+        rows = memory_rows(problem)
+        if not problem.node_costs:
+            return solution_of(problem, (), bound=0.0, started=started, solver=self.name)
+        model = _build(problem)
+        if model is None:
+            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+        for row in rows:
+            _memory_row(model, row, problem.limit_bytes or 0.0)
+        run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds, start=start)
+        bound = run.bound * model.scale + model.offset
+        if run.choices is not None:
+            proven = run.optimal and self.relative_gap == 0.0
+            return solution_of(
+                problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven
+            )
+        if not run.infeasible:
+            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=bound)
+        left = time_limit_seconds - (time.perf_counter() - started)
+        leanest = leanest_choices(problem, time_limit_seconds=left) if rows else None
+        peak_bytes = math.inf if leanest is None else evaluate(problem, leanest).peak_bytes
+        return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name, peak_bytes=peak_bytes)
+
+    def _run_exactly(
+        self,
+        problem: Problem,
+        model: _Model,
+        rows: tuple[MemoryRow, ...],
+        *,
+        deadline: float,
+        start: Sequence[int] | None,
+    ) -> _Run:
+        """Run until the answer keeps the limit to the byte, cutting off answers that do so only within tolerance."""
+        limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
+        while True:
+            left = deadline - time.perf_counter()
+            run = _run(model, _highs(left, self.relative_gap), start=start)
+            overrun = [row for row in rows if run.choices is not None and row.total(run.choices) > limit]
+            if run.choices is None or not overrun:
+                return run
+            if left <= 0:
+                return replace(run, choices=None)
+            for row in overrun:
+                _cover_cut(model, row, run.choices)
+
+
+def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int, ...] | None:
+    """Choices of finite cost with the smallest peak over the memory rows; None if there are none, or no time."""
+    model = _build(problem)
+    if model is None:
+        return None
+    rows = maximal_rows(problem)
+    unit = max(1.0, *(sum(float(used.max()) for used in row.bytes.values()) for row in rows)) if rows else 1.0
+    peak = model.variable("peak", integer=False)
+    model.objective = {peak: 1.0}
+    for row in rows:
+        model.add_row({**_memory_terms(model, row, unit), peak: -1.0}, pulp.LpConstraintLE, 0.0)
+    return _run(model, _highs(time_limit_seconds, 0.0)).choices

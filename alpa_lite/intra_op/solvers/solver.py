@@ -1,0 +1,78 @@
+"""What a solver is: a frozen object with its options, and ``solve(problem) -> Solution``.
+
+A new solver is one file with one subclass and one entry in ``solvers.SOLVERS``; it inherits the shared tests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
+
+PROOF_TOLERANCE = 1e-9
+"""Costs within this relative distance count as equal: what floating-point sums of a few thousand seconds leave."""
+
+
+class Solver(ABC):
+    """Chooses one strategy per node."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """How solutions name this solver."""
+        return type(self).__name__
+
+    @abstractmethod
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+        """The best choices found within the time; see ``Status`` for what is proven about them."""
+
+
+def closes(bound: float, cost: float) -> bool:
+    """Whether ``bound`` proves ``cost`` optimal, up to rounding."""
+    return math.isfinite(bound) and bound >= cost - PROOF_TOLERANCE * max(abs(cost), abs(bound))
+
+
+def solution_of(
+    problem: Problem, choices: Sequence[int], *, bound: float, started: float, solver: str, proven: bool = False
+) -> Solution:
+    """A solution priced by ``evaluate``; OPTIMAL if ``proven`` or if the bound meets the cost.
+
+    ``started`` is ``time.perf_counter()`` when the solve began.
+    """
+    priced = evaluate(problem, choices)
+    if not priced.feasible:
+        raise AssertionError(f"{solver} returned choices that are not feasible: {priced}")
+    optimal = proven or closes(bound, priced.cost)
+    return Solution(
+        choices=tuple(int(choice) for choice in choices),
+        cost=priced.cost,
+        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        bound=min(bound, priced.cost),
+        seconds=time.perf_counter() - started,
+        solver=solver,
+        peak_bytes=priced.peak_bytes,
+    )
+
+
+def no_solution(
+    *, status: Status, started: float, solver: str, bound: float = -math.inf, peak_bytes: float = math.inf
+) -> Solution:
+    """A solution without choices: INFEASIBLE (bound inf) or TIME_LIMIT."""
+    return Solution(
+        choices=None,
+        cost=math.inf,
+        status=status,
+        bound=math.inf if status is Status.INFEASIBLE else bound,
+        seconds=time.perf_counter() - started,
+        solver=solver,
+        peak_bytes=peak_bytes,
+    )
+
+
+def better(first: Solution, second: Solution) -> Solution:
+    """The cheaper of two solutions; the second if they cost the same."""
+    return first if first.cost < second.cost else second

@@ -1,0 +1,141 @@
+"""The part of a step that one stage runs: its ops in order, what comes in, what goes out, how often each op runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.layers import Layers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageView:
+    """Ops of layers `first..last` of a step, with the invariant ops that they read.
+
+    aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
+    """
+
+    step: StepGraph
+    layers: Layers
+    first: int
+    last: int
+    aliases: Mapping[int, int]
+
+    @property
+    def graph(self) -> Graph:
+        """The whole graph; ids refer to it."""
+        return self.step.graph
+
+    @cached_property
+    def ops(self) -> tuple[int, ...]:
+        """Ids of the ops of this stage in execution order."""
+        graph, needed, chosen = self.graph, set[int](), list[int]()
+        if self.first == 0:
+            # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
+            needed.update(v for v in graph.outputs if self.is_invariant_value(v))
+        for op in reversed(graph.ops):
+            layer = self.layers.of_op[op.id]
+            mine = layer is not None and self.first <= layer <= self.last
+            if mine or (layer is None and any(r in needed for r in op.results)):
+                chosen.append(op.id)
+                needed.update(op.operands)
+        return tuple(reversed(chosen))
+
+    def is_invariant_value(self, value: int) -> bool:
+        """True for results of invariant ops."""
+        producer = self.graph.producer[value]
+        return producer is not None and self.step.phases[producer] is Phase.INVARIANT
+
+    @cached_property
+    def op_set(self) -> frozenset[int]:
+        """The ids of `ops` as a set."""
+        return frozenset(self.ops)
+
+    @cached_property
+    def external(self) -> tuple[int, ...]:
+        """Values read here but computed elsewhere: graph inputs and values of other stages (no literals)."""
+        graph, found = self.graph, dict[int, None]()
+        for op_id in self.ops:
+            for v in graph.ops[op_id].operands:
+                producer = graph.producer[v]
+                if graph.values[v].literal is None and (producer is None or producer not in self.op_set):
+                    found[v] = None
+        for v in graph.inputs:
+            # State that passes through unread still has to live somewhere.
+            if not graph.consumers[v] and self.lives_here(v):
+                found[v] = None
+        return tuple(found)
+
+    def lives_here(self, value: int) -> bool:
+        """True for graph inputs whose home is in this stage."""
+        if value not in self._homes:
+            return False
+        return self.first <= self._homes[value] <= self.last
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        return dict(zip(self.graph.inputs, self.layers.of_input, strict=True))
+
+    @cached_property
+    def leaves(self) -> frozenset[int]:
+        """Values computed here that other stages or the caller read."""
+        outputs = set(self.graph.outputs)
+        return frozenset(
+            r
+            for op_id in self.ops
+            for r in self.graph.ops[op_id].results
+            if r in outputs or any(c not in self.op_set for c in self.graph.consumers[r])
+        )
+
+    @cached_property
+    def crossing(self) -> tuple[int, ...]:
+        """Values that the loop of this stage sums up for an update (anywhere) or for the caller."""
+        graph, step = self.graph, self.step
+        outputs = set(graph.outputs)
+        return tuple(
+            r
+            for op_id in self.ops
+            if step.phases[op_id].in_loop
+            for r in graph.ops[op_id].results
+            if step.batch_dims[r] is None
+            and (r in outputs or any(step.phases[c] is Phase.UPDATE for c in graph.consumers[r]))
+        )
+
+    def runs_of(self, op: Op) -> int:
+        """How often an op runs per step here; invariant ops run wherever a reader of theirs does."""
+        if self.step.phases[op.id] is not Phase.INVARIANT:
+            return self.step.runs_of(op)
+        return self.step.num_microbatches if op.id in self._invariant_in_loop else 1
+
+    @cached_property
+    def _invariant_in_loop(self) -> frozenset[int]:
+        graph, step, found, needed = self.graph, self.step, set[int](), set[int]()
+        for op_id in reversed(self.ops):
+            op = graph.ops[op_id]
+            if step.phases[op_id].in_loop or any(r in needed for r in op.results):
+                needed.update(op.operands)
+                if step.phases[op_id] is Phase.INVARIANT:
+                    found.add(op_id)
+        return frozenset(found)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for stages that run the same ops on the same shapes in the same way, wherever they lie in the graph."""
+        graph, number = self.graph, dict[int, int]()
+        local = lambda v: number.setdefault(v, len(number))  # noqa: E731
+        rows: list[object] = []
+        for op_id in self.ops:
+            op = graph.ops[op_id]
+            operands = tuple(("lit", graph.values[v].literal) if graph.values[v].literal is not None else local(v) for v in op.operands)
+            results = tuple((local(r), graph.values[r].shape, graph.values[r].dtype, self.step.batch_dims[r]) for r in op.results)
+            rows.append((op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), self.step.phases[op_id].value))
+            rows.extend(repr([(o.primitive, o.operands, o.params) for _, o in body.walk()]) for body in op.bodies)
+        outer = tuple(
+            (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
+            for v in self.external
+        )
+        aliases = tuple((local(o), local(i)) for o, i in self.aliases.items() if o in number and i in number)
+        return (tuple(rows), outer, aliases, tuple(sorted(local(v) for v in self.leaves)), self.step.num_microbatches)

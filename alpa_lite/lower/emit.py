@@ -1,0 +1,256 @@
+"""From a task to an executable: one `jit` of a `shard_map` whose body runs the planned ops on local blocks.
+
+The body is the walk of `spmd` on a machine that emits JAX operations, so the collectives in the executable are those
+that the plan was priced with: nothing is left to propagation.
+
+A partial sum crosses a task's boundary as an array with one more leading dim that is split over the axes of the sum:
+each device stores its addend (boundary_spec).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.graph.from_jaxpr import Equation
+from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.lower.local import LocalOp, bind_local
+from alpa_lite.lower.slice import Port, TaskSpec
+from alpa_lite.plan import OpPlacement
+from alpa_lite.sharding import Spec, Step
+from alpa_lite.spmd import Application, Walk, scan_body_output_specs
+
+_POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
+
+
+def boundary_spec(spec: Spec) -> PartitionSpec:
+    """The `PartitionSpec` of a value at a task's boundary."""
+    dims = [axes if axes else None for axes in spec.dims]
+    return PartitionSpec(spec.partial, *dims) if spec.partial else PartitionSpec(*dims)
+
+
+def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a value at a task's boundary."""
+    return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
+
+
+class LocalMachine:
+    """Emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        equations: Sequence[Equation],
+        sizes: Mapping[str, int],
+        microbatch: jax.Array | int,
+    ) -> None:
+        """`microbatch`: index of the micro-batch being run."""
+        self.step = step
+        self.sizes = sizes
+        self.microbatch = microbatch
+        self.equations: dict[Graph, Sequence[Equation]] = {}
+        self._register(step.graph, equations)
+
+    def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
+        self.equations[graph] = equations
+        for op, equation in zip(graph.ops, equations, strict=True):
+            for body, inner in zip(op.bodies, equation.bodies, strict=True):
+                self._register(body, inner)
+
+    def literal(self, value: Value) -> Any:
+        """A NumPy scalar of the right dtype."""
+        return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
+
+    def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
+        """The collectives of a resharding."""
+        for step in steps:
+            array = self._move(array, step)
+        return array
+
+    def _move(self, x: Any, step: Step) -> Any:
+        if step.kind == "all_reduce":
+            return lax.psum(x, step.axis)
+        if step.kind == "reduce_scatter":
+            return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
+        if step.kind == "all_gather":
+            return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
+        if step.kind == "all_to_all":
+            return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
+        size = x.shape[step.dim] // self.sizes[step.axis]
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
+
+    def apply(self, application: Application, operands: list[Any]) -> list[Any]:
+        """Bind the op's primitive on local blocks."""
+        graph, op = application.graph, application.op
+        equation = self.equations[graph][op.id]
+        origins, full_shapes = self._positions(graph, op)
+        local = LocalOp(
+            primitive=equation.primitive,
+            params=equation.params,
+            rule=application.rule,
+            operand_shapes=tuple(v.shape for v in graph.operands(op)),
+            result_shapes=tuple(v.shape for v in graph.results(op)),
+            operand_specs=application.operand_specs,
+            result_specs=application.raw_specs,
+            axis_sizes=self.sizes,
+            origins=origins,
+            full_shapes=full_shapes,
+        )
+        with jax.named_scope(f"op{op.id}"):
+            return bind_local(local, operands)
+
+    def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Where this micro-batch lies in the full batch, for ops whose values depend on the position."""
+        none = (None,) * len(op.results)
+        step = self.step
+        if graph is not step.graph or step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
+            return none, none
+        dim = step.batch_dims[op.results[0]]
+        if dim is None or op.id in step.local_iotas:
+            return none, none
+        shape = graph.values[op.results[0]].shape
+        start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
+        return (start, *none[1:]), (step.full_shapes[op.results[0]], *none[1:])
+
+    def scan(self, application: Application, operands: list[Any], walk: Walk[Any]) -> list[Any]:
+        """A `lax.scan` whose body walks the loop's graph on local blocks."""
+        op, placement = application.op, application.placement
+        body = op.bodies[0]
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        output_specs = scan_body_output_specs(op, placement)
+
+        def run_body(carried: tuple[Any, ...], scanned: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            inner = Walk(body, placement.body, walk.sizes, self)
+            arrays = (*operands[:consts], *carried, *scanned)
+            for value, spec, array in zip(body.inputs, placement.body_inputs, arrays, strict=True):
+                inner.put(value, spec, array)
+            inner.run(range(len(body.ops)))
+            outputs = [inner.get(v, s, op) for v, s in zip(body.outputs, output_specs, strict=True)]
+            cast = [jax.numpy.asarray(o, i.dtype) for o, i in zip(outputs[:carry], carried, strict=True)]
+            return tuple(cast), tuple(outputs[carry:])
+
+        first = tuple(operands[consts : consts + carry])
+        last, stacked = lax.scan(
+            run_body,
+            first,
+            tuple(operands[consts + carry :]),
+            length=op.params["length"],
+            reverse=op.params["reverse"],
+            unroll=op.params["unroll"],
+        )
+        return [*last, *stacked]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Executable:
+    """A task ready to compile on a mesh. Calling convention: inputs, sums (if accumulated), [micro-batch index]."""
+
+    task: TaskSpec
+    mesh: Mesh
+    function: Callable[..., Any]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...]
+    takes_microbatch: bool
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The XLA executable."""
+        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.avals).compile()
+
+
+def struct_of(value: Value, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The abstract array of a value at a boundary."""
+    if value.dtype.startswith("key<"):
+        impl = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
+        return jax.ShapeDtypeStruct(shape, jax.random.key(0, impl=impl).dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(value.dtype), sharding=sharding)
+
+
+def emit_task(
+    task: TaskSpec,
+    step: StepGraph,
+    equations: Sequence[Equation],
+    placements: Mapping[int, OpPlacement],
+    mesh: Mesh,
+    *,
+    accumulate: bool,
+    donated: Sequence[int] = (),
+) -> Executable:
+    """The executable of a task. With `accumulate`, sums come in after the inputs and go out increased.
+
+    `donated`: numbers of inputs whose buffers may be reused.
+    """
+    graph, sizes = step.graph, dict(mesh.shape)
+    ins = [*task.inputs, *(task.sums if accumulate else ())]
+    outs = [*task.outputs, *task.sums]
+    positional = step.num_microbatches > 1 and any(graph.ops[i].primitive in _POSITIONAL for i in task.ops)
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        microbatch = arrays[-1] if positional else 0
+        machine = LocalMachine(step, equations, sizes, microbatch)
+        walk: Walk[Any] = Walk(graph, placements, sizes, machine)
+        for port, array in zip(task.inputs, arrays, strict=False):
+            walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
+        for value, stored, resolved in task.resolved:
+            array = walk.get(value, resolved)
+            walk.arrays[value] = {resolved: array}
+            del stored
+        walk.run(task.ops)
+        results = [walk.get(port.value, port.spec) for port in outs]
+        if accumulate:
+            old = arrays[len(task.inputs) : len(ins)]
+            first = len(task.outputs)
+            added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
+            results[first:] = [a + r for a, r in zip(added, results[first:], strict=True)]
+        return tuple(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True))
+
+    in_specs = [boundary_spec(p.spec) for p in ins] + ([PartitionSpec()] if positional else [])
+    out_specs = tuple(boundary_spec(p.spec) for p in outs)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+    avals = [_aval(graph.values[p.value], p, mesh, sizes) for p in ins]
+    if positional:
+        avals.append(jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=NamedSharding(mesh, PartitionSpec())))
+    summed = tuple(range(len(task.inputs), len(ins)))
+    return Executable(
+        task=task,
+        mesh=mesh,
+        function=_named(sharded, task.name),
+        avals=tuple(avals),
+        donated=(*donated, *summed),
+        takes_microbatch=positional,
+    )
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    run.__name__ = name.replace(" ", "_").replace("+", "_")
+    return run
+
+
+def _aval(value: Value, port: Port, mesh: Mesh, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    shape = boundary_shape(value.shape, port.spec, sizes)
+    return struct_of(value, shape, NamedSharding(mesh, boundary_spec(port.spec)))
+
+
+def emit_zeros(task: TaskSpec, step: StepGraph, mesh: Mesh) -> Callable[[], tuple[Any, ...]]:
+    """A function that makes fresh accumulators of a task in place on its mesh."""
+    sizes = dict(mesh.shape)
+    avals = [_aval(step.graph.values[p.value], p, mesh, sizes) for p in task.sums]
+
+    def zeros() -> tuple[Any, ...]:
+        return tuple(jax.numpy.zeros(a.shape, a.dtype) for a in avals)
+
+    return jax.jit(zeros, out_shardings=tuple(a.sharding for a in avals))
+
+

@@ -1,0 +1,250 @@
+"""From a traced step to a `StepGraph` at a number of micro-batches, refusing steps that are no sum over samples.
+
+    full batch trace ─┐
+                      ├─ same ops? ─ batch dims ─ loop / update ─ additive? ─▶ StepGraph (+ equations)
+    micro-batch trace ┘
+
+The rules of the primitives say where the batch is kept (PASS) and where it is summed (REDUCTION): see check_additive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.graph.from_jaxpr import Equation, from_jaxpr
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import (
+    StepGraph,
+    assign_phases,
+    batch_dims,
+    batch_position,
+    check_same_structure,
+    local_iotas,
+    loop_ops,
+    loop_without_batch,
+    merge_literals,
+    require_same_position,
+)
+from alpa_lite.rules import FactorKind, rule_of, view_of
+from alpa_lite.trace import Traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step at a number of micro-batches: its graph, the equations of its ops, and captured arrays."""
+
+    step: StepGraph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...]
+
+
+def split_step(traced: Traced, num_microbatches: int, *, unroll: bool = False) -> TracedStep:
+    """The step cut into phases for `num_microbatches`.
+
+    Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
+    the meaning of the step.
+    """
+    full = from_jaxpr(traced.jaxpr, traced.names, unroll=unroll)
+    if num_microbatches > 1 or traced.batch_size is not None:
+        size = _microbatch_size(traced, num_microbatches)
+        other_size = size if num_microbatches > 1 else _probe_size(traced.require_batch())
+        try:
+            other = from_jaxpr(traced.at_batch_size(other_size), traced.names, unroll=unroll)
+            check_same_structure(full.graph, other.graph)
+            batch = batch_dims(full.graph, other.graph)
+        except Exception as error:
+            if num_microbatches > 1:
+                raise _as_trace_error(error, traced, other_size) from error
+        else:
+            return _with_batch(traced, full, other, batch, num_microbatches, unroll)
+    graph = full.graph
+    step = StepGraph(
+        graph=graph,
+        full_shapes=tuple(v.shape for v in graph.values),
+        batch_dims=(None,) * len(graph.values),
+        phases=assign_phases(graph, loop_without_batch(graph)),
+        num_microbatches=1,
+        batch_size=None,
+        unrolled=unroll,
+    )
+    return TracedStep(step=step, equations=full.equations, constants=full.constants)
+
+
+def _with_batch(
+    traced: Traced, full: Any, other: Any, batch: tuple[int | None, ...], num_microbatches: int, unroll: bool
+) -> TracedStep:
+    loop, feedbacks = loop_ops(full.graph, batch)
+    iotas = frozenset[int]()
+    if num_microbatches > 1:
+        _refuse_feedback(feedbacks)
+        require_same_position(full.graph, batch, batch_position(full.graph, batch))
+        iotas = local_iotas(full.graph, batch)
+        check_additive(full.graph, other.graph, batch, loop, iotas)
+    chosen = other if num_microbatches > 1 else full
+    graph = merge_literals(chosen.graph, full.graph)
+    step = StepGraph(
+        graph=graph,
+        full_shapes=tuple(v.shape for v in full.graph.values),
+        batch_dims=batch,
+        phases=assign_phases(graph, loop),
+        num_microbatches=num_microbatches,
+        batch_size=traced.batch_size,
+        local_iotas=iotas,
+        unrolled=unroll,
+    )
+    return TracedStep(step=step, equations=chosen.equations, constants=chosen.constants)
+
+
+def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
+    size = traced.require_batch()
+    if num_microbatches < 1 or size % num_microbatches:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise BatchError(
+            f"num_microbatches={num_microbatches} does not divide the batch of {size} samples. "
+            f"Choose one of {divisors if len(divisors) <= 24 else divisors[:24] + ['…']}."
+        )
+    return size // num_microbatches
+
+
+def _probe_size(size: int) -> int:
+    """Another batch size that the step can be traced at, to see which dims follow the batch."""
+    smallest = next((p for p in range(2, size + 1) if size % p == 0), None)
+    return size // smallest if smallest and size // smallest > 1 else size * 2
+
+
+def _as_trace_error(error: Exception, traced: Traced, size: int) -> Exception:
+    if isinstance(error, (TraceError, NonAdditiveError)):
+        return error
+    return TraceError(
+        f"{traced.name} cannot be traced at a micro-batch of {size} samples instead of {traced.batch_size}: "
+        f"{type(error).__name__}: {error}. Micro-batching needs a step that works at any batch size; "
+        "use num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
+    )
+
+
+def _refuse_feedback(feedbacks: list[tuple[Op, Op]]) -> None:
+    for reduction, reader in feedbacks:
+        raise NonAdditiveError(
+            f"{reduction.source}: a value that was reduced over the batch ({reduction.primitive}) is used again per "
+            f"sample at {reader.source} ({reader.primitive}); batch norm and losses such as sum(loss)/sum(mask) do "
+            "this. The step is then no sum over its samples, and micro-batches would change it. Use "
+            "num_microbatches=1, or make the statistic independent of the batch (e.g. divide by a constant)."
+        )
+
+
+def check_additive(
+    full: Graph, other: Graph, batch: tuple[int | None, ...], loop: set[int], iotas: frozenset[int]
+) -> None:
+    """Every op of the loop keeps the batch or sums it; whatever else it does with it is refused with the user's line."""
+    positions = _reaches(full, {r for i in iotas for r in full.ops[i].results})
+    for op in full.ops:
+        if op.id not in loop:
+            continue
+        if op.primitive == "scan":
+            _check_scan(full, op, other.ops[op.id], batch)
+            continue
+        _check_op(full, op, batch, positions)
+
+
+def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: set[int]) -> None:
+    rule = rule_of(view_of(graph, op))
+    kept = False
+    for i, operand in enumerate(op.operands):
+        dim = batch[operand]
+        if dim is None:
+            continue
+        for factor in rule.operands[i][dim]:
+            kind = rule.kinds[factor]
+            if kind is FactorKind.PASS:
+                kept = kept or any(factor in factors for dims in rule.results for factors in dims)
+            elif kind is not FactorKind.REDUCTION or rule.reduction != "sum":
+                _refuse(graph, op, "mixes the samples of the batch")
+        addressed = op.primitive == "gather" or op.primitive.startswith("scatter")
+        if addressed and i == 0 and op.operands[1] not in positions and not _passes(rule, i, dim):
+            _refuse(graph, op, "picks samples of the batch by computed numbers")
+    reads_batch = any(batch[v] is not None for v in op.operands)
+    for result in op.results:
+        if reads_batch and batch[result] is None and op.primitive.startswith("scatter"):
+            if not is_zero(graph, op.operands[0]):
+                _refuse(graph, op, "adds samples to a value that is not zero at first")
+        if not reads_batch and batch[result] is not None and op.primitive not in _POSITION_SOURCES:
+            dim = batch[result]
+            if dim is None or any(rule.kinds[f] is not FactorKind.PASS for f in rule.results[0][dim]):
+                _refuse(graph, op, "makes an array whose size follows the batch")
+
+
+_POSITION_SOURCES = frozenset(("iota", "random_bits", "random_split", "broadcast_in_dim", "empty"))
+
+
+def _passes(rule: Any, operand: int, dim: int) -> bool:
+    return all(rule.kinds[f] is FactorKind.PASS for f in rule.operands[operand][dim])
+
+
+def _refuse(graph: Graph, op: Op, what: str) -> None:
+    shapes = ", ".join(str(list(v.shape)) for v in graph.operands(op))
+    raise NonAdditiveError(
+        f"{op.source}: {op.primitive} of {shapes} {what}, so the step is no sum over its samples and micro-batches "
+        "would change it. Use num_microbatches=1, or rewrite this line per sample."
+    )
+
+
+def _reaches(graph: Graph, start: set[int]) -> set[int]:
+    reached = set(start)
+    for op in graph.ops:
+        if any(v in reached for v in op.operands):
+            reached.update(op.results)
+    return reached
+
+
+def is_zero(graph: Graph, value: int) -> bool:
+    """True when a value is known to be all zeros."""
+    v = graph.values[value]
+    if v.literal is not None:
+        return v.literal == 0
+    producer = graph.producer[value]
+    if producer is None:
+        return False
+    op = graph.ops[producer]
+    return op.primitive in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(
+        graph, op.operands[0]
+    )
+
+
+def _check_scan(graph: Graph, op: Op, other: Op, batch: tuple[int | None, ...]) -> None:
+    """A loop whose body sums over the batch: the sums must start from zero and stay linear to its end."""
+    body, small = op.bodies[0], other.bodies[0]
+    inner = batch_dims(body, small)
+    consts, carry = op.params["num_consts"], op.params["num_carry"]
+    summed: set[int] = set()
+    while True:
+        sums = _sums_in_body(body, small, inner, set(summed))
+        new = {body.inputs[consts + i] for i in range(carry) if body.outputs[i] in sums} - summed
+        if not new:
+            break
+        summed |= new
+    for i in range(carry):
+        if body.inputs[consts + i] in summed and not is_zero(graph, op.operands[consts + i]):
+            _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
+
+
+def _sums_in_body(body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int]) -> set[int]:
+    """Values of a loop body that are sums over the batch, given those that enter as such."""
+    for op in body.ops:
+        partial = [i for i, v in enumerate(op.operands) if v in sums]
+        if any(batch[v] is not None for v in (*op.operands, *op.results)):
+            if partial:
+                _refuse(body, op, "uses a sum over the batch again per sample")
+            if op.primitive == "scan":
+                _check_scan(body, op, small.ops[op.id], batch)
+            else:
+                _check_op(body, op, batch, set())
+            sums.update(r for r in op.results if batch[r] is None and any(batch[v] is not None for v in op.operands))
+        elif partial:
+            groups = rule_of(view_of(body, op)).linear
+            zeros = {i for i, v in enumerate(op.operands) if is_zero(body, v)}
+            if not any(set(partial) <= set(g) and set(g) <= set(partial) | zeros for g in groups):
+                _refuse(body, op, "is not linear in a sum over the batch")
+            sums.update(op.results)
+    return sums

@@ -1,0 +1,233 @@
+"""The plan: everything that was decided about running a step, as frozen, JSON-serialisable data.
+
+Automatic search and manual planners return the same `Plan`; lowering, running and explaining take nothing else.
+A plan names ops and values by their number in the traced graph; `fingerprint` ties it to that graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from alpa_lite import codec
+from alpa_lite.errors import MismatchError, PlanError
+from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.schedule import Schedule
+from alpa_lite.sharding import Spec
+from cost_models.cluster import Cluster
+
+FORMAT = 1
+"""Version of the plan file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlacement:
+    """How one op runs: mesh axes per factor of its rule, axes over which its linear operands are partial sums, the
+    spec of each result after its reductions, and the placements inside a loop body (with the specs of its inputs)."""
+
+    factors: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+    results: tuple[Spec, ...] = ()
+    body: Mapping[int, OpPlacement] = field(default_factory=dict[int, "OpPlacement"])
+    body_inputs: tuple[Spec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulator:
+    """A value summed over micro-batches: as it is stored inside the loop, and as the update reads it."""
+
+    stored: Spec
+    resolved: Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveUse:
+    """One collective of the plan: what it moves, how often per step, what it costs, and the user's line."""
+
+    kind: str
+    bytes: float
+    axis: str
+    num_devices: int
+    count: int
+    seconds: float
+    stage: int
+    phase: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage. Value and op numbers refer to the traced graph.
+
+    layers           first and last layer, inclusive
+    specs            spec of each named argument that lives here, for reading
+    inputs           spec of each graph input or value of another stage that is read here
+    ops              placement of each op
+    accumulators     values summed over micro-batches
+    *_seconds        predicted time per micro-batch (forward, backward) and per step (update)
+    state_bytes      per device: arguments that live here
+    accumulator_bytes, activation_bytes, temporary_bytes   per device: sums; saved values per micro-batch; peak of the rest
+    """
+
+    layers: tuple[int, int]
+    submesh: Submesh
+    mesh_shape: LogicalMesh
+    specs: Mapping[str, Spec]
+    inputs: Mapping[int, Spec]
+    ops: Mapping[int, OpPlacement]
+    accumulators: Mapping[int, Accumulator]
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    state_bytes: float
+    accumulator_bytes: float
+    activation_bytes: float
+    temporary_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model expects of one step: seconds, bytes per device of each stage, floating-point operations."""
+
+    step_seconds: float
+    compute_seconds: float
+    collective_seconds: float
+    transfer_seconds: float
+    peak_bytes: tuple[float, ...]
+    flops_per_device: float
+    bubble_fraction: float
+    collectives: tuple[CollectiveUse, ...] = ()
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of one step by cause; the causes overlap across stages, so they need not add up to the step."""
+        by_kind: dict[str, float] = {"compute": self.compute_seconds, "transfers": self.transfer_seconds}
+        for use in self.collectives:
+            by_kind[use.kind] = by_kind.get(use.kind, 0.0) + use.seconds * use.count
+        return by_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How the plan was found: status of the search, proven bound on the objective, relative gap, seconds spent."""
+
+    status: str
+    bound: float
+    gap: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A complete decision. `op_layers[i]` is the layer of op i (None: repeated where it is read)."""
+
+    name: str
+    function: str
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    num_microbatches: int
+    num_layers: int
+    op_layers: tuple[int | None, ...]
+    input_layers: tuple[int, ...]
+    unrolled: bool
+    cluster: Cluster
+    prediction: Prediction
+    solver: SolverReport
+    fingerprint: str
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage that a layer belongs to."""
+        return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` gives an equal plan."""
+        return {"format": FORMAT, **{f.name: codec.encode(getattr(self, f.name)) for f in fields(self)}}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_json`. Raises `PlanError` when the data are no plan of this version."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
+        hints = get_type_hints(Plan)
+        missing = [f.name for f in fields(Plan) if f.name not in data]
+        if missing:
+            raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
+        return Plan(**{f.name: codec.decode(hints[f.name], data[f.name]) for f in fields(Plan)})
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Raises `PlanError` for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{path} cannot be read as a plan: {error}. Give a file that plan.save wrote.") from error
+        return Plan.from_json(data)
+
+    def __str__(self) -> str:
+        from alpa_lite.inspection.tables import plan_text
+
+        return plan_text(self)
+
+    def explain(self, subject: str) -> str:
+        """Why something is as it is: a parameter's path, `op 12`, `stage 0`, or part of a source line."""
+        from alpa_lite.inspection.explain import explain
+
+        return explain(self, subject)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to another, and what it buys."""
+        from alpa_lite.inspection.diff import diff
+
+        return diff(self, other)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained HTML page."""
+        from alpa_lite.inspection.html import plan_html
+
+        Path(path).write_text(plan_html(self))
+
+    def _repr_html_(self) -> str:
+        from alpa_lite.inspection.html import plan_fragment
+
+        return plan_fragment(self)
+
+    def verify(self, step: StepGraph, cluster: Cluster | None = None) -> None:
+        """Raise `MismatchError` unless this plan was made for this step (and this cluster)."""
+        if self.fingerprint != fingerprint(step):
+            raise MismatchError(
+                f"This plan was made for {self.function!r} with other code or other argument shapes: its fingerprint is "
+                f"{self.fingerprint[:12]}, that of this call is {fingerprint(step)[:12]}. Make a new plan with al.plan."
+            )
+        if cluster is not None and cluster.num_devices != self.cluster.num_devices:
+            raise MismatchError(
+                f"This plan is for {self.cluster.num_devices} devices ({self.cluster.name}), but {cluster.name} has "
+                f"{cluster.num_devices}. Make a new plan for this cluster."
+            )
+
+
+def fingerprint(step: StepGraph) -> str:
+    """Digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
+    digest = hashlib.sha256()
+    _digest_graph(step.graph, digest.update)
+    digest.update(repr([p.value for p in step.phases]).encode())
+    digest.update(repr((step.num_microbatches, step.batch_size)).encode())
+    return digest.hexdigest()
+
+
+def _digest_graph(graph: Graph, update: Callable[[bytes], object]) -> None:
+    update(repr([(v.shape, v.dtype, v.literal) for v in graph.values]).encode())
+    update(repr((graph.inputs, graph.outputs)).encode())
+    for op in graph.ops:
+        update(repr((op.primitive, op.operands, op.results, sorted(op.params.items(), key=lambda p: p[0]))).encode())
+        for body in op.bodies:
+            _digest_graph(body, update)

@@ -1,0 +1,13 @@
+"""Planners: automatic search and the classic manual plans. Each is one class in one file; all return a `Plan`."""
+
+from alpa_lite.planners.auto import MANUAL_PLANNERS as MANUAL_PLANNERS
+from alpa_lite.planners.auto import Auto as Auto
+from alpa_lite.planners.data_parallel import DataParallel as DataParallel
+from alpa_lite.planners.hybrid import Hybrid as Hybrid
+from alpa_lite.planners.megatron import Megatron as Megatron
+from alpa_lite.planners.pipeline import Pipeline as Pipeline
+from alpa_lite.planners.planner import Planner as Planner
+from alpa_lite.planners.planner import PlanRequest as PlanRequest
+from alpa_lite.planners.replay import Replay as Replay
+from alpa_lite.planners.zero import FSDP as FSDP
+from alpa_lite.planners.zero import Zero as Zero

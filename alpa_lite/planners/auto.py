@@ -1,0 +1,167 @@
+"""Automatic search: Alpa's two levels, for every number of micro-batches that makes sense, and the manual plans too.
+
+    for each number of micro-batches m                                   (candidate_steps)
+        layers        cluster the forward ops                            (layers.make_layers)
+        stage costs   integer program per layer range × submesh × shape  (inter_op.stage_costs)
+        stage DP      min Σ t_i + (m - 1) max t_i                        (inter_op.stage_dp)
+    the best of these and of the manual plans, priced alike
+
+The result is never priced worse than any manual plan that the search knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.stage_costs import StageCosts, StageOptions, stage_options
+from alpa_lite.inter_op.stage_dp import StageAssignment
+from alpa_lite.inter_op.stage_dp import solve as solve_stages
+from alpa_lite.layers import Layers, make_layers
+from alpa_lite.mesh import place
+from alpa_lite.plan import Plan
+from alpa_lite.planners.data_parallel import DataParallel
+from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.pipeline import Pipeline
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_bytes
+from alpa_lite.planners.zero import Zero
+from alpa_lite.schedule import OneFOneB, Schedule
+
+MANUAL_PLANNERS: tuple[Planner, ...] = (
+    DataParallel(),
+    Megatron(),
+    Zero(stage=2),
+    Pipeline(num_stages=2),
+    Pipeline(num_stages=4),
+)
+"""The classic plans that are always priced beside the search."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Planner):
+    """`num_layers`: layers to cluster into (None: by the model); `manual`: plans that are priced as well."""
+
+    num_layers: int | None = None
+    schedule: Schedule = OneFOneB()
+    manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "auto"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest."""
+        started = time.perf_counter()
+        problems: list[AlpaLiteError] = []
+        plans = [*self._search(request, problems), *self._manual(request, problems)]
+        if not plans:
+            raise _most_telling(problems)
+        best = min(plans, key=lambda p: p.prediction.step_seconds)
+        others = sorted((p.name, p.prediction.step_seconds) for p in plans if p is not best)
+        report = replace(best.solver, seconds=time.perf_counter() - started)
+        name = self.name if best.name == self.name else f"{self.name} ({best.name})"
+        return replace(best, name=name, alternatives=tuple(others), solver=report)
+
+    def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
+        for step in candidate_steps(request, problems):
+            try:
+                yield self._search_step(request, step)
+            except PlanError as error:
+                problems.append(error)
+
+    def _search_step(self, request: PlanRequest, step: StepGraph) -> Plan:
+        """The two-level search at one number of micro-batches."""
+        started = time.perf_counter()
+        pipelines = step.num_microbatches > 1 or request.cluster.shared_processor
+        layers = make_layers(step, self.num_layers if pipelines else 1)
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            aliases=request.aliases(step),
+            cost_model=request.cost_model,
+            progress=request.progress,
+        )
+        options = stage_options(costs, step.num_microbatches, _inflow_seconds(request, step, layers))
+        found = solve_stages(
+            options.table,
+            num_devices=request.cluster.num_devices,
+            num_microbatches=step.num_microbatches,
+            serialized=request.cluster.shared_processor,
+        )
+        if not found.stages:
+            raise InfeasibleError(_infeasible(request, costs, options, found.reason))
+        stages = _placed(request, costs, options, found.stages)
+        return assemble(self.name, request, step, layers, stages, self.schedule, started)
+
+    def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
+        for planner in self.manual:
+            request.progress(planner.name)
+            try:
+                yield planner.plan(request)
+            except AlpaLiteError as error:
+                problems.append(error)
+
+
+def candidate_steps(request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
+    """The step at each number of micro-batches worth trying; what cannot be split is left out, with its reason."""
+    devices = request.cluster.num_devices
+    for m in request.microbatch_choices((1, min(16, max(4, 2 * devices)))):
+        try:
+            # Loops over layers are written out where a pipeline may cut them.
+            yield request.step_at(m, m > 1)
+        except (NonAdditiveError, TraceError) as error:
+            if request.num_microbatches != "auto":
+                raise
+            problems.append(error)
+
+
+def _inflow_seconds(request: PlanRequest, step: StepGraph, layers: Layers) -> np.ndarray:
+    """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
+    seconds = [0.0]
+    for first in range(1, layers.num_layers):
+        size = boundary_bytes(step, layers, first)
+        seconds.append(request.cost_model.transfer_seconds(size, crosses_hosts=False))
+    return np.array(seconds)
+
+
+def _placed(
+    request: PlanRequest, costs: StageCosts, options: StageOptions, assignments: Sequence[StageAssignment]
+) -> list[PlacedStage]:
+    cluster = request.cluster
+    kinds = [options.kinds[a.submesh] for a in assignments]
+    submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
+    stages: list[PlacedStage] = []
+    for assignment, submesh in zip(assignments, submeshes, strict=True):
+        mesh = options.mesh(assignment.submesh, assignment.configuration)
+        first, last = assignment.first_layer, assignment.last_layer
+        solution = costs.solution(first, last, submesh, mesh)
+        stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
+    return stages
+
+
+def _infeasible(request: PlanRequest, costs: StageCosts, options: StageOptions, reason: str) -> str:
+    """The least memory that any stage of one layer needs on any submesh, as a sentence."""
+    gib = 2.0**30
+    capacity = request.cluster.device.memory_bytes
+    needs = costs.least_peaks()
+    worst = max(needs, key=lambda layer: needs[layer], default=0)
+    need = needs.get(worst, 0.0)
+    return (
+        f"No plan fits into memory: {reason} The tightest layer is {worst} of {costs.layers.num_layers}, which needs at "
+        f"least {need / gib:.2f} GiB per device on the submeshes of {request.cluster.name}; "
+        f"{request.cluster.device.name} has {capacity / gib:.2f} GiB. Cheapest first: more micro-batches (this was "
+        f"num_microbatches={costs.step.num_microbatches}), jax.checkpoint around the layers, more devices."
+    )
+
+
+def _most_telling(problems: Sequence[AlpaLiteError]) -> AlpaLiteError:
+    infeasible = [p for p in problems if isinstance(p, InfeasibleError)]
+    if infeasible:
+        return infeasible[0]
+    return problems[0] if problems else PlanError("No plan was found and no reason was given.")

@@ -1,0 +1,156 @@
+"""Hybrid: pipeline × data × tensor parallelism with fixed degrees, as Megatron-LM and DeepSpeed combine them.
+
+The cluster is cut into `pipeline` stages of equal size; every stage is a logical mesh data × model. Axis "data" splits
+the batch and nothing else, axis "model" never splits the batch; which dims of which weights the "model" axis splits is
+left to the integer program, which finds Megatron's column/row pattern from the graph. Classic manual plans are special
+cases: see `data_parallel`, `megatron`, `pipeline`, `zero`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.layers import Layers, make_layers
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.strategies import AxisRole, Restriction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(Planner):
+    """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
+
+    zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
+    """
+
+    pipeline: int = 1
+    data: int | None = None
+    model: int = 1
+    zero: int = 0
+    schedule: Schedule = OneFOneB()
+
+    @property
+    def name(self) -> str:
+        """`pp4 × dp2`-like."""
+        parts = [f"pp{self.pipeline}" if self.pipeline > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
+        return " × ".join(filter(None, parts)) or "hybrid"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Solve each stage under the fixed roles of its axes."""
+        started = time.perf_counter()
+        mesh = self.mesh(request)
+        step = request.best_step(self.default_microbatches(), unroll=self.pipeline > 1)
+        check_batch(self, step, mesh)
+        layers = stage_layers(step, self.pipeline)
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            aliases=request.aliases(step),
+            cost_model=request.cost_model,
+            restriction=self.restriction(),
+            progress=request.progress,
+        )
+        stages = [
+            self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)
+        ]
+        return assemble(self.name, request, step, layers, stages, self.schedule, started)
+
+    def default_microbatches(self) -> Sequence[int]:
+        """One without a pipeline, else enough to fill it."""
+        if self.pipeline == 1:
+            return (1,)
+        return (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2, 1)
+
+    def restriction(self) -> Restriction:
+        """What the axes may do."""
+        roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
+        return Restriction(roles=roles, shard_optimizer=self.zero >= 1, shard_parameters=self.zero >= 3)
+
+    def mesh(self, request: PlanRequest) -> LogicalMesh:
+        """The logical mesh of every stage."""
+        total = request.cluster.num_devices
+        data = self.data if self.data is not None else max(1, total // (self.pipeline * self.model))
+        if data * self.model * self.pipeline != total:
+            raise PlanError(
+                f"{self.pipeline} stages × {data} data × {self.model} model = {data * self.model * self.pipeline} "
+                f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is {total}."
+            )
+        axes = [(name, size) for name, size in (("data", data), ("model", self.model)) if size > 1]
+        axes = axes or [("data", 1)]
+        return LogicalMesh(axis_names=tuple(n for n, _ in axes), shape=tuple(s for _, s in axes))
+
+    def _stage(
+        self, costs: StageCosts, request: PlanRequest, layers: Layers, index: int, mesh: LogicalMesh, microbatches: int
+    ) -> PlacedStage:
+        submesh = equal_submesh(request, index, self.pipeline)
+        held = self.schedule.in_flight(index, self.pipeline, microbatches)
+        solution = costs.solution(index, index, submesh, mesh, in_flight=held)
+        if solution.choice is None:
+            raise InfeasibleError(explain_infeasible(self.name, request, index, submesh, solution, held))
+        return PlacedStage(first=index, last=index, submesh=submesh, mesh=mesh, solution=solution)
+
+
+def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
+    """Stage number `index` of `count` equal parts of the cluster."""
+    cluster = request.cluster
+    size = cluster.num_devices // count
+    per_host = cluster.devices_per_host
+    if size <= per_host and per_host % size == 0:
+        return Submesh(first_device=index * size, num_hosts=1, devices_per_host=size)
+    if size % per_host == 0:
+        return Submesh(first_device=index * size, num_hosts=size // per_host, devices_per_host=per_host)
+    raise PlanError(
+        f"{count} equal stages of {size} devices do not tile {cluster.num_hosts} hosts of {per_host} devices. "
+        "Choose a number of stages whose size divides a host or is a multiple of it."
+    )
+
+
+def stage_layers(step: StepGraph, count: int) -> Layers:
+    """One layer per stage; a sentence when the model is too short."""
+    try:
+        return make_layers(step, count)
+    except PlanError as error:
+        raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
+
+
+def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
+    """The "data" axis must divide every micro-batch."""
+    data = mesh.axis_sizes.get("data", 1)
+    if step.batch_size is None:
+        if data > 1:
+            raise PlanError(
+                f"{planner.name} splits the batch over {data} devices, but the batch cannot be found among the "
+                "arguments. Name it with batch_argnums."
+            )
+        return
+    micro = step.batch_size // step.num_microbatches
+    if micro % data:
+        raise PlanError(
+            f"{planner.name} splits each micro-batch over {data} devices, but it has {micro} samples "
+            f"(batch {step.batch_size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
+            "micro-batch, or a smaller data degree."
+        )
+
+
+def explain_infeasible(
+    name: str, request: PlanRequest, index: int, submesh: Submesh, solution: StageSolution, held: int
+) -> str:
+    """Which stage needs how much, and what would help most cheaply."""
+    gib = 2.0**30
+    capacity = request.cluster.device.memory_bytes
+    return (
+        f"{name} does not fit: stage {index} on {submesh.num_devices} devices needs at least "
+        f"{solution.peak_bytes / gib:.2f} GiB per device with {held} micro-batch(es) in flight, but "
+        f"{request.cluster.device.name} has {capacity / gib:.2f} GiB. Cheapest first: more micro-batches "
+        f"(num_microbatches), splitting optimizer state (al.planners.Zero), tensor parallelism, more pipeline stages, "
+        f"or devices with {solution.peak_bytes / capacity:.1f}× the memory."
+    )

@@ -1,0 +1,33 @@
+"""Pipeline parallelism: equal stages on equal submeshes, data parallel inside each (GPipe, PipeDream-Flush).
+
+Huang et al., GPipe (NeurIPS 2019); Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (ICML 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alpa_lite.plan import Plan
+from alpa_lite.planners.data_parallel import renamed
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.schedule import OneFOneB, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Planner):
+    """`num_stages` stages; inside a stage `tensor` devices share each layer and the rest is data parallel."""
+
+    num_stages: int = 2
+    tensor: int = 1
+    schedule: Schedule = OneFOneB()
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.num_stages}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """The plan; raises `PlanError` when there are more stages than layers or the degrees do not divide."""
+        hybrid = Hybrid(pipeline=self.num_stages, model=self.tensor, schedule=self.schedule)
+        return renamed(hybrid.plan(request), self.name)

@@ -1,0 +1,220 @@
+"""What every planner gets and gives: a request in, a `Plan` out; and how stage solutions become a plan."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.layers import Layers
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.plan import Plan, Prediction, SolverReport, StagePlan, fingerprint
+from alpa_lite.schedule import Schedule, simulate
+from cost_models.cluster import Cluster
+from cost_models.interface import CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A step to plan for a cluster.
+
+    step_at(num_microbatches, unroll)   the step cut into phases; `unroll` writes out loops over layers
+    input_names                         path of each graph input that is an argument
+    alias_leaves                        output number → number of the input that it replaces
+    num_microbatches                    a number, or "auto"
+    """
+
+    function: str
+    step_at: Callable[[int, bool], StepGraph]
+    input_names: Sequence[str]
+    alias_leaves: Mapping[int, int]
+    batch_size: int | None
+    cluster: Cluster
+    cost_model: CostModel
+    num_microbatches: int | str = "auto"
+    progress: Callable[[str], None] = field(default=lambda _: None)
+
+    def aliases(self, step: StepGraph) -> dict[int, int]:
+        """Graph output value → the graph input value that it replaces in the next step."""
+        graph = step.graph
+        pairs = {graph.outputs[o]: graph.inputs[i] for o, i in self.alias_leaves.items()}
+        return {out: into for out, into in pairs.items() if graph.producer[out] is not None}
+
+    def microbatch_choices(self, default: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""
+        if self.num_microbatches != "auto":
+            return (int(self.num_microbatches),)
+        if self.batch_size is None:
+            return (1,)
+        size = self.batch_size
+        return tuple(dict.fromkeys(m for m in default if m >= 1 and size % m == 0)) or (1,)
+
+    def best_step(self, default: Sequence[int], *, unroll: bool) -> StepGraph:
+        """The step at the first number of micro-batches that works; errors count only for the user's own number."""
+        choices = self.microbatch_choices(default)
+        for m in choices:
+            try:
+                return self.step_at(m, unroll)
+            except (NonAdditiveError, BatchError, TraceError):
+                if self.num_microbatches != "auto":
+                    raise
+        return self.step_at(1, unroll)
+
+
+class Planner(ABC):
+    """Finds a plan for a request. Implementations are frozen dataclasses: their fields are the user's options."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Short name for tables."""
+
+    @abstractmethod
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `PlanError` (or a subclass) when there is no plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStage:
+    """One stage of a plan in the making: layers, devices, logical mesh, and the solution on it."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    mesh: LogicalMesh
+    solution: StageSolution
+
+
+def assemble(
+    name: str,
+    request: PlanRequest,
+    step: StepGraph,
+    layers: Layers,
+    stages: Sequence[PlacedStage],
+    schedule: Schedule,
+    started: float,
+) -> Plan:
+    """A `Plan` with its prediction, from solved stages."""
+    plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
+    statuses = {stage.solution.status.value for stage in stages}
+    objective = sum(stage.solution.objective for stage in stages)
+    bound = sum(stage.solution.bound for stage in stages)
+    return Plan(
+        name=name,
+        function=request.function,
+        stages=plans,
+        schedule=schedule,
+        num_microbatches=step.num_microbatches,
+        num_layers=layers.num_layers,
+        op_layers=layers.of_op,
+        input_layers=layers.of_input,
+        unrolled=step.unrolled,
+        cluster=request.cluster,
+        prediction=predict(request, step, layers, stages, schedule),
+        solver=SolverReport(
+            status=statuses.pop() if len(statuses) == 1 else "feasible",
+            bound=bound,
+            gap=max(0.0, (objective - bound) / objective) if objective > 0 else 0.0,
+            seconds=time.perf_counter() - started,
+        ),
+        fingerprint=fingerprint(step),
+    )
+
+
+def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: PlacedStage) -> StagePlan:
+    solution, graph = stage.solution, step.graph
+    if solution.choice is None:
+        raise PlanError("A stage without a solution cannot become part of a plan.")
+    choice = solution.choice
+    names = dict(zip(graph.inputs, request.input_names, strict=False))
+    homes = dict(zip(graph.inputs, layers.of_input, strict=True))
+    specs = {
+        names[v]: spec
+        for v, spec in choice.inputs.items()
+        if v in names and stage.first <= homes[v] <= stage.last
+    }
+    return StagePlan(
+        layers=(stage.first, stage.last),
+        submesh=stage.submesh,
+        mesh_shape=stage.mesh,
+        specs=specs,
+        inputs=choice.inputs,
+        ops=choice.ops,
+        accumulators=choice.accumulators,
+        forward_seconds=solution.forward_seconds,
+        backward_seconds=solution.backward_seconds,
+        update_seconds=solution.update_seconds,
+        state_bytes=solution.state_bytes,
+        accumulator_bytes=solution.accumulator_bytes,
+        activation_bytes=solution.activation_bytes,
+        temporary_bytes=solution.temporary_bytes,
+    )
+
+
+def boundary_bytes(step: StepGraph, layers: Layers, first: int) -> float:
+    """Bytes of forward values per micro-batch that layers from `first` on read from earlier ones."""
+    graph, total = step.graph, 0.0
+    for value in graph.values:
+        producer = graph.producer[value.id]
+        if producer is None or not step.phases[producer].in_loop:
+            continue
+        made = layers.of_op[producer]
+        if made is None or made >= first:
+            continue
+        readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c].value == "forward")
+        if any(layer is not None and layer >= first for layer in readers):
+            total += value.bytes
+    return total
+
+
+def predict(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
+) -> Prediction:
+    """Simulate the schedule on the stages' times; add the update and the dispatch of every task."""
+    model, m, count = request.cost_model, step.num_microbatches, len(stages)
+    launch = model.launch_seconds()
+    solutions = [stage.solution for stage in stages]
+    transfers = [
+        model.transfer_seconds(
+            boundary_bytes(step, layers, b.first),
+            crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
+            num_links=min(a.submesh.num_devices, b.submesh.num_devices),
+        )
+        for a, b in zip(stages, stages[1:], strict=False)
+    ]
+    whole = count == 1 and m == 1
+    tasks = schedule.tasks(count, m)
+    overhead = launch if not whole else launch / 2
+    timeline = simulate(
+        tasks,
+        [s.forward_seconds + overhead for s in solutions],
+        [s.backward_seconds + overhead for s in solutions],
+        transfer_seconds=transfers,
+        serialized=request.cluster.shared_processor,
+    )
+    updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
+    update = sum(updates) if request.cluster.shared_processor else max(updates)
+    return Prediction(
+        step_seconds=timeline.makespan_seconds + update,
+        compute_seconds=sum(s.compute_seconds for s in solutions),
+        collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        transfer_seconds=2.0 * m * sum(transfers),
+        peak_bytes=tuple(
+            s.bytes_in_flight(schedule.in_flight(i, count, m)) for i, s in enumerate(solutions)
+        ),
+        flops_per_device=max(s.flops for s in solutions),
+        bubble_fraction=timeline.bubble_fraction,
+        collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
+    )
+
+
+def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
+    """True when some devices of the two submeshes are on different hosts."""
+    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
+    return len(hosts) > 1
+
+

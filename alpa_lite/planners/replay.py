@@ -1,0 +1,26 @@
+"""Replay: a saved plan, checked against the step and the cluster at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import Planner, PlanRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Planner):
+    """Gives back `saved` as it is, if it belongs to the step and fits the cluster."""
+
+    saved: Plan
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"replay of {self.saved.name}"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `MismatchError` for another function, other shapes or another number of devices."""
+        step = request.step_at(self.saved.num_microbatches, self.saved.unrolled)
+        self.saved.verify(step, request.cluster)
+        return self.saved

@@ -1,0 +1,188 @@
+"""What an op, a resharding or a whole task costs on one logical mesh, by a cost model.
+
+    seconds(op)    = cost_model.compute(flops / Π split axes, local bytes)     (Pricer.op_seconds)
+    seconds(move)  = cost_model.collective(kind, local buffer, group of axis)  (Pricer.step_seconds)
+
+`Estimator` is the machine that drives a walk (`spmd.Walk`) to price a task exactly as it will be emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
+from alpa_lite.plan import CollectiveUse, OpPlacement
+from alpa_lite.rules import FactorKind, Rule
+from alpa_lite.sharding import Spec, Step, num_shards
+from alpa_lite.spmd import Application, Walk, scan_body_output_specs
+from cost_models.collective import Collective, Group
+from cost_models.interface import CostModel
+from cost_models.work import Work
+
+#: Ops that XLA always folds into their readers: they neither compute nor write anything of their own.
+FOLDED = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty "
+    "sharding_constraint random_wrap random_unwrap bitcast_convert_type".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricer:
+    """Prices on one logical mesh over one submesh; every answer in seconds."""
+
+    cost_model: CostModel
+    submesh: Submesh
+    mesh: LogicalMesh
+    _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Devices per mesh axis."""
+        return self.mesh.axis_sizes
+
+    def group(self, axis: str) -> Group:
+        """The devices that communicate along an axis."""
+        g = axis_group(self.submesh, self.mesh, axis)
+        return Group(num_devices=g.num_devices, devices_per_host=g.devices_per_host, num_concurrent=g.num_concurrent)
+
+    def step_seconds(self, step: Step, array_bytes: float) -> float:
+        """One elementary move of an array of this size (whole array, in bytes)."""
+        if step.kind == "slice":
+            return 0.0
+        return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axis)
+
+    def collective_seconds(self, kind: str, buffer_bytes: float, axis: str) -> float:
+        """One collective over an axis with this buffer per device."""
+        key = (kind, buffer_bytes, axis)
+        if key not in self._memo:
+            collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axis))  # type: ignore[arg-type]
+            self._memo[key] = self.cost_model.collective_seconds(collective)
+        return self._memo[key]
+
+    def steps_seconds(self, steps: Sequence[Step], array_bytes: float) -> float:
+        """A whole resharding."""
+        return sum(self.step_seconds(step, array_bytes) for step in steps)
+
+    def op_work(self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement) -> Work:
+        """Work of one device for one op."""
+        if op.primitive in FOLDED:
+            return Work()
+        split = prod(self.sizes[a] for axes in placement.factors for a in axes)
+        written = sum(v.bytes / _shards(rule.results[i], placement, self.sizes) for i, v in enumerate(results))
+        read = sum(v.bytes / _shards(rule.operands[i], placement, self.sizes) for i, v in enumerate(operands))
+        if rule.work_kind == "elementwise" and not rule.opaque:
+            # Chains of element-wise ops are fused: each result is counted once, operands come out of registers.
+            read = 0.0 if any(v.num_elements >= max(r.num_elements for r in results) for v in operands) else read
+        return Work(
+            flops=rule.flops / split,
+            bytes=read + written,
+            kind=rule.work_kind,
+            dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
+        )
+
+    def op_seconds(self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement) -> float:
+        """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
+        work = self.op_work(rule, op, operands, results, placement)
+        seconds = 0.0
+        if work.flops or work.bytes:
+            seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
+        for axis, buffer in eager_reductions(rule, placement, results, self.sizes):
+            seconds += self.collective_seconds("all_reduce", buffer, axis)
+        return seconds
+
+
+def _shards(dims: tuple[tuple[int, ...], ...], placement: OpPlacement, sizes: Mapping[str, int]) -> int:
+    return prod(sizes[a] for factors in dims for f in factors for a in placement.factors[f])
+
+
+def eager_reductions(
+    rule: Rule, placement: OpPlacement, results: Sequence[Value], sizes: Mapping[str, int]
+) -> list[tuple[str, float]]:
+    """(axis, buffer bytes) of the all_reduces of a max, min, and, or, product over a split factor."""
+    if rule.reduction == "sum":
+        return []
+    axes = [a for f, k in enumerate(rule.kinds) if k is FactorKind.REDUCTION for a in placement.factors[f]]
+    buffer = sum(v.bytes / _shards(rule.results[i], placement, sizes) for i, v in enumerate(results))
+    return [(axis, buffer) for axis in axes]
+
+
+class Estimator:
+    """A machine whose arrays are nothing at all: it adds up seconds, FLOPs and collectives."""
+
+    def __init__(self, pricer: Pricer, *, stage: int, phase: str, runs: int) -> None:
+        """`runs`: how often the task runs per step."""
+        self.pricer = pricer
+        self.stage = stage
+        self.phase = phase
+        self.runs = runs
+        self.trips = 1
+        self.compute_seconds = 0.0
+        self.flops = 0.0
+        self.collectives: list[CollectiveUse] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one run of the task."""
+        return self.compute_seconds + sum(u.seconds * u.count for u in self.collectives) / max(1, self.runs)
+
+    def literal(self, value: Value) -> None:
+        """Scalars are free."""
+
+    def reshard(self, array: None, value: Value, steps: tuple[Step, ...], op: Op | None) -> None:
+        """Price the moves."""
+        for step in steps:
+            if step.kind != "slice":
+                self._use(step.kind, step.bytes_factor * value.bytes, step.axis, op)
+
+    def _use(self, kind: str, buffer: float, axis: str, op: Op | None) -> None:
+        self.collectives.append(
+            CollectiveUse(
+                kind=kind,
+                bytes=buffer,
+                axis=axis,
+                num_devices=self.pricer.sizes[axis],
+                count=self.runs * self.trips,
+                seconds=self.pricer.collective_seconds(kind, buffer, axis),
+                stage=self.stage,
+                phase=self.phase,
+                source=op.source if op else "",
+            )
+        )
+
+    def apply(self, application: Application, operands: list[None]) -> list[None]:
+        """Price one op."""
+        op, graph = application.op, application.graph
+        values = graph.operands(op), graph.results(op)
+        work = self.pricer.op_work(application.rule, op, *values, application.placement)
+        if work.flops or work.bytes:
+            active = self.pricer.mesh.num_devices
+            seconds = self.pricer.cost_model.compute_seconds(work, num_active_devices=active)
+            self.compute_seconds += seconds * self.trips
+            self.flops += work.flops * self.trips
+        for axis, buffer in eager_reductions(application.rule, application.placement, values[1], self.pricer.sizes):
+            self._use("all_reduce", buffer, axis, op)
+        return [None] * len(op.results)
+
+    def scan(self, application: Application, operands: list[None], walk: Walk[None]) -> list[None]:
+        """Price the body once and multiply by its trip count."""
+        op, placement = application.op, application.placement
+        body, trips = op.bodies[0], op.params["length"]
+        inner = Walk(body, placement.body, walk.sizes, self)
+        for value, spec in zip(body.inputs, placement.body_inputs, strict=True):
+            inner.put(value, spec, None)
+        self.trips *= trips
+        inner.run(range(len(body.ops)))
+        for value, spec in zip(body.outputs, scan_body_output_specs(op, placement), strict=True):
+            inner.get(value, spec, op)
+        self.trips //= trips
+        return [None] * len(op.results)
+
+
+def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of one device's block."""
+    return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)
+
+

@@ -1,0 +1,14 @@
+"""Factor rules, one per primitive; importing this package registers all of them."""
+
+from alpa_lite.rules import contraction, convolution, elementwise, indexing, layout, random, reduction
+from alpa_lite.rules.registry import FactorKind as FactorKind
+from alpa_lite.rules.registry import OpView as OpView
+from alpa_lite.rules.registry import Rule as Rule
+from alpa_lite.rules.registry import has_rule as has_rule
+from alpa_lite.rules.registry import known_primitives as known_primitives
+from alpa_lite.rules.registry import opaque_rule as opaque_rule
+from alpa_lite.rules.registry import rule_of as rule_of
+from alpa_lite.rules.registry import view_of as view_of
+
+RULE_MODULES = (contraction, convolution, elementwise, indexing, layout, random, reduction)
+"""The modules that register rules, so that a reader finds them all."""

@@ -1,0 +1,133 @@
+"""Matrix products and linear algebra.
+
+    dot_general       ([b,i,k], [b,k,j]) -> ([b,i,j])           reduction={k}
+    ragged_dot        ([m,k], [g,k,n], [h]) -> ([m,n])          reduction={k,g}: rows m are sorted by group g
+    its gradient      ([k,m], [k,n], [h]) -> ([g,m,n])          reduction={k}:   the contracted rows are sorted by group
+    factorisations    ([b,i,j]) -> ([b,i,j])                    batch dims pass, matrix dims whole
+
+FLOPs of a product: 2 · (elements of the result) · (elements contracted).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from alpa_lite.rules.elementwise import can_add, ints, linear_groups
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, rule
+
+#: Linear-algebra ops and how many trailing dims of their first operand are not batch dims.
+_CORE_RANK = {
+    **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product", "ormqr", "triangular_solve"), 2),
+    **dict.fromkeys(("eigh", "eig", "svd", "schur", "hessenberg", "tridiagonal", "symmetric_product"), 2),
+    **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), 1),
+}
+
+
+@rule("dot_general")
+def dot_general(view: OpView) -> Rule:
+    """Batch and free dims pass, contracted dims reduce; the result is batch ‖ lhs free ‖ rhs free."""
+    lhs, rhs = view.operands
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
+    b = RuleBuilder()
+    contracted = FactorKind.REDUCTION if can_add(view.results[0]) else FactorKind.REPLICATED
+    batch = {d: b.factor(lhs.shape[d]) for d in lhs_batch}
+    inner = {d: b.factor(lhs.shape[d], contracted) for d in lhs_contract}
+    lhs_factors = [batch.get(d, inner.get(d, -1)) for d in range(lhs.rank)]
+    lhs_factors = [f if f >= 0 else b.factor(lhs.shape[d]) for d, f in enumerate(lhs_factors)]
+    known = dict(zip((*rhs_batch, *rhs_contract), [*batch.values(), *inner.values()], strict=True))
+    rhs_factors = [known[d] if d in known else b.factor(n) for d, n in enumerate(rhs.shape)]
+    free = [f for d, f in enumerate(lhs_factors) if d not in batch and d not in inner]
+    free += [f for d, f in enumerate(rhs_factors) if d not in known]
+    return b.build(
+        (_single(lhs_factors), _single(rhs_factors)),
+        (_single([*batch.values(), *free]),),
+        linear=linear_groups(view, (0,), (1,)),
+        flops=2.0 * view.results[0].num_elements * prod(lhs.shape[d] for d in lhs_contract),
+        work_kind="matmul",
+    )
+
+
+def _dot_dims(numbers: Any) -> list[list[tuple[int, ...]]]:
+    """((lhs contracted, rhs contracted), (lhs batch, rhs batch)) as plain numbers."""
+    return [[ints(dims) for dims in pair] for pair in numbers]
+
+
+def _single(factors: list[int]) -> Dims:
+    return tuple((f,) for f in factors)
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(view: OpView) -> Rule:
+    """Grouped products; `group_sizes` stays whole, each device finds its rows and groups in it."""
+    numbers = view.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, _) = _dot_dims(numbers["dot_dimension_numbers"])
+    ragged, groups = ints(numbers["lhs_ragged_dimensions"]), ints(numbers["rhs_group_dimensions"])
+    one_of_each = len(lhs_contract) == len(rhs_contract) == len(ragged) == 1
+    if not one_of_each or lhs_batch or view.operands[2].rank != 1 or view.params.get("group_offset") is not None:
+        return opaque_rule(view)
+    if ragged[0] in lhs_contract:
+        return _ragged_contracted(view, lhs_contract[0], rhs_contract[0])
+    return _ragged_free(view, ragged[0], lhs_contract[0], rhs_contract[0], groups)
+
+
+def _ragged_free(view: OpView, ragged: int, lhs_contract: int, rhs_contract: int, group_dims: tuple[int, ...]) -> Rule:
+    lhs, rhs, sizes = view.operands
+    if lhs.rank != 2 or rhs.rank != 3 or len(group_dims) != 1:
+        return opaque_rule(view)
+    b = RuleBuilder()
+    m, k = b.factor(lhs.shape[ragged]), b.factor(lhs.shape[lhs_contract], FactorKind.REDUCTION)
+    g = b.factor(rhs.shape[group_dims[0]], FactorKind.REDUCTION)
+    n = b.factor(next(s for d, s in enumerate(rhs.shape) if d not in (group_dims[0], rhs_contract)))
+    rhs_factors = [g if d == group_dims[0] else k if d == rhs_contract else n for d in range(3)]
+    return b.build(
+        (
+            _single([m, k] if ragged == 0 else [k, m]),
+            _single(rhs_factors),
+            b.factors(sizes.shape, FactorKind.REPLICATED),
+        ),
+        (_single([m, n]),),
+        linear=linear_groups(view, (0,), (1,)),
+        flops=2.0 * view.results[0].num_elements * lhs.shape[lhs_contract],
+        work_kind="matmul",
+    )
+
+
+def _ragged_contracted(view: OpView, lhs_contract: int, rhs_contract: int) -> Rule:
+    lhs, rhs, sizes = view.operands
+    if lhs.rank != 2 or rhs.rank != 2:
+        return opaque_rule(view)
+    b = RuleBuilder()
+    g, m, n = b.factors(view.results[0].shape)
+    k = (b.factor(lhs.shape[lhs_contract], FactorKind.REDUCTION),)
+    return b.build(
+        (
+            (k, m) if lhs_contract == 0 else (m, k),
+            (k, n) if rhs_contract == 0 else (n, k),
+            b.factors(sizes.shape, FactorKind.REPLICATED),
+        ),
+        ((g, m, n),),
+        linear=linear_groups(view, (0,), (1,)),
+        flops=2.0 * lhs.num_elements * rhs.shape[1 - rhs_contract],
+        work_kind="matmul",
+    )
+
+
+@rule(*_CORE_RANK)
+def linear_algebra(view: OpView) -> Rule:
+    """Leading batch dims pass, matrix dims must be whole. Cubic work per matrix."""
+    batch_shape = view.operands[0].shape[: view.operands[0].rank - _CORE_RANK[view.primitive]]
+    b = RuleBuilder()
+    batch = b.factors(batch_shape)
+
+    def dims(shape: tuple[int, ...]) -> Dims:
+        head = batch if shape[: len(batch)] == batch_shape else ()
+        return (*head, *b.factors(shape[len(head) :], FactorKind.REPLICATED))
+
+    largest = max((*view.operands[0].shape[len(batch) :], 1))
+    return b.build(
+        tuple(dims(v.shape) for v in view.operands),
+        tuple(dims(v.shape) for v in view.results),
+        linear=linear_groups(view, (1,)) if view.primitive == "triangular_solve" else (),
+        flops=float(view.operands[0].num_elements * largest),
+    )

@@ -1,0 +1,169 @@
+"""Element-wise ops: every dim of every operand is the same dim of the result.
+
+    unary, binary, …     ([i,j], [i,j]) -> ([i,j])                       (pointwise)
+    selection            ([], [i,j], [i,j]) -> ([i,j])                   (select_n: a scalar predicate holds no factor)
+    per-value identity   ([i], [j,k]) -> ([i], [j,k])                    (barrier)
+    bit casts            ([i,j]) -> ([i,j,k]), k whole                   (bitcast)
+
+Rank-0 operands and dims of size 1 broadcast implicitly: the first hold no factor, the second one of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from alpa_lite.graph.ir import Value
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, rule
+
+#: Floating-point operations that one transcendental function counts for.
+TRANSCENDENTAL_FLOPS = 8.0
+#: Operations per element of the special functions that are evaluated by long series or loops.
+SERIES_FLOPS = 100.0
+
+_FREE = ("conj", "real", "imag", "name", "sharding_constraint", "copy", "stop_gradient", "convert_element_type")
+_ARITHMETIC = (
+    "abs ceil clz floor is_finite not population_count reduce_precision round sign square "
+    "and eq eq_to ge gt le le_to lt lt_to max min mulhi ne nextafter or rem "
+    "shift_left shift_right_arithmetic shift_right_logical xor clamp"
+).split()
+_TRANSCENDENTAL = (
+    "acos acosh asin asinh atan atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic rsqrt sin sinh "
+    "sqrt tan tanh atan2 pow"
+).split()
+_SERIES = (
+    "bessel_i0e bessel_i1e digamma lgamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "
+    "regularized_incomplete_beta"
+).split()
+
+
+def ints(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Dims or sizes from an op's untyped parameters."""
+    return tuple(int(n) for n in numbers)
+
+
+def is_key(value: Value) -> bool:
+    """True for arrays of typed random keys, which can be moved but not added."""
+    return value.dtype.startswith("key<")
+
+
+def can_add(value: Value) -> bool:
+    """True when partial results of this dtype can be summed over devices."""
+    return value.dtype != "bool" and not is_key(value)
+
+
+def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The groups that can hold partial sums here.
+
+    A number in the program is never a partial sum: a zero drops out of its group, any other number forbids the group.
+    """
+    if not all(can_add(value) for value in view.results):
+        return ()
+    kept: list[tuple[int, ...]] = []
+    for group in groups:
+        literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
+        rest = tuple(i for i in group if i not in literals)
+        if rest and all(number == 0 for number in literals.values()):
+            kept.append(rest)
+    return tuple(kept)
+
+
+def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: Dims) -> Dims:
+    """Dims of an operand that broadcasts to the shape `to`, whose dims are `dims`."""
+    if not shape:
+        return ()
+    return tuple(f if n == m else (b.factor(n),) for n, m, f in zip(shape, to, dims, strict=True))
+
+
+def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
+    """Identity per dim between all operands and all results; `flops` per element."""
+    b = RuleBuilder()
+    shape = view.results[0].shape
+    dims = b.factors(shape)
+    return b.build(
+        tuple(aligned(b, v.shape, shape, dims) for v in view.operands),
+        tuple(dims for _ in view.results),
+        linear=linear,
+        flops=flops * view.results[0].num_elements,
+    )
+
+
+@rule(*_ARITHMETIC)
+def arithmetic(view: OpView) -> Rule:
+    """One operation per element."""
+    return pointwise(view)
+
+
+@rule("integer_pow")
+def integer_pow(view: OpView) -> Rule:
+    """Repeated squaring: two multiplications per binary digit of the exponent at most."""
+    exponent = abs(int(view.params.get("y", 2)))
+    return pointwise(view, flops=float(max(1, 2 * (exponent.bit_length() - 1))))
+
+
+@rule(*_TRANSCENDENTAL)
+def transcendental(view: OpView) -> Rule:
+    """A few operations per element."""
+    return pointwise(view, flops=TRANSCENDENTAL_FLOPS)
+
+
+@rule(*_SERIES)
+def series(view: OpView) -> Rule:
+    """Special functions: many operations per element."""
+    return pointwise(view, flops=SERIES_FLOPS)
+
+
+@rule(*_FREE)
+def free(view: OpView) -> Rule:
+    """Ops that compute nothing; all of them are linear unless they change between number kinds."""
+    same_kind = view.operands[0].dtype == view.results[0].dtype
+    floats = view.operands[0].is_float and view.results[0].is_float
+    return pointwise(view, flops=0.0, linear=linear_groups(view, (0,)) if same_kind or floats else ())
+
+
+@rule("neg")
+def neg(view: OpView) -> Rule:
+    """Linear in its operand."""
+    return pointwise(view, linear=linear_groups(view, (0,)))
+
+
+@rule("add", "sub", "add_any", "complex")
+def add(view: OpView) -> Rule:
+    """Jointly linear: a sum of two partial sums is a partial sum."""
+    return pointwise(view, linear=linear_groups(view, (0, 1)))
+
+
+@rule("mul")
+def mul(view: OpView) -> Rule:
+    """Linear in either factor while the other is whole."""
+    return pointwise(view, linear=linear_groups(view, (0,), (1,)))
+
+
+@rule("div")
+def div(view: OpView) -> Rule:
+    """Linear in the numerator, except among integers, which round."""
+    return pointwise(view, linear=linear_groups(view, (0,)) if view.results[0].is_float else ())
+
+
+@rule("select_n")
+def select_n(view: OpView) -> Rule:
+    """Jointly linear in its cases."""
+    return pointwise(view, linear=linear_groups(view, tuple(range(1, len(view.operands)))))
+
+
+@rule("optimization_barrier", "device_put")
+def barrier(view: OpView) -> Rule:
+    """Values pass independently of each other."""
+    b = RuleBuilder()
+    dims = tuple(b.factors(v.shape) for v in view.operands)
+    return b.build(dims, dims, linear=linear_groups(view, tuple(range(len(view.operands)))))
+
+
+@rule("bitcast_convert_type")
+def bitcast(view: OpView) -> Rule:
+    """Same width: element-wise; otherwise the narrower side has a further minor dim, which must be whole."""
+    b = RuleBuilder()
+    (operand,), (result,) = view.operands, view.results
+    shared = b.factors(operand.shape[: min(operand.rank, result.rank)])
+    operand_rest = b.factors(operand.shape[len(shared) :], FactorKind.REPLICATED)
+    result_rest = b.factors(result.shape[len(shared) :], FactorKind.REPLICATED)
+    return b.build(((*shared, *operand_rest),), ((*shared, *result_rest),))

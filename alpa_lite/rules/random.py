@@ -1,0 +1,78 @@
+"""Random keys and bits.
+
+    random_bits      ([k]) -> ([k,i,j])         key dims pass; drawn dims are free: each device draws its block
+    random_split     ([k]) -> ([k,i])           as above
+    random_wrap      ([k,w]) -> ([k])           the words w of a key are whole
+    threefry2x32     element-wise
+
+Only threefry draws a number from its index alone; with any other generator a batch of keys must be whole, and each
+device draws the full array and keeps its block.
+"""
+
+from __future__ import annotations
+
+from alpa_lite.graph.ir import Value
+from alpa_lite.rules.elementwise import pointwise
+from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, rule
+
+#: Integer operations per number drawn: twenty rounds of add, rotate and xor.
+THREEFRY_OPERATIONS = 100.0
+
+
+def _key_kind(value: Value) -> FactorKind:
+    return FactorKind.PASS if value.dtype == "key<fry>" else FactorKind.REPLICATED
+
+
+@rule("random_bits", "random_split")
+def random_bits(view: OpView) -> Rule:
+    """Drawn dims are free factors; the dims of a batch of keys come first."""
+    b = RuleBuilder()
+    (keys,), (result,) = view.operands, view.results
+    key_dims = b.factors(keys.shape, _key_kind(keys))
+    drawn = b.factors(result.shape[keys.rank :])
+    flops = THREEFRY_OPERATIONS * result.num_elements
+    return b.build((key_dims,), ((*key_dims, *drawn),), flops=flops)
+
+
+@rule("rng_bit_generator")
+def rng_bit_generator(view: OpView) -> Rule:
+    """The key is whole, the bits are free."""
+    b = RuleBuilder()
+    key, bits = view.results
+    key_dims = b.factors(key.shape, FactorKind.REPLICATED)
+    return b.build((key_dims,), (key_dims, b.factors(bits.shape)), flops=THREEFRY_OPERATIONS * bits.num_elements)
+
+
+@rule("random_wrap", "random_unwrap")
+def random_wrap(view: OpView) -> Rule:
+    """Between typed keys and their words."""
+    b = RuleBuilder()
+    (operand,), (result,) = view.operands, view.results
+    keys, words = (result, operand) if view.primitive == "random_wrap" else (operand, result)
+    key_dims = b.factors(keys.shape)
+    word_dims = (*key_dims, *b.factors(words.shape[keys.rank :], FactorKind.REPLICATED))
+    return b.build(*(((word_dims,), (key_dims,)) if view.primitive == "random_wrap" else ((key_dims,), (word_dims,))))
+
+
+@rule("random_seed", "random_clone", "random_fold_in")
+def per_key(view: OpView) -> Rule:
+    """One key from one key and one number."""
+    if any(v.shape != view.results[0].shape and v.rank for v in view.operands):
+        return opaque_rule(view)
+    return pointwise(view, flops=THREEFRY_OPERATIONS)
+
+
+@rule("threefry2x32")
+def threefry2x32(view: OpView) -> Rule:
+    """Element-wise in the two words of the key and of the counter."""
+    return pointwise(view, flops=THREEFRY_OPERATIONS)
+
+
+@rule("random_gamma")
+def random_gamma(view: OpView) -> Rule:
+    """Rejection loops: dims shared by the keys and the shape parameter pass, those drawn from one key are whole."""
+    b = RuleBuilder()
+    keys, alpha = view.operands
+    key_dims = b.factors(keys.shape, _key_kind(keys))
+    dims = (*key_dims, *b.factors(alpha.shape[keys.rank :], FactorKind.REPLICATED))
+    return b.build((key_dims, dims), (dims,), flops=10 * THREEFRY_OPERATIONS * alpha.num_elements)

@@ -1,0 +1,160 @@
+"""Factor rules: which dims of an op's operands and results belong together, and what splitting them costs.
+
+A rule in Shardy's notation, `([b,i,k],[b,k,j])->([b,i,j]) reduction={k}`, gives every tensor dim a tuple of factors
+(several = the dim is their product, major first). Each factor has a kind that says what happens when it is split over
+mesh axes:
+
+    PASS         every tensor that holds it is split alike; no communication
+    REDUCTION    each device computes a partial result, combined by `Rule.reduction`
+    REPLICATED   the factor must be whole on every device
+    PERMUTATION  data crosses block borders (halo, shift); treated as REPLICATED unless a lowering knows better
+
+`Rule.linear` lists the groups of operands in which the op is jointly linear with the others fixed; a group that holds
+partial sums gives a partial result: add ((0, 1),), multiply ((0,), (1,)), divide ((0,),).
+
+Rules register by decorator, keyed on the primitive's name; the engine knows no primitive. An op without a rule is
+opaque: every operand and result stays replicated (`opaque_rule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from alpa_lite.graph.ir import Graph, Op, Value
+
+Dims = tuple[tuple[int, ...], ...]
+"""For each dim of one tensor its factors, major first."""
+
+
+class FactorKind(Enum):
+    """What splitting a factor means for the op."""
+
+    PASS = "pass"
+    REDUCTION = "reduction"
+    REPLICATED = "replicated"
+    PERMUTATION = "permutation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpView:
+    """What a rule may look at: shapes, dtypes and static parameters of one op."""
+
+    primitive: str
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    params: Mapping[str, Any]
+    bodies: tuple[Graph, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The factor rule of one op. `flops` = floating-point operations of the whole, unsharded op."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[FactorKind, ...]
+    reduction: str = "sum"
+    linear: tuple[tuple[int, ...], ...] = ()
+    flops: float = 0.0
+    work_kind: str = "elementwise"
+    opaque: bool = field(default=False)
+
+    @cached_property
+    def shardable(self) -> tuple[int, ...]:
+        """Factors that may be split over mesh axes."""
+        free = (FactorKind.PASS, FactorKind.REDUCTION)
+        return tuple(f for f, kind in enumerate(self.kinds) if kind in free and self.sizes[f] > 1)
+
+    def __str__(self) -> str:
+        """Shardy's notation."""
+        names = [_factor_name(i) for i in range(len(self.sizes))]
+        tensor = lambda dims: "[" + ",".join("".join(names[f] for f in d) for d in dims) + "]"  # noqa: E731
+        text = f"({','.join(map(tensor, self.operands))})->({','.join(map(tensor, self.results))})"
+        for kind in (FactorKind.REDUCTION, FactorKind.REPLICATED, FactorKind.PERMUTATION):
+            members = [names[f] for f, k in enumerate(self.kinds) if k is kind]
+            text += f" {kind.value}={{{','.join(members)}}}" if members else ""
+        return text
+
+
+def _factor_name(index: int) -> str:
+    letters = "ijklmnopqrstuvwxyzabcdefgh"
+    return letters[index] if index < len(letters) else f"z{index}"
+
+
+class RuleBuilder:
+    """Collects factors while a rule is written: `factor(size)` makes one, `build` checks that dims multiply up."""
+
+    def __init__(self) -> None:
+        """Start without factors."""
+        self.sizes: list[int] = []
+        self.kinds: list[FactorKind] = []
+
+    def factor(self, size: int, kind: FactorKind = FactorKind.PASS) -> int:
+        """A new factor; returns its index."""
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        return len(self.sizes) - 1
+
+    def factors(self, shape: tuple[int, ...], kind: FactorKind = FactorKind.PASS) -> Dims:
+        """One new factor per dim of a shape."""
+        return tuple((self.factor(n, kind),) for n in shape)
+
+    def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Any) -> Rule:
+        """The finished rule; `rest` = reduction, linear, flops, work_kind."""
+        return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
+
+
+RuleFunction = Callable[[OpView], Rule]
+_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule function for primitives by name; a second registration of one name is an error."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for primitive in primitives:
+            if primitive in _RULES:
+                raise ValueError(f"The primitive {primitive!r} has a rule already ({_RULES[primitive].__name__}).")
+            _RULES[primitive] = function
+        return function
+
+    return register
+
+
+def has_rule(primitive: str) -> bool:
+    """True when the primitive is not opaque."""
+    return primitive in _RULES
+
+
+def known_primitives() -> tuple[str, ...]:
+    """Names of all primitives with a rule."""
+    return tuple(sorted(_RULES))
+
+
+def opaque_rule(view: OpView) -> Rule:
+    """Every dim of every operand and result must be whole."""
+    b = RuleBuilder()
+    operands = tuple(b.factors(v.shape, FactorKind.REPLICATED) for v in view.operands)
+    results = tuple(b.factors(v.shape, FactorKind.REPLICATED) for v in view.results)
+    return b.build(operands, results, opaque=True, flops=float(sum(v.num_elements for v in view.results)))
+
+
+def rule_of(view: OpView) -> Rule:
+    """The rule of an op; opaque when the primitive is unknown."""
+    return _RULES.get(view.primitive, opaque_rule)(view)
+
+
+def view_of(graph: Graph, op: Op) -> OpView:
+    """The view of an op inside its graph."""
+    return OpView(
+        primitive=op.primitive,
+        operands=graph.operands(op),
+        results=graph.results(op),
+        params=op.params,
+        bodies=op.bodies,
+    )

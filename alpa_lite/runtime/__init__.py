@@ -1,0 +1,1 @@
+"""Running programs on devices, and simulating them on a cost model."""

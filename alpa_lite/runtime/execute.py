@@ -1,0 +1,220 @@
+"""Executes a program on the devices of this process, one instruction after the other, asynchronously.
+
+One Python thread dispatches everything in the program's total order. On CPU, where every launch occupies threads of one
+pool, the number of launches in flight is bounded (MAX_IN_FLIGHT); elsewhere the runtime's own queues do that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.errors import ExecutionError
+from alpa_lite.graph.from_jaxpr import Equation
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.lower.emit import Executable, boundary_spec, emit_task, emit_zeros
+from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
+from alpa_lite.plan import Plan
+from alpa_lite.sharding import Spec
+
+#: Launches on virtual CPU devices that may be un-awaited at a time; their shared thread pool deadlocks far above this.
+MAX_IN_FLIGHT = 8
+
+
+def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+    """A JAX mesh per stage. Raises `ExecutionError` when there are fewer devices than the plan uses."""
+    available = list(jax.devices() if devices is None else devices)
+    needed = sum(stage.submesh.num_devices for stage in plan.stages)
+    if needed > len(available):
+        raise ExecutionError(
+            f"The plan uses {needed} devices ({plan.cluster.name}), but JAX sees {len(available)}. Plan for "
+            "al.local_cluster(), or start JAX with more devices (jax.config.update('jax_num_cpu_devices', n) on CPU)."
+        )
+    meshes: list[Mesh] = []
+    for stage in plan.stages:
+        chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
+        meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
+    return tuple(meshes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTime:
+    """Measured span of one instruction, in seconds since the step began."""
+
+    stage: int
+    kind: str
+    name: str
+    microbatch: int | None
+    start_seconds: float
+    end_seconds: float
+
+
+class Executor:
+    """A program with its executables, ready to be called with the flat inputs of the step.
+
+    `donated[i]`: input i may be overwritten by the output that replaces it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        step: StepGraph,
+        equations: Sequence[Equation],
+        *,
+        donated: Sequence[bool],
+        devices: Sequence[Any] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Emit and compile every task; `progress(name, done, total)` is called before each."""
+        self.program, self.plan, self.step = program, plan, step
+        self.meshes = stage_meshes(plan, devices)
+        self.input_number = {v: i for i, v in enumerate(step.graph.inputs)}
+        accumulate = step.num_microbatches > 1
+        self.executables: list[Executable] = []
+        self.zeros: dict[int, Callable[[], tuple[Any, ...]]] = {}
+        donate = self._donations(donated)
+        for number, task in enumerate(program.tasks):
+            if progress is not None:
+                progress(task.name, number, len(program.tasks))
+            mesh = self.meshes[task.stage]
+            executable = emit_task(
+                task,
+                step,
+                equations,
+                plan.stages[task.stage].ops,
+                mesh,
+                accumulate=accumulate and bool(task.sums),
+                donated=donate.get(number, ()),
+            )
+            executable.compiled  # noqa: B018  # compiles now, so that the first step is like every other
+            self.executables.append(executable)
+            if accumulate and task.sums:
+                self.zeros[number] = emit_zeros(task, step, mesh)
+        self.indices = self._microbatch_indices()
+        self.bound_launches = all(d.platform == "cpu" for m in self.meshes for d in m.devices.flat)
+        self.concat = jax.jit(lambda parts, dim: jax.numpy.concatenate(parts, dim), static_argnums=1)
+
+    def _microbatch_indices(self) -> list[list[Any]]:
+        """The number of each micro-batch, on each stage, placed once."""
+        count = self.step.num_microbatches
+        return [
+            [jax.device_put(np.int32(i), NamedSharding(mesh, PartitionSpec())) for i in range(count)]
+            for mesh in self.meshes
+        ]
+
+    def _donations(self, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
+        """For each update task the inputs that are given away: state that this task is the last to read."""
+        last: dict[Buffer, tuple[int, int]] = {}
+        for instruction in self.program.instructions:
+            for position, buffer in enumerate(instruction.reads):
+                if instruction.kind in ("RUN", "SEND", "CONCAT"):
+                    task = instruction.task if instruction.kind == "RUN" else -1
+                    last[buffer] = (task, position)
+        result: dict[int, tuple[int, ...]] = {}
+        returned = set(self.program.outputs)
+        for buffer, (task, position) in last.items():
+            number = self.input_number.get(buffer.value)
+            if number is None or number >= len(donated) or not donated[number] or buffer in returned:
+                continue
+            at_home = self.program.homes[buffer.value][0] == buffer.stage
+            if task >= 0 and at_home and self.program.tasks[task].kind in ("update", "step"):
+                result[task] = (*result.get(task, ()), position)
+        return result
+
+    def input_sharding(self, value: int) -> NamedSharding:
+        """Where a graph input lives between steps."""
+        stage, spec = self.program.homes[value]
+        return NamedSharding(self.meshes[stage], boundary_spec(spec))
+
+    def output_sharding(self, index: int) -> NamedSharding:
+        """Where output number `index` of the step is returned."""
+        buffer, spec = self.program.outputs[index], self.program.output_specs[index]
+        return NamedSharding(self.meshes[buffer.stage], boundary_spec(spec))
+
+    def __call__(self, inputs: Sequence[Any], record: list[TaskTime] | None = None) -> list[Any]:
+        """One step. With `record`, every instruction is awaited and its measured span appended."""
+        arrays: dict[Buffer, Any] = {}
+        in_flight: deque[Any] = deque()
+        began = time.perf_counter()
+        for instruction in self.program.instructions:
+            start = time.perf_counter() - began
+            self._execute(instruction, arrays, inputs)
+            if record is not None:
+                jax.block_until_ready([arrays[b] for b in instruction.writes])
+                record.append(self._time_of(instruction, start, time.perf_counter() - began))
+            elif self.bound_launches and instruction.kind == "RUN" and instruction.writes:
+                in_flight.append(arrays[instruction.writes[-1]])
+                if len(in_flight) > MAX_IN_FLIGHT:
+                    oldest = in_flight.popleft()
+                    if not oldest.is_deleted():
+                        jax.block_until_ready(oldest)
+        return [arrays[buffer] for buffer in self.program.outputs]
+
+    def _time_of(self, instruction: Instruction, start: float, end: float) -> TaskTime:
+        name = self.program.tasks[instruction.task].name if instruction.kind == "RUN" else instruction.kind
+        return TaskTime(
+            stage=instruction.stage,
+            kind=instruction.kind,
+            name=name,
+            microbatch=instruction.microbatch,
+            start_seconds=start,
+            end_seconds=end,
+        )
+
+    def _execute(self, instruction: Instruction, arrays: dict[Buffer, Any], inputs: Sequence[Any]) -> None:
+        kind = instruction.kind
+        if kind == "RUN":
+            self._run(instruction, arrays)
+        elif kind == "PLACE":
+            arrays[instruction.writes[0]] = self._place(instruction, inputs)
+        elif kind == "SEND":
+            sharding = self._sharding(instruction.stage, instruction.spec)
+            arrays[instruction.writes[0]] = jax.device_put(arrays[instruction.reads[0]], sharding)
+        elif kind == "ZEROS":
+            arrays.update(zip(instruction.writes, self.zeros[instruction.task](), strict=True))
+        elif kind == "CONCAT":
+            parts = [arrays[b] for b in instruction.reads]
+            dim = self.step.batch_dims[instruction.writes[0].value] or 0
+            whole = self.concat(parts, dim)
+            arrays[instruction.writes[0]] = jax.device_put(whole, self._sharding(instruction.stage, instruction.spec))
+        else:
+            for buffer in instruction.reads:
+                arrays.pop(buffer, None)
+
+    def _run(self, instruction: Instruction, arrays: dict[Buffer, Any]) -> None:
+        executable = self.executables[instruction.task]
+        operands = [arrays[b] for b in instruction.reads]
+        if executable.takes_microbatch:
+            operands.append(self.indices[instruction.stage][instruction.microbatch or 0])
+        results = executable.compiled(*operands)
+        arrays.update(zip(instruction.writes, results, strict=True))
+
+    def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
+        return NamedSharding(self.meshes[stage], boundary_spec(spec) if spec is not None else PartitionSpec())
+
+    def _place(self, instruction: Instruction, inputs: Sequence[Any]) -> Any:
+        buffer = instruction.writes[0]
+        array = inputs[self.input_number[buffer.value]]
+        if buffer.microbatch is not None and buffer.microbatch != SUM:
+            dim = self.step.batch_dims[buffer.value] or 0
+            size = self.step.graph.values[buffer.value].shape[dim]
+            index = [slice(None)] * np.ndim(array)
+            index[dim] = slice(buffer.microbatch * size, (buffer.microbatch + 1) * size)
+            array = array[tuple(index)]
+        return jax.device_put(array, self._sharding(instruction.stage, instruction.spec))
+
+    def place_inputs(self, inputs: Sequence[Any], only: Mapping[int, bool] | None = None) -> list[Any]:
+        """The inputs on their home submeshes, so that the next call moves nothing."""
+        graph_inputs = self.step.graph.inputs[: len(inputs)]
+        return [
+            jax.device_put(x, self.input_sharding(v)) if only is None or only.get(i, False) else x
+            for i, (v, x) in enumerate(zip(graph_inputs, inputs, strict=True))
+        ]

@@ -1,0 +1,123 @@
+"""This machine's devices as a `Cluster`, measured in about two seconds.
+
+A handful of small programs is timed: a matrix product, an element-wise pass, an all_reduce at two sizes, a transfer-size
+no-op. Rates are set so that the cost model reproduces those timings. Virtual CPU devices share one processor and are
+described as such (`Cluster.shared_processor`): their work adds up in time instead of running side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cost_models.cluster import Cluster, Device, Link
+from cost_models.compute import compute_seconds
+from cost_models.work import Work
+
+_MATRIX = 768
+_VECTOR = 1 << 19
+_SMALL, _LARGE = 1 << 10, 1 << 20
+
+
+def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
+    """The devices of this process (default: `jax.devices()`) as a cluster; measured once per process."""
+    return _measure(tuple(jax.devices() if devices is None else devices))
+
+
+@functools.cache
+def _measure(devices: tuple[Any, ...]) -> Cluster:
+    count, first = len(devices), devices[0]
+    shared = first.platform == "cpu"
+    device = _device(first, count, shared)
+    link = _link(devices, shared) if count > 1 else Link(bandwidth_bytes_per_second=10e9, latency_seconds=1e-5)
+    hosts = len({d.process_index for d in devices})
+    return Cluster(
+        name=f"local ({count} × {first.device_kind})",
+        device=replace(device, dispatch_seconds=_dispatch_seconds(devices)),
+        num_hosts=hosts,
+        devices_per_host=count // hosts,
+        intra_host=link,
+        inter_host=link,
+        shared_processor=shared,
+    )
+
+
+def _device(device: Any, count: int, shared: bool) -> Device:
+    """Rates of one device; of the whole processor when it is shared."""
+    guess = Device(
+        name=device.device_kind,
+        memory_bytes=_memory_bytes(device, count if shared else 1),
+        memory_bandwidth=1e10,
+        peak_flops={"float32": 1e11},
+        launch_seconds=1e-6,
+        dispatch_seconds=1e-4,
+    )
+    vector = jax.device_put(jnp.ones((_VECTOR,), jnp.float32), device)
+    seconds = _median_seconds(jax.jit(lambda x: x * 1.5 + 0.5), vector)
+    moved = Work(flops=1.0, bytes=4.0 * _VECTOR, kind="elementwise")
+    bandwidth = guess.memory_bandwidth * compute_seconds(moved, guess) / seconds
+    matrix = jax.device_put(jnp.ones((_MATRIX, _MATRIX), jnp.float32), device)
+    seconds = _median_seconds(jax.jit(jnp.matmul), matrix, matrix)
+    product = Work(flops=2.0 * _MATRIX**3, bytes=12.0 * _MATRIX**2, kind="matmul")
+    fast_memory = replace(guess, memory_bandwidth=1e15)
+    peak = 1e11 * compute_seconds(product, fast_memory) / seconds
+    return replace(guess, memory_bandwidth=bandwidth, peak_flops={"float32": peak})
+
+
+def _memory_bytes(device: Any, sharers: int) -> float:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return float(stats["bytes_limit"])
+    return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
+
+
+def _link(devices: tuple[Any, ...], shared: bool) -> Link:
+    """Bandwidth and latency that reproduce a small and a large all_reduce over all devices.
+
+    With n devices a ring or halving-doubling all_reduce of b bytes takes r·α + 2(n-1)/n · b/β; on a shared processor
+    the work of all n devices adds up.
+    """
+    n = len(devices)
+    mesh = Mesh(np.array(devices), ("x",))
+    spec = PartitionSpec("x")
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+    )
+    function = jax.jit(total)
+
+    def seconds(elements: int) -> float:
+        array = jax.device_put(jnp.ones((n * elements,), jnp.float32), NamedSharding(mesh, spec))
+        return _median_seconds(function, array)
+
+    small, large = seconds(_SMALL), seconds(_LARGE)
+    share = 2.0 * (n - 1) / n * (n if shared else 1)
+    bandwidth = share * 4.0 * (_LARGE - _SMALL) / max(large - small, 1e-6)
+    rounds = 2.0 * np.log2(n) * (n if shared else 1)
+    return Link(bandwidth_bytes_per_second=float(bandwidth), latency_seconds=float(max(1e-7, 0.5 * small / rounds)))
+
+
+def _dispatch_seconds(devices: tuple[Any, ...]) -> float:
+    """Host and device time of launching a program that does nothing much on all devices."""
+    mesh = Mesh(np.array(devices), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    array = jax.device_put(jnp.ones((len(devices),), jnp.float32), sharding)
+    return _median_seconds(jax.jit(lambda x: x + 1.0, out_shardings=sharding), array)
+
+
+def _median_seconds(function: Callable[..., Any], *arrays: Any, repeats: int = 9) -> float:
+    jax.block_until_ready(function(*arrays))
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arrays))
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))

@@ -1,0 +1,260 @@
+"""How a list of ops runs on one logical mesh under given placements: one walk, shared by pricing and lowering.
+
+Because the estimator and the emitter are both *machines* driven by this walk, the collectives that are priced are
+the collectives that run. The walk keeps each value in the specs it was needed in; a value needed twice in a spec is
+resharded once.
+
+Values computed from scalars alone (masks, broadcast constants, random bits) are *free*: they have no home spec and are
+made in whatever spec a reader wants (free_values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, Protocol, TypeVar
+
+from alpa_lite.errors import VerificationError
+from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.plan import OpPlacement
+from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.sharding import Spec, Step, replicated, reshard, sent_bytes_factor
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    """One op with everything settled: its rule, axes per factor, and the specs of operands and raw results."""
+
+    graph: Graph
+    op: Op
+    rule: Rule
+    placement: OpPlacement
+    operand_specs: tuple[Spec, ...]
+    raw_specs: tuple[Spec, ...]
+
+
+class Machine(Protocol[A]):
+    """What a walk drives: something that reshards values and applies ops."""
+
+    def literal(self, value: Value) -> A:
+        """The array of a scalar constant."""
+        ...
+
+    def reshard(self, array: A, value: Value, steps: tuple[Step, ...], op: Op | None) -> A:
+        """Carry out elementary moves; `op` is the reader that wants them."""
+        ...
+
+    def apply(self, application: Application, operands: list[A]) -> list[A]:
+        """Run one op on local blocks; results are in `raw_specs`."""
+        ...
+
+    def scan(self, application: Application, operands: list[A], walk: Walk[A]) -> list[A]:
+        """Run a loop; results are in the placement's specs."""
+        ...
+
+
+@lru_cache(maxsize=100_000)
+def rule_of_op(graph: Graph, op_id: int) -> Rule:
+    """The rule of an op; cached per graph."""
+    return rule_of(view_of(graph, graph.ops[op_id]))
+
+
+@lru_cache(maxsize=64)
+def free_values(graph: Graph) -> frozenset[int]:
+    """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
+    free: set[int] = set()
+    for op in graph.ops:
+        if op.bodies or rule_of_op(graph, op.id).opaque or rule_of_op(graph, op.id).work_kind != "elementwise":
+            continue
+        ranked = [v for v in op.operands if graph.values[v].rank > 0]
+        if all(v in free for v in ranked) and all(graph.values[r].rank > 0 for r in op.results):
+            free.update(op.results)
+    return frozenset(free)
+
+
+def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement) -> tuple[Spec, ...]:
+    """The specs that a placement demands of the operands."""
+    specs = [Spec(tuple(_axes(factors, placement.factors) for factors in dims)) for dims in rule.operands]
+    if placement.partial:
+        for i in linear_group(rule, operands):
+            specs[i] = Spec(specs[i].dims, tuple(sorted(placement.partial)))
+    return tuple(specs)
+
+
+def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
+    """The operands that come in as partial sums when a placement says so: the linear group with the most data."""
+    return max(rule.linear, key=lambda g: sum(operands[i].num_elements for i in g), default=())
+
+
+def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
+    """The specs of the results before their reductions are carried out."""
+    partial = set(placement.partial)
+    if rule.reduction == "sum":
+        partial |= {a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]}
+    return tuple(
+        Spec(tuple(_axes(factors, placement.factors) for factors in dims), tuple(sorted(partial)))
+        for dims in rule.results
+    )
+
+
+def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return tuple(axis for factor in factors for axis in axes[factor])
+
+
+class Walk(Generic[A]):
+    """Runs ops of one graph in order; see the module docstring."""
+
+    def __init__(
+        self, graph: Graph, placements: Mapping[int, OpPlacement], sizes: Mapping[str, int], machine: Machine[A]
+    ) -> None:
+        """`sizes`: devices per mesh axis."""
+        self.graph = graph
+        self.placements = placements
+        self.sizes = sizes
+        self.machine = machine
+        self.free = free_values(graph)
+        self.arrays: dict[int, dict[Spec, A]] = {}
+
+    def put(self, value: int, spec: Spec, array: A) -> None:
+        """Make a value known in a spec."""
+        self.arrays.setdefault(value, {})[spec] = array
+
+    def home(self, value: int) -> Spec:
+        """The spec that a value was computed in."""
+        return next(iter(self.arrays[value]))
+
+    def get(self, value_id: int, spec: Spec, op: Op | None = None) -> A:
+        """The array of a value in a spec, resharded if need be."""
+        value = self.graph.values[value_id]
+        if value.literal is not None:
+            return self.machine.literal(value)
+        known = self.arrays.get(value_id, {})
+        if spec in known:
+            return known[spec]
+        if value_id in self.free:
+            self._make_free(value_id, spec, op)
+            return self.arrays[value_id][spec]
+        source, steps = self._cheapest(value, known, spec)
+        array = self.machine.reshard(known[source], value, steps, op)
+        self.put(value_id, spec, array)
+        return array
+
+    def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Step, ...]]:
+        best: tuple[float, Spec, tuple[Step, ...]] | None = None
+        for source in known:
+            steps = reshard(source, spec, value.shape, self.sizes, item_bytes(value.dtype))
+            if steps is not None:
+                cost = sum(sent_bytes_factor(s, self.sizes) + 1e-9 for s in steps)
+                if best is None or cost < best[0]:
+                    best = (cost, source, steps)
+        if best is None:
+            raise VerificationError(f"{value} is known in {[*map(str, known)]} but needed in {spec}.")
+        return best[1], best[2]
+
+    def _make_free(self, value_id: int, spec: Spec, reader: Op | None) -> None:
+        """Run the op of a free value so that the value comes out in `spec`; a partial sum of zeros is zeros."""
+        op = self.graph.ops[self.graph.producer[value_id] or 0]
+        rule = rule_of_op(self.graph, op.id)
+        index = op.results.index(value_id)
+        factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
+        for axes, dim_factors in zip(spec.dims, rule.results[index], strict=True):
+            major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
+            if axes and major is not None and can_split(rule, major, axes, self.sizes):
+                factors[major] = axes
+        raw = raw_result_specs(rule, OpPlacement(factors=tuple(factors)))
+        placement = OpPlacement(factors=tuple(factors), results=tuple(s.without_partial() for s in raw))
+        self.apply(op, placement)
+        made = placement.results[index]
+        array = self.arrays[value_id][made]
+        if made != spec.without_partial():
+            steps = reshard(made, spec.without_partial(), self.graph.values[value_id].shape, self.sizes)
+            if steps is None:
+                raise VerificationError(f"{op.source}: {op.primitive} cannot be made in {spec}.")
+            array = self.machine.reshard(array, self.graph.values[value_id], steps, reader)
+        self.put(value_id, spec, array)
+
+    def run(self, ops: Iterable[int]) -> None:
+        """Run ops in order; free ones wait until somebody asks for them."""
+        for op_id in ops:
+            op = self.graph.ops[op_id]
+            if not any(r in self.free for r in op.results):
+                self.apply(op, self.placements.get(op_id) or replicated_placement(self.graph, op))
+
+    def apply(self, op: Op, placement: OpPlacement) -> None:
+        """Run one op and bring its results into their planned specs."""
+        rule = rule_of_op(self.graph, op.id)
+        values = self.graph.operands(op)
+        if op.primitive == "scan":
+            specs = scan_operand_specs(op, placement, values)
+            raw = placement.results
+        else:
+            specs, raw = operand_specs(rule, values, placement), raw_result_specs(rule, placement)
+        application = Application(
+            graph=self.graph, op=op, rule=rule, placement=placement, operand_specs=specs, raw_specs=raw
+        )
+        operands = [self.get(v, s, op) for v, s in zip(op.operands, specs, strict=True)]
+        if op.primitive == "scan":
+            results = self.machine.scan(application, operands, self)
+        else:
+            results = self.machine.apply(application, operands)
+        for result, array, made, wanted in zip(op.results, results, raw, placement.results, strict=True):
+            if made != wanted:
+                value = self.graph.values[result]
+                steps = reshard(made, wanted, value.shape, self.sizes, item_bytes(value.dtype))
+                if steps is None:
+                    raise VerificationError(f"{op.source}: {op.primitive} makes {made}, which cannot become {wanted}.")
+                array = self.machine.reshard(array, value, steps, op)
+            self.put(result, wanted, array)
+
+
+def can_split(rule: Rule, factor: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+    """True when a factor may be split over these axes: its kind allows it, it divides, and it is major in every dim."""
+    count = 1
+    for axis in axes:
+        count *= sizes[axis]
+    return factor in rule.shardable and rule.sizes[factor] % count == 0 and is_major(rule, factor)
+
+
+def is_major(rule: Rule, factor: int) -> bool:
+    """True when the factor is the major part of every dim that holds it: only then are its blocks contiguous."""
+    for dims in (*rule.operands, *rule.results):
+        for factors in dims:
+            if factor in factors and next(f for f in factors if rule.sizes[f] > 1 or f == factor) != factor:
+                return False
+    return True
+
+
+def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
+    """The op runs whole on every device."""
+    results = tuple(replicated(v.rank) for v in graph.results(op))
+    if op.primitive == "scan":
+        body = op.bodies[0]
+        inputs = tuple(replicated(body.values[v].rank) for v in body.inputs)
+        return OpPlacement(factors=(), results=results, body_inputs=inputs)
+    rule = rule_of_op(graph, op.id)
+    return OpPlacement(factors=((),) * len(rule.sizes), results=results)
+
+
+def scan_operand_specs(op: Op, placement: OpPlacement, operands: Sequence[Value]) -> tuple[Spec, ...]:
+    """Specs of a scan's operands from those of its body's inputs; scanned operands have a whole leading dim."""
+    first_scanned = op.params["num_consts"] + op.params["num_carry"]
+    return tuple(
+        stacked(spec) if i >= first_scanned else spec for i, spec in enumerate(placement.body_inputs)
+    )
+
+
+def stacked(spec: Spec) -> Spec:
+    """The spec of the stack of values in `spec` along a new, whole, leading dim."""
+    return Spec(((), *spec.dims), spec.partial)
+
+
+def scan_body_output_specs(op: Op, placement: OpPlacement) -> tuple[Spec, ...]:
+    """Specs in which the body must hand its outputs on: carries as they came in, scanned ones as the results are."""
+    consts, carry = op.params["num_consts"], op.params["num_carry"]
+    carried = placement.body_inputs[consts : consts + carry]
+    return (*carried, *(Spec(s.dims[1:], s.partial) for s in placement.results[carry:]))
+
+

@@ -1,0 +1,195 @@
+"""The ways to run one op on a logical mesh: which factor each mesh axis splits, and how partial sums are resolved.
+
+Each mesh axis is used for nothing, for one factor of the op's rule, or (in linear ops) to take operands as partial
+sums. A split reduction leaves a partial sum; per axis it stays (keep), becomes whole by an all_reduce, or is scattered
+onto a dim of the result by a reduce_scatter (resolutions).
+
+Ops with one dominant operand *follow* it (follow): their placement is determined by the operand's spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import product
+
+from alpa_lite.graph.ir import Value
+from alpa_lite.plan import OpPlacement
+from alpa_lite.rules import Rule
+from alpa_lite.sharding import Spec, divides, reshard
+from alpa_lite.spmd import can_split, linear_group, raw_result_specs
+
+
+class AxisRole(Enum):
+    """What a mesh axis may be used for."""
+
+    ANY = "any"
+    BATCH = "batch"
+    MODEL = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restriction:
+    """Limits on what the search may do: manual plans are restricted searches.
+
+    roles               per mesh axis; BATCH axes split the batch wherever there is one and nothing else in the loop,
+                        MODEL axes never split the batch
+    shard_optimizer     values that only the update reads may be split over BATCH axes (ZeRO 1)
+    shard_parameters    values that the loop reads may be stored split over BATCH axes (ZeRO 3, FSDP)
+    """
+
+    roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
+    shard_optimizer: bool = False
+    shard_parameters: bool = False
+
+    def role(self, axis: str) -> AxisRole:
+        """The role of an axis; ANY when nothing was said."""
+        return self.roles.get(axis, AxisRole.ANY)
+
+
+FREE_CHOICE = Restriction()
+
+
+def axis_choices(
+    rule: Rule,
+    sizes: Mapping[str, int],
+    batch_factors: frozenset[int],
+    restriction: Restriction,
+    *,
+    in_loop: bool,
+    takes_partial: bool,
+) -> list[tuple[int | None, ...]]:
+    """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it."""
+    per_axis: list[list[int | None]] = []
+    for axis in sizes:
+        role = restriction.role(axis)
+        fits = [f for f in rule.shardable if can_split(rule, f, (axis,), sizes)]
+        batch = [f for f in fits if f in batch_factors]
+        if role is AxisRole.BATCH and in_loop:
+            choices: list[int | None] = [*batch] or [None]
+        elif role is AxisRole.MODEL:
+            choices = [None, *(f for f in fits if f not in batch_factors)]
+        elif role is AxisRole.BATCH:
+            choices = [None, *fits] if restriction.shard_optimizer else [None]
+        else:
+            choices = [None, *fits]
+        if takes_partial and role is not AxisRole.BATCH:
+            choices.append(-1)
+        per_axis.append(choices)
+    found: list[tuple[int | None, ...]] = []
+    for combination in product(*per_axis):
+        axes_of = factor_axes(rule, combination, sizes)
+        if all(can_split(rule, f, axes, sizes) for f, axes in enumerate(axes_of) if axes):
+            found.append(combination)
+    return found
+
+
+def factor_axes(
+    rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes per factor, in mesh order, of one combination of axis choices."""
+    axes: list[list[str]] = [[] for _ in rule.sizes]
+    for axis, choice in zip(sizes, combination, strict=True):
+        if choice is not None and choice >= 0:
+            axes[choice].append(axis)
+    return tuple(map(tuple, axes))
+
+
+def placements(
+    rule: Rule,
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    sizes: Mapping[str, int],
+    *,
+    batch_factors: frozenset[int] = frozenset(),
+    restriction: Restriction = FREE_CHOICE,
+    in_loop: bool = True,
+    takes_partial: bool = False,
+    keep_partial: bool = False,
+    scatter: bool = True,
+) -> tuple[OpPlacement, ...]:
+    """All placements of a leading op: axis choices × resolutions of its partial sums."""
+    takes_partial = takes_partial and bool(linear_group(rule, operands))
+    found: list[OpPlacement] = []
+    choices = axis_choices(rule, sizes, batch_factors, restriction, in_loop=in_loop, takes_partial=takes_partial)
+    for combination in choices:
+        partial = tuple(a for a, c in zip(sizes, combination, strict=True) if c == -1)
+        bare = OpPlacement(factors=factor_axes(rule, combination, sizes), partial=partial)
+        raw = raw_result_specs(rule, bare)
+        if len(results) > 1 or not raw[0].partial:
+            found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
+            continue
+        allowed = _scatter_filter(restriction)
+        for target in resolutions(raw[0], results[0].shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
+            found.append(replace(bare, results=(target,)))
+    return tuple(found)
+
+
+def _scatter_filter(restriction: Restriction) -> Callable[[str], bool]:
+    return lambda axis: restriction.role(axis) is not AxisRole.BATCH or restriction.shard_optimizer
+
+
+def resolutions(
+    raw: Spec,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    *,
+    keep: bool,
+    scatter: bool,
+    allowed: Callable[[str], bool] = lambda axis: True,
+) -> list[Spec]:
+    """The specs that a partial sum may be resolved to; axis by axis keep, all_reduce or reduce_scatter onto a dim."""
+    specs = [raw]
+    for axis in raw.partial:
+        extended: list[Spec] = []
+        for spec in specs:
+            rest = tuple(a for a in spec.partial if a != axis)
+            if keep:
+                extended.append(spec)
+            extended.append(Spec(spec.dims, rest))
+            for dim in range(len(shape)) if scatter and allowed(axis) else ():
+                dims = spec.dims[:dim] + ((*spec.dims[dim], axis),) + spec.dims[dim + 1 :]
+                if divides(Spec(dims, rest), shape, sizes):
+                    extended.append(Spec(dims, rest))
+        specs = list(dict.fromkeys(extended))
+    return specs
+
+
+def all_specs(shape: tuple[int, ...], sizes: Mapping[str, int], allowed: Callable[[str, int], bool]) -> list[Spec]:
+    """Every spec of an array without partial sums; `allowed(axis, dim)` filters. Axes on one dim stay in mesh order."""
+    specs: list[Spec] = []
+    for combination in product(range(-1, len(shape)), repeat=len(sizes)):
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        if not all(d < 0 or allowed(axis, d) for axis, d in zip(sizes, combination, strict=True)):
+            continue
+        for axis, dim in zip(sizes, combination, strict=True):
+            if dim >= 0:
+                dims[dim] = (*dims[dim], axis)
+        spec = Spec(tuple(dims))
+        if divides(spec, shape, sizes):
+            specs.append(spec)
+    return specs
+
+
+def follow(
+    rule: Rule, results: Sequence[Value], main: int, spec: Spec, sizes: Mapping[str, int], *, keep_partial: bool
+) -> OpPlacement:
+    """The placement of an op that follows its operand number `main`, given in `spec`.
+
+    Axes on dims that the op needs whole are dropped (the operand is gathered first). A partial sum passes through ops
+    that are linear in this operand alone; otherwise it is resolved first. A split reduction of the op itself is
+    resolved by an all_reduce unless `keep_partial`.
+    """
+    factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for axes, dim_factors in zip(spec.dims, rule.operands[main], strict=True):
+        major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
+        if axes and major is not None and can_split(rule, major, axes, sizes):
+            factors[major] = axes
+    partial = spec.partial if (main,) in rule.linear and len(rule.linear) == 1 else ()
+    bare = OpPlacement(factors=tuple(factors), partial=partial)
+    raw = raw_result_specs(rule, bare)
+    kept = tuple(s if keep_partial else Spec(s.dims, tuple(a for a in s.partial if a in partial)) for s in raw)
+    for made, target, value in zip(raw, kept, results, strict=True):
+        assert made == target or reshard(made, target, value.shape, sizes) is not None
+    return replace(bare, results=kept)

@@ -1,0 +1,238 @@
+"""Tracing a plain train step: arguments to avals, the step to a jaxpr, at the full batch and at other batch sizes.
+
+No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is found by exclusion (find_batch):
+arguments that come back among the outputs are state, keys are keys, and what is left must agree on its leading size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite.errors import BatchError, TraceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A function traced for one set of argument shapes.
+
+    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `batch_leaves[i]` says whether
+    leaf i has the batch as its leading dim, `donated[i]` whether the caller gives it away, `aliases` which output
+    leaf takes the place of which input leaf in the next step.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    in_tree: Any
+    out_tree: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    out_leaves: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+    out_names: tuple[str, ...]
+    batch_leaves: tuple[bool, ...]
+    batch_size: int | None
+    batch_problem: str
+    aliases: Mapping[int, int]
+    donated: tuple[bool, ...]
+    static_argnums: tuple[int, ...]
+    jaxpr: Any
+    _flat: Callable[..., Any] = field(repr=False)
+    _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def at_batch_size(self, size: int) -> Any:
+        """The jaxpr of the step with another leading size of its batch."""
+        if size == self.batch_size:
+            return self.jaxpr
+        if size not in self._cache:
+            avals = [
+                _resized(leaf, size, self.batch_size) if batched else leaf
+                for leaf, batched in zip(self.leaves, self.batch_leaves, strict=True)
+            ]
+            self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
+        return self._cache[size]
+
+    def require_batch(self) -> int:
+        """The batch size, or the sentence that says why there is none."""
+        if self.batch_size is None:
+            raise BatchError(self.batch_problem)
+        return self.batch_size
+
+
+def _resized(leaf: jax.ShapeDtypeStruct, size: int, batch_size: int | None) -> jax.ShapeDtypeStruct:
+    # A leaf may hold several rows per sample; its leading dim scales with the batch.
+    rows = leaf.shape[0] * size // (batch_size or leaf.shape[0])
+    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+) -> Traced:
+    """Trace `fun(*args, **kwargs)`; arrays and `ShapeDtypeStruct`s are equally good.
+
+    Raises `TraceError` when an argument is no array, `BatchError` when `batch_argnums` names something unusable.
+    """
+    static = {_positive(i, len(args)) for i in _as_tuple(static_argnums)}
+    dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
+    tree = (dynamic, dict(kwargs or {}))
+    paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
+    names = tuple(_leaf_name(fun, path) for path, _ in paths)
+    leaves = tuple(_aval(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
+    box: dict[str, Any] = {}
+
+    def flat(*flat_leaves: Any) -> list[Any]:
+        arguments, keywords = jax.tree.unflatten(in_tree, flat_leaves)
+        full = [args[i] if i in static else arguments[i] for i in range(len(args))]
+        out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
+        box["names"] = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in out_paths)
+        return [leaf for _, leaf in out_paths]
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    out_leaves = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.out_avals)
+    donate = {_positive(i, len(args)) for i in _as_tuple(donate_argnums)}
+    owner = tuple(_owner(path) for path, _ in paths)
+    positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
+    aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
+    state = {owner[leaf] for leaf in aliases.values()}
+    batch, size, problem = find_batch(state, leaves, owner, names, batch_argnums, len(args))
+    return Traced(
+        fun=fun,
+        name=getattr(fun, "__name__", type(fun).__name__),
+        in_tree=in_tree,
+        out_tree=box["tree"],
+        leaves=leaves,
+        out_leaves=out_leaves,
+        names=names,
+        out_names=box["names"],
+        batch_leaves=batch,
+        batch_size=size,
+        batch_problem=problem,
+        aliases=aliases,
+        donated=tuple(key in donate for key in owner),
+        static_argnums=tuple(sorted(static)),
+        jaxpr=jaxpr,
+        _flat=flat,
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def _positive(index: int, count: int) -> int:
+    if not -count <= index < count:
+        raise TraceError(f"Argument number {index} was named, but the function was called with {count} positional ones.")
+    return index % count
+
+
+def _owner(path: tuple[Any, ...]) -> int | str:
+    """Positional number or keyword of the argument that a leaf belongs to."""
+    return path[1].key
+
+
+def _leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+    """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
+    code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
+    owner, rest = _owner(path), path[2:]
+    if isinstance(owner, int):
+        known = code.co_varnames[: code.co_argcount] if code is not None else ()
+        owner = known[owner] if owner < len(known) else f"argument {owner}"
+    tail = jax.tree_util.keystr(rest, simple=True, separator="/")
+    return f"{owner}/{tail}" if tail else str(owner)
+
+
+def _aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise TraceError(
+            f"{name} is a {type(leaf).__name__}, which JAX cannot trace. Pass arrays or numbers, or name the argument "
+            "in static_argnums."
+        ) from error
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def find_batch(
+    state: set[int | str],
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    owner: Sequence[int | str],
+    names: Sequence[str],
+    batch_argnums: int | str | Sequence[int | str] | None,
+    num_args: int,
+) -> tuple[tuple[bool, ...], int | None, str]:
+    """Which leaves have the batch as their leading dim, its size, and a sentence when it cannot be found."""
+    none = (False,) * len(leaves)
+    if batch_argnums is not None:
+        chosen = {_positive(k, num_args) if isinstance(k, int) else k for k in _as_tuple(batch_argnums)}
+        unknown = chosen - set(owner)
+        if unknown:
+            raise BatchError(f"batch_argnums names {sorted(map(str, unknown))}, but no argument of that name was given.")
+        marked = tuple(o in chosen and len(leaf.shape) > 0 for o, leaf in zip(owner, leaves, strict=True))
+    else:
+        marked = tuple(
+            o not in state and len(leaf.shape) > 0 and not _is_key(leaf) for o, leaf in zip(owner, leaves, strict=True)
+        )
+    sizes = {leaf.shape[0] for leaf, mark in zip(leaves, marked, strict=True) if mark}
+    if len(sizes) == 1 and 0 not in sizes:
+        return marked, sizes.pop(), ""
+    where = ", ".join(
+        f"{name} {list(leaf.shape)}" for name, leaf, mark in zip(names, leaves, marked, strict=True) if mark
+    )
+    problem = (
+        f"The batch cannot be found: the arguments that are not state disagree on their leading size ({where}). "
+        if sizes
+        else "The batch cannot be found: every array argument comes back among the outputs, so none looks like data. "
+    )
+    return none, None, problem + "Name the arguments that hold the batch, e.g. batch_argnums=(1,)."
+
+
+def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
+
+
+def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
+    """(signature, number of the first leaf) of a tree of avals and of its subtrees down to `depth`, largest first."""
+    found = [(_signature(tree), start)]
+    if depth and not jax.tree_util.all_leaves([tree]):
+        one_level = jax.tree_util.default_registry.flatten_one_level(tree)
+        for child in one_level[0] if one_level else ():
+            found += _subtrees(child, depth - 1, start)
+            start += len(jax.tree.leaves(child))
+    return found
+
+
+def _signature(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def match_state(arguments: Mapping[int | str, Any], outputs: Any) -> dict[int, int]:
+    """Which output leaf replaces which input leaf in the next step: state in, state out.
+
+    An argument is state when its whole tree (structure, shapes, dtypes) comes back somewhere among the outputs. A lone
+    array counts only as the first output: elsewhere an equal shape may be chance (predictions as wide as inputs).
+    """
+    candidates = _subtrees(outputs, depth=3)
+    pairs: dict[int, int] = {}
+    start = 0
+    for tree in arguments.values():
+        count = len(jax.tree.leaves(tree))
+        lone = jax.tree_util.all_leaves([tree])
+        for signature, first in candidates if count else ():
+            taken = any(first <= o < first + count for o in pairs)
+            if signature == _signature(tree) and not taken and (first == 0 or not lone):
+                pairs.update({first + i: start + i for i in range(count)})
+                break
+        start += count
+    return pairs

@@ -1,0 +1,12 @@
+"""The model zoo: plain JAX models and train steps, as a user would write them.
+
+Each model is one frozen dataclass (its sizes) with `init(key) -> params` and `loss_fn(params, batch, key=None)`:
+
+- `mlp`: a stack of dense layers, regression;
+- `gpt`: a pre-LN decoder-only transformer, next-token prediction;
+- `cnn`: a small convolutional network, image classification;
+- `losses`: the cross entropy and the reductions that they share;
+- `train`: builders of train steps, for any loss and any optax optimizer.
+
+Nothing here knows of alpa_lite, of meshes or of devices.
+"""

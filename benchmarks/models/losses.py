@@ -1,0 +1,36 @@
+"""Losses shared by the models.
+
+- cross entropy: ``losses = -log_softmax(logits)[label]`` (`cross_entropy`), taken in float32 without forming a one-hot;
+- reduction: ``mean(losses)`` or ``sum(losses)`` (`reduce_losses`).
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Reduction = Literal["mean", "sum"]
+"""How the losses of the examples (or tokens) of a batch become one number."""
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross entropy of each label.
+
+    Args:
+        logits: ``[..., num_classes]``, any float dtype.
+        labels: ``[...]`` integers in ``[0, num_classes)``.
+
+    Returns:
+        ``[...]`` float32, in nats.
+    """
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
+
+
+def reduce_losses(losses: jax.Array, reduction: Reduction) -> jax.Array:
+    """Reduce ``[...]`` losses over every dim to a scalar."""
+    if reduction == "mean":
+        return jnp.mean(losses)
+    if reduction == "sum":
+        return jnp.sum(losses)
+    raise ValueError(f"The reduction of a loss is 'mean' or 'sum'; got {reduction!r}.")

@@ -1,0 +1,23 @@
+"""Time and memory of parallel programs in four nouns: Work, Collective, Cluster, seconds.
+
+Nothing here knows a framework or needs a device. `ComposedCostModel(load_cluster("p3.16xlarge"))` is the usual way in.
+"""
+
+from cost_models.cluster import Cluster as Cluster
+from cost_models.cluster import cluster_sources as cluster_sources
+from cost_models.cluster import known_clusters as known_clusters
+from cost_models.cluster import load_cluster as load_cluster
+from cost_models.collective import Collective as Collective
+from cost_models.collective import CollectiveKind as CollectiveKind
+from cost_models.collective import Group as Group
+from cost_models.communication import all_reduce_seconds as all_reduce_seconds
+from cost_models.composed import ComposedCostModel as ComposedCostModel
+from cost_models.errors import ClusterError as ClusterError
+from cost_models.errors import CostModelError as CostModelError
+from cost_models.hardware import Device as Device
+from cost_models.hardware import Link as Link
+from cost_models.interface import CostModel as CostModel
+from cost_models.memory import model_states_bytes as model_states_bytes
+from cost_models.traffic import Traffic as Traffic
+from cost_models.work import Work as Work
+from cost_models.work import WorkKind as WorkKind

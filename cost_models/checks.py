@@ -1,0 +1,39 @@
+"""The three checks that every value of this package goes through; each failure is one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import cast
+
+from cost_models.errors import CostModelError
+
+
+def require_amount(
+    what: str, value: object, *, advice: str, positive: bool = False, error: type[CostModelError] = CostModelError
+) -> None:
+    """Refuse `value` unless it is a finite number that is not negative (`positive`: above zero)."""
+    # The first test is the fast way for the usual types; the second lets numpy's numbers in.
+    is_number = type(value) in (int, float) or (type(value) is not bool and isinstance(value, Real))
+    if is_number:
+        number = cast("float", value)
+        if math.isfinite(number) and (number > 0 or (number == 0 and not positive)):
+            return
+    needed = "a finite number above 0" if positive else "a finite number of at least 0"
+    raise error(f"{what} is {value!r}, but {needed} is needed: {advice}.")
+
+
+def require_count(what: str, value: object, *, advice: str, error: type[CostModelError] = CostModelError) -> None:
+    """Refuse `value` unless it is a whole number of at least 1."""
+    is_whole = type(value) is int or (type(value) is not bool and isinstance(value, Integral))
+    if is_whole and cast("int", value) >= 1:
+        return
+    raise error(f"{what} is {value!r}, but a whole number of at least 1 is needed: {advice}.")
+
+
+def require_choice(what: str, value: str, choices: Collection[str]) -> None:
+    """Refuse `value` unless it is one of `choices`."""
+    if value in choices:
+        return
+    raise CostModelError(f"{what} is {value!r}, but only these are priced: {', '.join(choices)}. Choose one of them.")

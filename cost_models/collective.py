@@ -1,0 +1,74 @@
+"""Collectives: what a group of devices communicates, before any network is chosen.
+
+Byte convention: the size of the whole buffer on one device,
+
+    all_reduce        the buffer, the same size before and after
+    all_gather        the gathered result
+    reduce_scatter    the un-reduced input
+    all_to_all        the local buffer
+    broadcast         the buffer
+    permute, send     what one device sends
+
+so that the ring sends (n-1)/n of `bytes` per device in all_gather, reduce_scatter and all_to_all alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cost_models.checks import require_amount, require_choice, require_count
+from cost_models.errors import CostModelError
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "send", "broadcast"]
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The devices that take part in one collective.
+
+    Attributes:
+        num_devices: members of the group.
+        devices_per_host: members that sit on one host (on the fullest host, where they differ).
+        num_concurrent: how many such groups communicate at once per host; they share the link that leaves the host.
+
+    Raises:
+        CostModelError: a count below 1, or more members on a host than members.
+    """
+
+    num_devices: int
+    devices_per_host: int
+    num_concurrent: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("Group.num_devices", self.num_devices, advice="count the members of the group")
+        require_count("Group.devices_per_host", self.devices_per_host, advice="count the members on one host")
+        require_count("Group.num_concurrent", self.num_concurrent, advice="count this group and its siblings")
+        if self.devices_per_host > self.num_devices:
+            raise CostModelError(
+                f"Group.devices_per_host is {self.devices_per_host}, but the group has only {self.num_devices} "
+                "members: count the members of the group that sit on one host, not the devices of the host."
+            )
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the group spans, ceil(num_devices / devices_per_host)."""
+        return -(-self.num_devices // self.devices_per_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of `bytes` (see the module for what is counted) over `group`.
+
+    Raises:
+        CostModelError: a negative or infinite size, or an unknown kind.
+    """
+
+    kind: CollectiveKind
+    bytes: float
+    group: Group
+
+    def __post_init__(self) -> None:
+        require_choice("Collective.kind", self.kind, COLLECTIVE_KINDS)
+        require_amount("Collective.bytes", self.bytes, advice="give the size of the whole buffer on one device")

@@ -1,0 +1,39 @@
+"""The analytic cost model: the formulas of `compute` and `communication` on a described cluster.
+
+n virtual devices at work together on one processor take n times as long      (ComposedCostModel.compute_seconds)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models import communication, compute
+from cost_models.checks import require_count
+from cost_models.cluster import Cluster
+from cost_models.collective import Collective
+from cost_models.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedCostModel:
+    """A `CostModel` for `cluster`; nothing is measured, so it needs no device."""
+
+    cluster: Cluster
+
+    def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
+        """Seconds until each of `num_active_devices` devices has done `work`; they add up on a shared processor."""
+        require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
+        turns = num_active_devices if self.cluster.shared_processor else 1
+        return turns * compute.compute_seconds(work, self.cluster.device)
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """Seconds of one collective (`communication.collective_seconds`)."""
+        return communication.collective_seconds(collective, self.cluster)
+
+    def transfer_seconds(self, bytes: float, *, crosses_hosts: bool, num_links: int = 1) -> float:
+        """Seconds to move `bytes` between submeshes (`communication.transfer_seconds`)."""
+        return communication.transfer_seconds(bytes, self.cluster, crosses_hosts=crosses_hosts, num_links=num_links)
+
+    def launch_seconds(self) -> float:
+        """Host seconds to launch one compiled program, the device's dispatch_seconds."""
+        return self.cluster.device.dispatch_seconds

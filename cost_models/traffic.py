@@ -1,0 +1,178 @@
+"""What each algorithm sends, on n devices whose links are all equal.
+
+M is the buffer in the byte convention of `collective`, n the number of devices, L = ceil(log2 n), a the latency of a
+message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) * b (Traffic.seconds).
+
+    all-reduce                                        total sent      rounds
+    naive             (n-1)(a + M b)                  n(n-1) M        1 (n-1 messages)   (naive_all_reduce)
+    ring              2(n-1) a + 2(n-1)/n M b         2(n-1) M        2(n-1)             (ring_all_reduce)
+    tree              2 L (a + M b)                   2(n-1) M        2 L                (tree_all_reduce)
+    butterfly         L (a + M b)                     n M L           L                  (butterfly_all_reduce)
+    halving-doubling  2 L a + 2(n-1)/n M b            2(n-1) M        2 L                (halving_doubling_all_reduce)
+    parameter server  2 a + 2 n M/s b                 2 n M           2, s servers       (parameter_server)
+
+    others
+    gather            L a + (n-1)/n M b               (n-1) M         L                  (recursive_all_gather)
+    pairwise          (n-1) a + (n-1)/n M b           (n-1) M         n-1                (pairwise_all_to_all)
+    Bruck             L (a + M/2 b)                   n L M/2         L                  (bruck_all_to_all)
+    tree broadcast    L (a + M b)                     (n-1) M         L                  (tree_broadcast)
+    scatter + gather  2 L a + 2(n-1)/n M b            2(n-1) M        2 L                (scatter_gather_broadcast)
+    one message       a + M b                         n M             1                  (point_to_point)
+
+Sources: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring, recursive doubling, halving-doubling, broadcast);
+Bruck et al., IEEE TPDS 8(11), 1997 (gather and all-to-all in ceil(log2 n) rounds for any n, which also carries
+halving-doubling to n that are no power of two); Li et al., OSDI 2014 (parameter server: the servers' links carry n M/s
+each way). Butterfly on other n folds the r = n - 2^floor(log2 n) surplus devices onto partners first: 2 rounds and
+2 r M more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models.hardware import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes and messages of one collective.
+
+    Attributes:
+        total_sent_bytes: sent by all devices together.
+        max_sent_bytes: sent by the device that sends most.
+        num_rounds: steps of the algorithm.
+        num_serial_messages: messages that follow one another on the critical path.
+        serial_bytes: bytes that follow one another on the critical path.
+    """
+
+    total_sent_bytes: float = 0.0
+    max_sent_bytes: float = 0.0
+    num_rounds: int = 0
+    num_serial_messages: int = 0
+    serial_bytes: float = 0.0
+
+    def latency_seconds(self, link: Link) -> float:
+        """The part of the time that does not depend on the size."""
+        return self.num_serial_messages * link.latency_seconds
+
+    def bandwidth_seconds(self, link: Link) -> float:
+        """The part of the time that grows with the size."""
+        return self.serial_bytes / link.bytes_per_second
+
+    def seconds(self, link: Link) -> float:
+        """Time over links like `link`."""
+        return self.latency_seconds(link) + self.bandwidth_seconds(link)
+
+
+def _log2(num_devices: int) -> int:
+    return (num_devices - 1).bit_length()
+
+
+def naive_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Everybody sends the whole buffer to everybody."""
+    peers = num_devices - 1
+    sent = peers * bytes
+    return Traffic(
+        total_sent_bytes=num_devices * sent,
+        max_sent_bytes=sent,
+        num_rounds=min(peers, 1),
+        num_serial_messages=peers,
+        serial_bytes=sent,
+    )
+
+
+def ring_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Reduce-scatter, then all-gather, slices of 1/n around a ring."""
+    return _evenly(2 * (num_devices - 1), 2 * (num_devices - 1) * bytes, num_devices)
+
+
+def halving_doubling_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Reduce-scatter by halving, then all-gather by doubling."""
+    return _evenly(2 * _log2(num_devices), 2 * (num_devices - 1) * bytes, num_devices)
+
+
+def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Binomial tree: reduce to the root, broadcast back; the root sends most, on the way down."""
+    rounds = 2 * _log2(num_devices)
+    return Traffic(
+        total_sent_bytes=2 * (num_devices - 1) * bytes,
+        max_sent_bytes=rounds // 2 * bytes,
+        num_rounds=rounds,
+        num_serial_messages=rounds,
+        serial_bytes=rounds * bytes,
+    )
+
+
+def butterfly_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Recursive doubling: partners at distance 1, 2, 4, ... exchange whole buffers."""
+    exchanges = num_devices.bit_length() - 1
+    surplus = num_devices - 2**exchanges
+    rounds = exchanges + (2 if surplus else 0)
+    return Traffic(
+        total_sent_bytes=(2**exchanges * exchanges + 2 * surplus) * bytes,
+        max_sent_bytes=(exchanges + (1 if surplus else 0)) * bytes,
+        num_rounds=rounds,
+        num_serial_messages=rounds,
+        serial_bytes=rounds * bytes,
+    )
+
+
+def parameter_server(bytes: float, num_devices: int, num_servers: int = 1) -> Traffic:
+    """Workers push to and pull from servers, whose links are the bottleneck; `max_sent_bytes` is a worker's."""
+    return Traffic(
+        total_sent_bytes=2 * num_devices * bytes,
+        max_sent_bytes=bytes,
+        num_rounds=2,
+        num_serial_messages=2,
+        serial_bytes=2 * num_devices * bytes / num_servers,
+    )
+
+
+def recursive_all_gather(bytes: float, num_devices: int) -> Traffic:
+    """All-gather of `bytes` (the result) by doubling; read backwards, the reduce-scatter of `bytes` (the input)."""
+    return _evenly(_log2(num_devices), (num_devices - 1) * bytes, num_devices)
+
+
+def pairwise_all_to_all(bytes: float, num_devices: int) -> Traffic:
+    """Each pair exchanges its slice directly, one pair after the other."""
+    return _evenly(num_devices - 1, (num_devices - 1) * bytes, num_devices)
+
+
+def bruck_all_to_all(bytes: float, num_devices: int) -> Traffic:
+    """Half of the buffer moves in each of ceil(log2 n) rounds: fewer messages, more bytes."""
+    rounds = _log2(num_devices)
+    return _evenly(rounds, num_devices * rounds * bytes / 2, num_devices)
+
+
+def tree_broadcast(bytes: float, num_devices: int) -> Traffic:
+    """Binomial tree from the root."""
+    rounds = _log2(num_devices)
+    return Traffic(
+        total_sent_bytes=(num_devices - 1) * bytes,
+        max_sent_bytes=rounds * bytes,
+        num_rounds=rounds,
+        num_serial_messages=rounds,
+        serial_bytes=rounds * bytes,
+    )
+
+
+def scatter_gather_broadcast(bytes: float, num_devices: int) -> Traffic:
+    """The root scatters slices, then all devices gather them."""
+    return halving_doubling_all_reduce(bytes, num_devices)
+
+
+def point_to_point(bytes: float, num_devices: int) -> Traffic:
+    """Each device sends one message (permute, send); a group of one sends nothing."""
+    return _evenly(1, num_devices * bytes, num_devices) if num_devices > 1 else Traffic()
+
+
+def _evenly(rounds: int, total: float, num_devices: int) -> Traffic:
+    """Every device sends the same in every round, so what one sends is what follows one another."""
+    sent = total / num_devices
+    return Traffic(
+        total_sent_bytes=total,
+        max_sent_bytes=sent,
+        num_rounds=rounds,
+        num_serial_messages=rounds,
+        serial_bytes=sent,
+    )

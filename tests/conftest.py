@@ -1,0 +1,49 @@
+"""The harness of every test that runs on JAX: eight virtual CPU devices, with settings under which they cannot hang.
+
+The variables must be set before JAX is first imported, hence at import time here: pytest imports this file before any
+test module. Two settings guard against deadlocks of XLA's CPU collectives: the client's thread pool (NPROC) must be
+larger than the number of device tasks in flight, and a collective that is stuck all the same aborts within 20 seconds.
+Tests that need other settings (another device count, several processes) start a subprocess.
+"""
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NUM_DEVICES = 8
+
+if "jax" in sys.modules:
+    raise RuntimeError("JAX was imported before the test harness; run pytest without the plugin that imports it.")
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = str(4 * NUM_DEVICES)
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+    ]
+)
+
+
+settings.register_profile(
+    "alpa_lite",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("alpa_lite")
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """The eight virtual CPU devices."""
+    import jax
+
+    found = jax.devices()
+    assert len(found) == NUM_DEVICES, f"JAX was imported before the test harness was set up: it sees {found}."
+    return found

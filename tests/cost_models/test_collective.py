@@ -1,0 +1,28 @@
+import pytest
+
+from cost_models import Collective, CostModelError, Group
+
+
+@pytest.mark.parametrize(("members", "per_host", "hosts"), [(1, 1, 1), (8, 8, 1), (9, 8, 2), (16, 8, 2), (4, 1, 4)])
+def test_hosts_that_a_group_spans(members: int, per_host: int, hosts: int):
+    assert Group(num_devices=members, devices_per_host=per_host).num_hosts == hosts
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1), (2, 0, 1), (2, 2, 0), (2.0, 1, 1), (True, 1, 1)])
+def test_counts_are_whole_and_at_least_one(counts: tuple[int, int, int]):
+    members, per_host, concurrent = counts
+    with pytest.raises(CostModelError, match="a whole number of at least 1 is needed"):
+        Group(num_devices=members, devices_per_host=per_host, num_concurrent=concurrent)
+
+
+def test_more_members_on_a_host_than_members_is_refused():
+    with pytest.raises(CostModelError, match="the group has only 2 members: count the members"):
+        Group(num_devices=2, devices_per_host=8)
+
+
+def test_unknown_kinds_and_negative_sizes_are_refused():
+    group = Group(num_devices=2, devices_per_host=2)
+    with pytest.raises(CostModelError, match="'gossip', but only these are priced: all_reduce, all_gather"):
+        Collective(kind="gossip", bytes=1, group=group)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CostModelError, match=r"Collective\.bytes is -1"):
+        Collective(kind="send", bytes=-1, group=group)
