@@ -14,8 +14,10 @@ import numpy as np
 
 from alpa_lite.clustering import cluster_contiguous
 from alpa_lite.errors import PlanError
+from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.rules import rule_of, view_of
+from alpa_lite.spmd import free_values
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -36,7 +38,7 @@ def op_flops(step: StepGraph) -> tuple[float, ...]:
     return tuple(_flops(step.graph, op) for op in step.graph.ops)
 
 
-def _flops(graph, op) -> float:  # type: ignore[no-untyped-def]
+def _flops(graph: Graph, op: Op) -> float:
     if op.bodies:
         inner = sum(_flops(body, o) for body in op.bodies for o in body.ops)
         return inner * op.params.get("length", 1)
@@ -53,8 +55,10 @@ def default_num_layers(step: StepGraph) -> int:
     return max(1, min(MAX_LAYERS, heavy // CONTRACTIONS_PER_LAYER))
 
 
-def make_layers(step: StepGraph, num_layers: int | None = None) -> Layers:
+def make_layers(step: StepGraph, num_layers: int | None = None, *, imbalance: float = 0.3) -> Layers:
     """Cluster the forward ops into `num_layers` layers and let all other ops follow.
+
+    No layer has more than `1 + imbalance` times the average FLOPs, if that is possible.
 
     Raises `PlanError` when there are fewer forward ops than layers.
     """
@@ -67,18 +71,18 @@ def make_layers(step: StepGraph, num_layers: int | None = None) -> Layers:
             f"Ask for at most {max(1, len(forward))} layers or stages."
         )
     of_op: list[int | None] = [None] * len(graph.ops)
-    index = {op.id: i for i, op in enumerate(forward)}
+    index, free = {op.id: i for i, op in enumerate(forward)}, free_values(graph)
     flows = [
         (index[producer], index[consumer], float(graph.values[v].bytes))
         for op in forward
         for v in op.results
-        if (producer := op.id) in index
+        if (producer := op.id) in index and v not in free
         for consumer in graph.consumers[v]
         if consumer in index
     ]
     if forward:
         flops = np.array([_flops(graph, op) for op in forward]) + 1.0
-        for op, layer in zip(forward, cluster_contiguous(flops, flows, count), strict=True):
+        for op, layer in zip(forward, cluster_contiguous(flops, flows, count, imbalance=imbalance), strict=True):
             of_op[op.id] = layer
     _backward_layers(step, of_op, count)
     _update_layers(step, of_op)

@@ -25,6 +25,7 @@ from alpa_lite.graph.phases import (
     loop_ops,
     loop_without_batch,
     merge_literals,
+    reduced_results,
     require_same_position,
 )
 from alpa_lite.rules import FactorKind, rule_of, view_of
@@ -144,6 +145,7 @@ def check_additive(
             continue
         if op.primitive == "scan":
             _check_scan(full, op, other.ops[op.id], batch)
+            _check_unreduced(full, op, batch, loop)
             continue
         _check_op(full, op, batch, positions)
 
@@ -229,6 +231,14 @@ def _check_scan(graph: Graph, op: Op, other: Op, batch: tuple[int | None, ...]) 
             _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
 
 
+def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: set[int]) -> None:
+    """What a loop makes without looking at the batch is the same for each micro-batch: it must not be summed up."""
+    same = set(op.results) - set(reduced_results(op, batch)) - {r for r in op.results if batch[r] is not None}
+    for r in same:
+        if r in graph.outputs or any(c not in loop for c in graph.consumers[r]):
+            _refuse(graph, op, "also makes a value that does not depend on the batch and is used after the loop")
+
+
 def _sums_in_body(body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int]) -> set[int]:
     """Values of a loop body that are sums over the batch, given those that enter as such."""
     for op in body.ops:
@@ -240,7 +250,8 @@ def _sums_in_body(body: Graph, small: Graph, batch: tuple[int | None, ...], sums
                 _check_scan(body, op, small.ops[op.id], batch)
             else:
                 _check_op(body, op, batch, set())
-            sums.update(r for r in op.results if batch[r] is None and any(batch[v] is not None for v in op.operands))
+            if any(batch[v] is not None for v in op.operands):
+                sums.update(reduced_results(op, batch))
         elif partial:
             groups = rule_of(view_of(body, op)).linear
             zeros = {i for i, v in enumerate(op.operands) if is_zero(body, v)}

@@ -127,7 +127,7 @@ def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> tuple[set[int], lis
         sources = [after[v] for v in op.operands if v in after]
         if op.id in touches:
             feedbacks += [(source, op) for source in sources[:1]]
-            after.update({r: op for r in op.results if batch[r] is None})
+            after.update({r: op for r in reduced_results(op, batch)})
         elif sources:
             after.update({r: sources[0] for r in op.results})
     if not feedbacks:
@@ -140,6 +140,29 @@ def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> tuple[set[int], lis
             if op.id not in touches and any(v in after for v in op.operands):
                 loop.add(op.id)
     return loop, feedbacks
+
+
+def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Results of an op of the loop that depend on the batch but do not carry it: they were reduced over it.
+
+    A loop over layers hands on other things too (keys, slices of weights); those do not depend on the batch at all.
+    """
+    if op.primitive != "scan":
+        return tuple(r for r in op.results if batch[r] is None)
+    body, consts, carry = op.bodies[0], op.params["num_consts"], op.params["num_carry"]
+    depends = {v for o, v in zip(op.operands, body.inputs, strict=True) if batch[o] is not None}
+    while True:
+        reached = set(depends)
+        for o in body.ops:
+            if any(v in reached for v in o.operands):
+                reached.update(o.results)
+        carried = {body.inputs[consts + i] for i in range(carry) if body.outputs[i] in reached}
+        if carried <= depends:
+            break
+        depends |= carried
+    return tuple(
+        r for r, v in zip(op.results, body.outputs, strict=True) if batch[r] is None and v in reached
+    )
 
 
 def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:

@@ -2,6 +2,10 @@
 
 `StageCosts` answers for one step, cost model and restriction; solutions are kept by the stage's structure
 (`StageView.signature`), so that repeated layers cost one solve.
+
+On a 1-D logical mesh every op may use the axis for anything. On a 2-D mesh the first axis splits the batch (and may
+split state, as ZeRO does) and the second everything else, as in Alpa: more freedom multiplies the strategies and has
+bought nothing on the models tried.
 """
 
 from __future__ import annotations
@@ -19,10 +23,19 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
 from alpa_lite.pricing import Pricer
-from alpa_lite.strategies import FREE_CHOICE, Restriction
+from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction
 from cost_models.interface import CostModel
 
-AXIS_NAMES = ("x", "y", "z")
+#: Axis names of the logical meshes of the search, by number of axes.
+AXIS_NAMES = {1: ("x",), 2: ("data", "model")}
+
+
+def free_restriction(mesh: LogicalMesh) -> Restriction:
+    """What the search may do on a logical mesh."""
+    if len(mesh.shape) == 1:
+        return FREE_CHOICE
+    roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
+    return Restriction(roles=roles, shard_optimizer=True, shard_parameters=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +46,7 @@ class StageCosts:
     layers: Layers
     aliases: Mapping[int, int]
     cost_model: CostModel
-    restriction: Restriction = FREE_CHOICE
+    restriction: Restriction | None = None
     progress: Callable[[str], None] = field(default=lambda _: None)
     _memos: dict[object, Memo] = field(default_factory=dict[object, Memo], repr=False)
     _solved: dict[object, tuple[StageView, StageSolution]] = field(
@@ -50,7 +63,8 @@ class StageCosts:
             pricer = Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh)
             memo = self._memos.setdefault(kind, Memo())
             limit = float(self.cost_model.cluster.device.memory_bytes)
-            solved = solve_stage(view, pricer, self.restriction, memo=memo, limit_bytes=limit, in_flight=in_flight)
+            restriction = self.restriction or free_restriction(mesh)
+            solved = solve_stage(view, pricer, restriction, memo=memo, limit_bytes=limit, in_flight=in_flight)
             self._solved[key] = view, solved
         origin, solved = self._solved[key]
         if solved.choice is None:
@@ -79,16 +93,26 @@ class StageOptions:
         return mesh_of(self.shapes[kind][configuration])
 
 
+def _batch_divides(step: StepGraph, shape: tuple[int, ...]) -> bool:
+    """A 2-D mesh needs a batch that its first axis can split."""
+    if len(shape) == 1:
+        return True
+    return step.batch_size is not None and step.batch_size // step.num_microbatches % shape[0] == 0
+
+
 def mesh_of(shape: tuple[int, ...]) -> LogicalMesh:
     """A logical mesh with the search's axis names."""
-    return LogicalMesh(axis_names=AXIS_NAMES[: len(shape)], shape=shape)
+    return LogicalMesh(axis_names=AXIS_NAMES[len(shape)], shape=shape)
 
 
 def stage_options(costs: StageCosts, num_microbatches: int, inflow_seconds: np.ndarray) -> StageOptions:
     """Solve all stages that can occur. `inflow_seconds[i]`: time to receive what layer i reads from earlier layers."""
     cluster, num_layers = costs.cost_model.cluster, costs.layers.num_layers
     kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
-    shapes = tuple(logical_shapes(hosts, devices) for hosts, devices in kinds)
+    shapes = tuple(
+        tuple(shape for shape in logical_shapes(hosts, devices) if _batch_divides(costs.step, shape))
+        for hosts, devices in kinds
+    )
     width = max(map(len, shapes))
     size = (num_layers, num_layers, len(kinds), width)
     seconds, following = np.full(size, np.inf), np.full(size, -1, dtype=int)

@@ -74,6 +74,8 @@ class Memo:
     leaders: dict[tuple[Any, ...], tuple[tuple[OpPlacement, ...], np.ndarray]] = field(default_factory=dict)
     followers: dict[tuple[Any, ...], tuple[OpPlacement, float, Spec]] = field(default_factory=dict)
     moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
+    demands: dict[tuple[Any, ...], tuple[Spec, ...]] = field(default_factory=dict)
 
 
 class Builder:
@@ -229,8 +231,13 @@ class Builder:
         options, seconds = self._leader_options(scope, graph, op, rule)
         node = self._node(seconds * runs)
         self._record(scope, graph, op, node, options)
-        values = graph.operands(op)
-        self._demand(scope, graph, op, node, [operand_specs(rule, values, p) for p in options], runs)
+        self._demand(scope, graph, op, node, [self._operand_specs(graph, op, rule, p) for p in options], runs)
+
+    def _operand_specs(self, graph: Graph, op: Op, rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
+        key = (id(graph), op.id, placement.factors, placement.partial)
+        if key not in self.memo.demands:
+            self.memo.demands[key] = operand_specs(rule, graph.operands(op), placement)
+        return self.memo.demands[key]
 
     def _leader_options(
         self, scope: int, graph: Graph, op: Op, rule: Rule
@@ -248,7 +255,7 @@ class Builder:
                 restriction=self.restriction,
                 in_loop=self._in_loop(scope, op),
                 takes_partial=op.primitive in ("add", "add_any"),
-                keep_partial=keep or self._feeds_addition(graph, op),
+                keep_partial=keep or self._feeds_addition(scope, graph, op),
                 scatter=not keep,
             )
             seconds = np.array([self._option_seconds(rule, op, values, results, p) for p in options])
@@ -295,9 +302,12 @@ class Builder:
             self.step.phases[c].in_loop for c in graph.consumers[result]
         )
 
-    def _feeds_addition(self, graph: Graph, op: Op) -> bool:
-        readers = graph.consumers[op.results[0]]
-        return len(readers) == 1 and graph.ops[readers[0]].primitive in ("add", "add_any")
+    def _feeds_addition(self, scope: int, graph: Graph, op: Op) -> bool:
+        """True when one addition of this stage is all that reads the result: a partial sum may then wait for it."""
+        result = op.results[0]
+        readers = graph.consumers[result]
+        leaves = result in (self.view.leaves if scope == 0 else graph.outputs)
+        return not leaves and len(readers) == 1 and graph.ops[readers[0]].primitive in ("add", "add_any")
 
     def _add_follower(self, scope: int, graph: Graph, op: Op, rule: Rule, runs: float) -> None:
         main = self._main_operand(scope, graph, op)
@@ -318,7 +328,7 @@ class Builder:
             extra[i] = seconds * runs
         self.costs[offer.node] = self.costs[offer.node] + extra
         self._record(scope, graph, op, offer.node, tuple(options))
-        demands = [operand_specs(rule, values, p) for p in options]
+        demands = [self._operand_specs(graph, op, rule, p) for p in options]
         self._demand(scope, graph, op, offer.node, demands, runs, skip=main)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
@@ -454,15 +464,21 @@ class Builder:
         offer = self.offers.get(key)
         if offer is None:
             return
-        sources, targets = list(dict.fromkeys(offer.specs)), list(dict.fromkeys(demanded))
-        table = np.array([[self._move_seconds(value, s, t) for t in targets] for s in sources]) * runs
-        rows = [sources.index(s) for s in offer.specs]
-        columns = [targets.index(t) for t in demanded]
-        matrix = table[np.ix_(rows, columns)]
+        matrix = self._move_table(value, offer.specs, demanded) * runs
         if offer.node == node:
             self.costs[node] = self.costs[node] + np.diagonal(matrix)
         elif matrix.any():
             self._accumulate(offer.node, node, matrix)
+
+    def _move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> np.ndarray:
+        key = (value.shape, value.dtype, offered, demanded)
+        if key not in self.memo.tables:
+            sources, targets = list(dict.fromkeys(offered)), list(dict.fromkeys(demanded))
+            table = np.array([[self._move_seconds(value, s, t) for t in targets] for s in sources])
+            rows = [sources.index(s) for s in offered]
+            columns = [targets.index(t) for t in demanded]
+            self.memo.tables[key] = table[np.ix_(rows, columns)]
+        return self.memo.tables[key]
 
     def _accumulate(self, u: int, v: int, matrix: np.ndarray) -> None:
         if (v, u) in self.edges:

@@ -108,7 +108,7 @@ class Problem:
             self._check_usage(usage)
         if self.limit_bytes is not None and not (math.isfinite(self.limit_bytes) and self.limit_bytes >= 0):
             raise ValueError(
-                f"The memory limit is {self.limit_bytes} bytes; give a finite non-negative number, or None for no limit."
+                f"The memory limit is {self.limit_bytes} bytes; give a finite non-negative number, or None for none."
             )
 
     def _check_node(self, node: int, *, owner: str) -> None:

@@ -46,7 +46,9 @@ class Simplified:
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the original problem from choices of the reduced one; they cost ``offset`` more."""
         if math.isinf(self.offset):
-            raise ValueError("The problem has no feasible choices, so there is nothing to restore; look at offset first.")
+            raise ValueError(
+                "The problem has no feasible choices, so there is nothing to restore; look at offset first."
+            )
         restored = dict(zip(self.nodes, choices, strict=True))
         for step in reversed(self.steps):
             step.restore(restored)
@@ -239,4 +241,3 @@ def _finish(work: Workspace) -> Simplified:
         nodes=nodes,
         steps=tuple(work.steps),
     )
-

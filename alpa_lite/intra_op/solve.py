@@ -158,15 +158,9 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
         if view.step.phases[op_id] is Phase.INVARIANT and any(r in needed for r in op.results):
             found.add(op_id)
             needed.update(op.operands)
-        elif any(r in needed for r in op.results) and any(r in _free(view) for r in op.results):
+        elif any(r in needed for r in op.results) and any(r in view.free for r in op.results):
             needed.update(op.operands)
     return frozenset(found)
-
-
-def _free(view: StageView) -> frozenset[int]:
-    from alpa_lite.spmd import free_values
-
-    return free_values(view.graph)
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:

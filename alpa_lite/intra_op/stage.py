@@ -9,6 +9,8 @@ from functools import cached_property
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
+from alpa_lite.spmd import free_values
+from alpa_lite.spmd import free_values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,18 +33,25 @@ class StageView:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """Ids of the ops of this stage in execution order."""
+        """Ids of the ops of this stage in execution order; free and invariant ones of other stages are repeated here."""
         graph, needed, chosen = self.graph, set[int](), list[int]()
+        free = free_values(graph)
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
             needed.update(v for v in graph.outputs if self.is_invariant_value(v))
         for op in reversed(graph.ops):
             layer = self.layers.of_op[op.id]
             mine = layer is not None and self.first <= layer <= self.last
-            if mine or (layer is None and any(r in needed for r in op.results)):
+            repeated = layer is None or any(r in free for r in op.results)
+            if mine or (repeated and any(r in needed for r in op.results)):
                 chosen.append(op.id)
                 needed.update(op.operands)
         return tuple(reversed(chosen))
+
+    @property
+    def free(self) -> frozenset[int]:
+        """Values that every stage makes for itself."""
+        return free_values(self.graph)
 
     def is_invariant_value(self, value: int) -> bool:
         """True for results of invariant ops."""

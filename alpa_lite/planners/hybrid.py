@@ -117,7 +117,7 @@ def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
 def stage_layers(step: StepGraph, count: int) -> Layers:
     """One layer per stage; a sentence when the model is too short."""
     try:
-        return make_layers(step, count)
+        return make_layers(step, count, imbalance=0.1)
     except PlanError as error:
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 

@@ -14,6 +14,7 @@ from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan, Prediction, SolverReport, StagePlan, fingerprint
 from alpa_lite.schedule import Schedule, simulate
+from alpa_lite.spmd import free_values
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -160,7 +161,7 @@ def boundary_bytes(step: StepGraph, layers: Layers, first: int) -> float:
     graph, total = step.graph, 0.0
     for value in graph.values:
         producer = graph.producer[value.id]
-        if producer is None or not step.phases[producer].in_loop:
+        if producer is None or not step.phases[producer].in_loop or value.id in free_values(graph):
             continue
         made = layers.of_op[producer]
         if made is None or made >= first:

@@ -47,7 +47,7 @@ class SpatialDim:
 
     @property
     def is_weight_gradient(self) -> bool:
-        """Each kernel tap meets `dilation` inputs of its own (the last ones never, where the forward stride skips them)."""
+        """Each kernel tap meets `dilation` inputs of its own (a stride may skip the last)."""
         w = self.window
         plain = (w.low, w.base_dilation, w.stride) == (0, 1, 1) and w.high == self.result - w.dilation
         return plain and self.input == w.size * w.dilation and self.result <= w.dilation

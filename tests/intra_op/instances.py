@@ -57,7 +57,12 @@ def random_problem(
 
 
 def training_step(
-    *, num_layers: int, ops_per_layer: int = 6, num_strategies: int = 12, seed: int = 0, limit_fraction: float | None = None
+    *,
+    num_layers: int,
+    ops_per_layer: int = 6,
+    num_strategies: int = 12,
+    seed: int = 0,
+    limit_fraction: float | None = None,
 ) -> Problem:
     """A chain of layers with residual links, its mirrored backward, and parameters with their updates.
 

@@ -19,7 +19,8 @@ from alpa_lite.lower.block import lowering_of
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.sharding import Spec, replicated
-from tests.rules.rows import ROWS, Case, names
+from tests.rules.row import Case, names
+from tests.rules.rows import ROWS
 
 SIZES = {"x": 2, "y": 4}
 TOLERANCE = 1e-5
@@ -36,9 +37,7 @@ class Placement:
     def specs(self, rule: Rule) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
         """What the placement demands of operands and makes of results."""
         axes = lambda dims: tuple(sum((self.factors.get(f, ()) for f in factors), ()) for factors in dims)  # noqa: E731
-        operands = [
-            Spec(axes(dims), self.partial if i in self.group else ()) for i, dims in enumerate(rule.operands)
-        ]
+        operands = [Spec(axes(dims), self.partial if i in self.group else ()) for i, dims in enumerate(rule.operands)]
         partial = set(self.partial)
         if rule.reduction == "sum":
             partial |= {a for f, on in self.factors.items() if rule.kinds[f] is FactorKind.REDUCTION for a in on}
@@ -171,3 +170,12 @@ def test_specs_that_no_assignment_demands_are_refused():
     bad = local_op(case, Placement(factors={}), operand_specs=(good.operand_specs[0], replicated(2)))
     with pytest.raises(VerificationError, match="do not come from one assignment"):
         bind_local(bad, case.operands)
+
+
+@pytest.mark.parametrize("axes", [(), ("x", "y"), ("y",)])
+def test_iota_counts_from_its_place_in_the_full_batch(mesh, axes):
+    case = next(row for row in ROWS if row.name == "iota").case
+    placed = Placement(factors={case.rule.results[0][0][0]: axes})
+    op = local_op(case, placed, origins=((16, 0),), full_shapes=((64, 4),))
+    (found,) = jax.jit(lambda: run_sharded(mesh, op, ()))()
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(case.bind()[0]) + 16)

@@ -3,6 +3,8 @@
     x_v(k) = (k // prod_(w > v) S_w) mod S_v   for k = 0 ... prod_v S_v - 1     ``_all_choices``
     cost(k) = sum_v c_v(x_v(k)) + sum_(u,v) C_uv(x_u(k), x_v(k))                 ``_all_costs``
     peak(k) = max_t sum of b_v(x_v(k)) over the usages alive at t                ``_all_peaks``
+
+The choices are the feasible k of least cost; the arrays have one entry for each k.
 """
 
 from __future__ import annotations

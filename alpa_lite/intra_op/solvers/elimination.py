@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import Solver, no_solution, solution_of
 
@@ -31,7 +32,7 @@ Scope = tuple[int, ...]
 Adjacency = dict[int, set[int]]
 
 
-class TooWide(Exception):
+class TooWide(AlpaLiteError):
     """The tables would be too large, or the choices do not fit a memory limit that elimination cannot see."""
 
 
@@ -243,6 +244,4 @@ class Elimination(Solver):
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
                 "AutoSolver."
             )
-        return solution_of(
-            problem, choices, bound=eliminated.offset, started=started, solver=self.name, proven=True
-        )
+        return solution_of(problem, choices, bound=eliminated.offset, started=started, solver=self.name, proven=True)

@@ -190,7 +190,8 @@ def _run(model: _Model, solver: pulp.HiGHS, *, start: Sequence[int] | None = Non
     solver.buildSolverModel(program)
     highs: Any = program.solverModel
     if start is not None:
-        given = {s.index: float(i == x) for x, of in zip(start, model.nodes, strict=True) for i, s in of.items()}
+        column = {variable.name: index for index, variable in enumerate(program.variables())}
+        given = {column[s.name]: float(i == x) for x, of in zip(start, model.nodes, strict=True) for i, s in of.items()}
         highs.setSolution(len(given), np.array(list(given), dtype=np.int32), np.array(list(given.values())))
     solver.callSolver(program)
     status, info = highs.getModelStatus(), highs.getInfo()
@@ -239,9 +240,7 @@ class IntegerProgram(Solver):
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
             proven = run.optimal and self.relative_gap == 0.0
-            return solution_of(
-                problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven
-            )
+            return solution_of(problem, run.choices, bound=bound, started=started, solver=self.name, proven=proven)
         if not run.infeasible:
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=bound)
         left = time_limit_seconds - (time.perf_counter() - started)

@@ -10,7 +10,7 @@
               no edge joins can be taken over one by one                                       ``_recombine``
 
 Prices are seconds for overrunning the limit by all of it. L is concave and piecewise linear: cutting planes find its
-maximum; the box, which doubles after a success at its border and shrinks after a failure, keeps them from jumping about.
+maximum; the box, which doubles after a success at its border and shrinks after a failure, keeps them from jumping.
 Rows enter with the first x that overruns them most. Any x that happens to fit is a feasible answer. With one row this
 is the search for the price at which usage crosses the limit.
 """
@@ -137,7 +137,8 @@ def price_memory(
     for _ in range(max_points):
         if not search.active or time.perf_counter() > deadline:
             break
-        if closes(bound, search.cost) or search.cost - bound <= relative_gap * abs(search.cost):
+        near = math.isfinite(search.cost) and search.cost - bound <= relative_gap * abs(search.cost)
+        if near or closes(bound, search.cost):
             break
         prices, promise = _next_prices(search, center, radius)
         if promise - bound <= _ENOUGH_GAIN * scale:

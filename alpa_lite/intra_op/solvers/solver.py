@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from alpa_lite.errors import VerificationError
 from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
 
 PROOF_TOLERANCE = 1e-9
@@ -45,7 +46,7 @@ def solution_of(
     """
     priced = evaluate(problem, choices)
     if not priced.feasible:
-        raise AssertionError(f"{solver} returned choices that are not feasible: {priced}")
+        raise VerificationError(f"{solver} chose what is not feasible: {priced}. This is a defect, please report it.")
     optimal = proven or closes(bound, priced.cost)
     return Solution(
         choices=tuple(int(choice) for choice in choices),

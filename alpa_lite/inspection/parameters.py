@@ -1,0 +1,152 @@
+"""The specs of a plan's arguments, grouped: repeated layers become one row, optimizer state one line.
+
+    layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
+    opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.inspection.units import show_numbers
+from alpa_lite.plan import Plan
+from alpa_lite.sharding import Spec, num_shards
+
+OPTIMIZER_NAMES = frozenset(
+    "opt_state opt optimizer optimizer_state optim mu nu momentum momentums velocity trace inner_state".split()
+)
+"""Path components that mark optimizer state in optax, flax and most hand-written train steps."""
+
+_NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One array among the arguments of the step: its path, the stage where it lives, its spec and number of blocks."""
+
+    name: str
+    stage: int
+    spec: Spec
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentGroup:
+    """Arguments that differ in numbers of their path alone and share a spec; `pattern` has `*` in those places."""
+
+    pattern: str
+    members: tuple[Argument, ...]
+
+    @property
+    def spec(self) -> Spec:
+        """The spec that all share."""
+        return self.members[0].spec
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages where members live."""
+        return tuple(sorted({member.stage for member in self.members}))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All named arguments of a plan, and which of them are state of the optimizer."""
+
+    all: tuple[Argument, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Argument]:
+        """Arguments by path."""
+        return {argument.name: argument for argument in self.all}
+
+    @cached_property
+    def plain(self) -> tuple[Argument, ...]:
+        """Parameters and inputs: everything but optimizer state."""
+        return tuple(a for a in self.all if not is_optimizer_state(a.name))
+
+    @cached_property
+    def optimizer(self) -> tuple[Argument, ...]:
+        """State of the optimizer."""
+        return tuple(a for a in self.all if is_optimizer_state(a.name))
+
+    @cached_property
+    def owners(self) -> Mapping[str, str]:
+        """Path of an optimizer array → path of the parameter that it belongs to, where there is one."""
+        by_suffix: dict[tuple[str, ...], str] = {}
+        for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
+            parts = tuple(argument.name.split("/"))
+            for start in range(len(parts)):
+                by_suffix.setdefault(parts[start:], argument.name)
+        owners = {a.name: parameter_of(a.name, by_suffix) for a in self.optimizer}
+        return {name: owner for name, owner in owners.items() if owner is not None}
+
+    @cached_property
+    def unlike_parameter(self) -> tuple[Argument, ...]:
+        """Optimizer arrays whose spec is not that of their parameter."""
+        return tuple(
+            a for a in self.optimizer if a.name in self.owners and a.spec != self.by_name[self.owners[a.name]].spec
+        )
+
+
+def arguments_of(plan: Plan) -> Arguments:
+    """The named arguments of a plan, stage by stage."""
+    return Arguments(
+        tuple(
+            Argument(
+                name=name, stage=number, spec=spec, num_shards=num_shards(spec, stage.mesh_shape.axis_sizes)
+            )
+            for number, stage in enumerate(plan.stages)
+            for name, spec in stage.specs.items()
+        )
+    )
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a path goes through optimizer state."""
+    return any(part in OPTIMIZER_NAMES for part in name.split("/")[:-1])
+
+
+def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | None:
+    """The parameter that an optimizer array belongs to: the longest tail of its path that ends a parameter's path."""
+    parts = tuple(name.split("/"))
+    last = max(i for i, part in enumerate(parts[:-1]) if part in OPTIMIZER_NAMES)
+    tails = (parts[start:] for start in range(last + 1, len(parts)))
+    return next((by_suffix[tail] for tail in tails if tail in by_suffix), None)
+
+
+def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
+    """Arguments with one spec whose paths differ in numbers alone, as groups in order of first appearance."""
+    listed = tuple(arguments)
+    alike: dict[tuple[str, ...], int] = {}
+    groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
+    for argument in listed:
+        stems = _stems(argument.name)
+        alike[stems] = alike.get(stems, 0) + 1
+        groups.setdefault((stems, argument.spec), []).append(argument)
+    return tuple(
+        ArgumentGroup(pattern=_pattern(members, whole=len(members) == alike[stems]), members=tuple(members))
+        for (stems, _), members in groups.items()
+    )
+
+
+def _stems(name: str) -> tuple[str, ...]:
+    """The path with its numbers taken out."""
+    matches = [(part, _NUMBER.match(part)) for part in name.split("/")]
+    return tuple(part if match is None else f"{match['stem']}*" for part, match in matches)
+
+
+def _pattern(members: Sequence[Argument], *, whole: bool) -> str:
+    """The common path: `*` (or the numbers, when others with another spec are left out) where the members differ."""
+    columns = zip(*(member.name.split("/") for member in members), strict=True)
+    return "/".join(_column(parts, whole=whole) for parts in columns)
+
+
+def _column(parts: Sequence[str], *, whole: bool) -> str:
+    if len(set(parts)) == 1:
+        return parts[0]
+    matches = [match for part in parts if (match := _NUMBER.match(part)) is not None]
+    numbers = "*" if whole else f"{{{show_numbers(int(match['number']) for match in matches)}}}"
+    return f"{matches[0]['stem']}{numbers}"

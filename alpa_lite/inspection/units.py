@@ -1,0 +1,77 @@
+"""Numbers as people read them: bytes in KiB, MiB, GiB; seconds in s, ms, µs; and source lines cut to what matters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_LOCATION = re.compile(r"^(?P<path>.*?):(?P<line>\d+)(?::\d+)?(?P<rest>.*)$")
+
+
+def show_bytes(num_bytes: float) -> str:
+    """`1536` → `1.5 KiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024.0:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{_decimals(size)}f} {unit}"
+        size /= 1024.0
+    return f"{size:.{_decimals(size)}f} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """`0.0123` → `12.3 ms`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= 0.9995 * scale:
+            size = seconds / scale
+            return f"{size:.{_decimals(size)}f} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
+
+
+def show_milliseconds(seconds: float) -> str:
+    """Milliseconds without the unit, for a column that names it."""
+    size = seconds * 1e3
+    return "0" if size == 0 else f"{size:.{_decimals(size)}f}"
+
+
+def show_percent(fraction: float) -> str:
+    """`0.123` → `12.3 %`."""
+    return f"{100 * fraction:.{_decimals(100 * fraction)}f} %"
+
+
+def show_ratio(ratio: float) -> str:
+    """`1.5` → `1.50×`."""
+    return f"{ratio:.2f}×"
+
+
+def show_range(first: int, last: int) -> str:
+    """`2–5`, or `2` when both ends are the same."""
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def show_numbers(numbers: Iterable[int]) -> str:
+    """Runs of whole numbers: `0–3, 6`."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(show_range(first, last) for first, last in runs)
+
+
+def show_count(number: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("sh", "ch")) else "s")
+
+
+def short_source(source: str) -> str:
+    """`/long/way/to/models/gpt.py:12:3 (mlp)` → `models/gpt.py:12 (mlp)`."""
+    match = _LOCATION.match(source)
+    if match is None:
+        return source
+    path = "/".join(match["path"].replace("\\", "/").split("/")[-2:])
+    return f"{path}:{match['line']}{match['rest']}"
+
+
+def _decimals(size: float) -> int:
+    return 2 if 0 < abs(size) < 10 else 1 if abs(size) < 100 else 0

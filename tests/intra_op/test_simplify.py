@@ -1,0 +1,137 @@
+"""Every reduction keeps the optimum and can be undone: against enumeration, and one by one on cases made for them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_lite.intra_op.problem import Edge, Problem, Usage, evaluate
+from alpa_lite.intra_op.simplify import simplify
+from alpa_lite.intra_op.solvers import BruteForce
+from tests.intra_op.instances import random_problem, training_step
+
+TIGHTNESS = st.sampled_from([None, None, 0.3, 0.4, 0.5, 0.7])
+
+
+@settings(max_examples=400)
+@given(
+    seed=st.integers(0, 10**6),
+    num_nodes=st.integers(1, 7),
+    num_edges=st.integers(0, 12),
+    tightness=TIGHTNESS,
+    scale=st.sampled_from([1.0, 1e-7]),
+)
+def test_the_optimum_is_kept(seed: int, num_nodes: int, num_edges: int, tightness: float | None, scale: float):
+    problem = random_problem(seed, num_nodes=num_nodes, num_edges=num_edges, tightness=tightness, scale=scale)
+    expected = BruteForce().solve(problem)
+    reduced = simplify(problem)
+    if math.isinf(reduced.offset):
+        assert expected.choices is None
+        return
+    found = BruteForce().solve(reduced.problem)
+    assert (found.choices is None) == (expected.choices is None)
+    if found.choices is None:
+        return
+    restored = evaluate(problem, reduced.restore(found.choices))
+    assert restored.feasible
+    assert restored.cost == pytest.approx(expected.cost, rel=1e-9, abs=1e-12 * scale)
+    assert found.cost + reduced.offset == pytest.approx(expected.cost, rel=1e-9, abs=1e-12 * scale)
+
+
+@given(seed=st.integers(0, 10**6), tightness=TIGHTNESS)
+def test_any_choices_cost_the_offset_more(seed: int, tightness: float | None):
+    problem = random_problem(seed, num_nodes=6, num_edges=14, tightness=tightness, forbidden=0.0)
+    reduced = simplify(problem)
+    if math.isinf(reduced.offset):
+        return
+    choices = [seed % size for size in reduced.problem.num_strategies]
+    inner = evaluate(reduced.problem, choices)
+    outer = evaluate(problem, reduced.restore(choices))
+    assert outer.cost == pytest.approx(inner.cost + reduced.offset, rel=1e-9, abs=1e-9)
+    assert outer.feasible == inner.feasible
+
+
+def triangle(costs: np.ndarray, *, node_costs: np.ndarray, **rest: object) -> Problem:
+    """Four nodes, all joined: nothing but the node's own reduction applies."""
+    edges = tuple(Edge(source=u, target=v, costs=costs) for u in range(4) for v in range(u + 1, 4))
+    return Problem(node_costs=(node_costs,) * 4, edges=edges, **rest)  # type: ignore[arg-type]
+
+
+HARD = np.random.default_rng(0).random((3, 3))
+
+
+def test_a_problem_without_structure_stays():
+    reduced = simplify(triangle(HARD, node_costs=np.zeros(3)))
+    assert reduced.nodes == (0, 1, 2, 3)
+    assert len(reduced.problem.edges) == 6
+    assert reduced.offset == 0.0
+
+
+def test_parallel_edges_merge():
+    problem = triangle(HARD, node_costs=np.zeros(3))
+    doubled = Problem(node_costs=problem.node_costs, edges=problem.edges * 2)
+    assert len(simplify(doubled).problem.edges) == 6
+
+
+def test_separable_edges_vanish():
+    costs = np.array([1.0, 2.0, 5.0])[:, None] + np.array([0.0, 3.0, 1.0])[None, :]
+    reduced = simplify(triangle(costs, node_costs=np.array([0.0, 2.0, 7.0])))
+    assert reduced.nodes == ()
+    assert reduced.offset == BruteForce().solve(triangle(costs, node_costs=np.array([0.0, 2.0, 7.0]))).cost
+
+
+def test_forbidden_strategies_go_and_an_empty_node_proves_infeasibility():
+    matching = triangle(-np.eye(4), node_costs=np.array([0.0, np.inf, 0.0, 0.0]))
+    assert simplify(matching).problem.num_strategies == (3,) * 4
+    assert simplify(triangle(np.full((3, 3), np.inf), node_costs=np.zeros(3))).offset == math.inf
+    with pytest.raises(ValueError, match="no feasible choices"):
+        simplify(triangle(np.full((3, 3), np.inf), node_costs=np.zeros(3))).restore(())
+
+
+def test_a_node_that_follows_another_joins_it():
+    follow = np.where(np.eye(3)[[2, 0, 1]] > 0, HARD, np.inf)
+    problem = triangle(HARD, node_costs=np.zeros(3))
+    edges = (Edge(source=0, target=1, costs=follow), *problem.edges[1:])
+    reduced = simplify(Problem(node_costs=problem.node_costs, edges=edges))
+    assert reduced.nodes == ()  # three nodes left, then degree 2
+    choices = reduced.restore(())
+    assert choices[1] == [2, 0, 1][choices[0]]
+
+
+def test_dominated_strategies_go():
+    worse = np.vstack([HARD, HARD[0] + 0.1])
+    problem = triangle(HARD, node_costs=np.zeros(3))
+    edges = tuple(Edge(source=0, target=e.target, costs=worse) if e.source == 0 else e for e in problem.edges)
+    costs = (np.zeros(4), *problem.node_costs[1:])
+    assert simplify(Problem(node_costs=costs, edges=edges)).problem.num_strategies == (3,) * 4
+    lean = (Usage(node=0, bytes=np.array([5.0, 5.0, 5.0, 2.0]), start=0, end=1),)
+    lean += tuple(Usage(node=node, bytes=np.array([5.0, 1.0, 3.0]), start=0, end=1) for node in (1, 2, 3))
+    limited = Problem(node_costs=costs, edges=edges, usages=lean, limit_bytes=12.0)
+    assert simplify(limited).problem.num_strategies == (4, 3, 3, 3)
+
+
+def test_strategies_that_cannot_fit_go():
+    usages = tuple(Usage(node=node, bytes=np.array([5.0, 1.0, 3.0]), start=0, end=1) for node in range(4))
+    assert (
+        simplify(triangle(HARD, node_costs=np.zeros(3), usages=usages, limit_bytes=6.0)).problem.num_strategies
+        == (2,) * 4
+    )
+    assert simplify(triangle(HARD, node_costs=np.zeros(3), usages=usages, limit_bytes=3.0)).offset == math.inf
+
+
+def test_chains_and_trees_are_solved_outright():
+    rng = np.random.default_rng(1)
+    edges = tuple(Edge(source=node // 2, target=node, costs=rng.random((6, 6))) for node in range(1, 60))
+    problem = Problem(node_costs=tuple(rng.random(6) for _ in range(60)), edges=edges)
+    reduced = simplify(problem)
+    assert reduced.nodes == ()
+    assert evaluate(problem, reduced.restore(())).cost == pytest.approx(reduced.offset)
+
+
+def test_a_training_step_shrinks():
+    problem = training_step(num_layers=4)
+    reduced = simplify(problem)
+    assert len(reduced.nodes) < 0.7 * len(problem.node_costs)
+    assert reduced.problem.usages == ()
