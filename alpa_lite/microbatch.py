@@ -20,6 +20,7 @@ from alpa_lite.graph.phases import (
     assign_phases,
     batch_dims,
     batch_position,
+    body_scopes,
     check_same_structure,
     local_iotas,
     loop_ops,
@@ -92,6 +93,7 @@ def _with_batch(
         phases=assign_phases(graph, loop),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
+        bodies=body_scopes(graph, full.graph) if num_microbatches > 1 else {},
         local_iotas=iotas,
         unrolled=unroll,
     )

@@ -62,6 +62,16 @@ def rule_of_op(graph: Graph, op_id: int) -> Rule:
     return rule_of(view_of(graph, graph.ops[op_id]))
 
 
+@lru_cache(maxsize=200_000)
+def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
+    """Equal for ops that do the same to the same shapes: everything that a rule may look at."""
+    op = graph.ops[op_id]
+    operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
+    results = tuple((v.shape, v.dtype) for v in graph.results(op))
+    bodies = tuple(id(body) for body in op.bodies)
+    return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
+
+
 @lru_cache(maxsize=64)
 def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""

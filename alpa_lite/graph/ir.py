@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from typing import Any
 _ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
 
+@cache
 def item_bytes(dtype: str) -> int:
     """Bytes per element of a dtype by its name; typed PRNG keys (`key<...>`) count their eight or more key bytes."""
     if dtype in _ITEM_BYTES:

@@ -14,7 +14,8 @@ A step that is not such a sum is refused with the user's line (check_additive).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
@@ -44,6 +45,7 @@ class StepGraph:
     full_shapes  shape of each value in the full-batch step
     batch_dims   for each value the dim that carries the batch, or None
     phases       for each op its phase
+    bodies       the same of the values of each loop body, at any depth
     local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
     unrolled     whether loops over layers were unrolled
     """
@@ -54,12 +56,32 @@ class StepGraph:
     phases: tuple[Phase, ...]
     num_microbatches: int
     batch_size: int | None
+    bodies: Mapping[Graph, Scope] = field(default_factory=dict[Graph, "Scope"])
     local_iotas: frozenset[int] = frozenset()
     unrolled: bool = False
 
     def runs_of(self, op: Op) -> int:
         """How often an op runs per step."""
         return self.num_microbatches if self.phases[op.id].in_loop else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """Shapes at the full batch and batch dims of the values of one loop body."""
+
+    full_shapes: tuple[tuple[int, ...], ...]
+    batch_dims: tuple[int | None, ...]
+
+
+def body_scopes(graph: Graph, full: Graph) -> dict[Graph, Scope]:
+    """The scope of each loop body of `graph`, a step at another batch size than `full`."""
+    table: dict[Graph, Scope] = {}
+    for a, b in zip(graph.ops, full.ops, strict=True):
+        for body, other in zip(a.bodies, b.bodies, strict=True):
+            shapes = tuple(v.shape for v in other.values)
+            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(other, body))
+            table.update(body_scopes(body, other))
+    return table
 
 
 def merge_literals(sizes_from: Graph, literals_from: Graph) -> Graph:

@@ -118,7 +118,7 @@ def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | N
 
 
 def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
-    """Arguments with one spec whose paths differ in numbers alone, as groups in order of first appearance."""
+    """Arguments with one spec whose paths differ in numbers alone; groups in order of first appearance of the path."""
     listed = tuple(arguments)
     alike: dict[tuple[str, ...], int] = {}
     groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
@@ -126,9 +126,10 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
         stems = _stems(argument.name)
         alike[stems] = alike.get(stems, 0) + 1
         groups.setdefault((stems, argument.spec), []).append(argument)
+    order = {stems: number for number, stems in enumerate(alike)}
     return tuple(
         ArgumentGroup(pattern=_pattern(members, whole=len(members) == alike[stems]), members=tuple(members))
-        for (stems, _), members in groups.items()
+        for (stems, _), members in sorted(groups.items(), key=lambda item: order[item[0][0]])
     )
 
 

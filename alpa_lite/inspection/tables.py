@@ -266,13 +266,15 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
             if number:
                 console.print()
             console.print(rich_table(table))
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+            if table.note:
+                console.print(f" {table.note}")
+    lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
+    return "\n".join(line for line, before in zip(lines, ["x", *lines], strict=False) if line or before)
 
 
 def rich_table(table: Table) -> RichTable:
-    """The table for rich."""
+    """The table for rich, without its note."""
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    rich.caption, rich.caption_justify = table.note or None, "left"
     for column in table.columns:
         rich.add_column(column, justify="right" if column in table.numeric else "left", overflow="fold")
     for row in table.rows:

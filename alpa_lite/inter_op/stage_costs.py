@@ -20,7 +20,7 @@ from alpa_lite.inter_op.stage_dp import StageTable
 from alpa_lite.intra_op.build import Memo, remap
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.layers import Layers
+from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
 from alpa_lite.pricing import Pricer
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction
@@ -93,6 +93,24 @@ class StageOptions:
         return mesh_of(self.shapes[kind][configuration])
 
 
+#: A stage may have at most this many times its devices' share of the FLOPs, and at least the inverse of its square.
+IMBALANCE = 2.0
+
+
+def balanced(flops_share: float, device_share: float) -> bool:
+    """True for stages that can be part of a good pipeline: the slowest stage sets its pace."""
+    return device_share / IMBALANCE**2 <= flops_share <= device_share * IMBALANCE
+
+
+def _flops_shares(step: StepGraph, layers: Layers) -> np.ndarray:
+    """Each layer's part of the FLOPs of the loop."""
+    totals = np.zeros(layers.num_layers)
+    for flops, layer, phase in zip(op_flops(step), layers.of_op, step.phases, strict=True):
+        if layer is not None and phase.in_loop:
+            totals[layer] += flops
+    return totals / max(1.0, totals.sum())
+
+
 def _batch_divides(step: StepGraph, shape: tuple[int, ...]) -> bool:
     """A 2-D mesh needs a batch that its first axis can split."""
     if len(shape) == 1:
@@ -116,12 +134,16 @@ def stage_options(costs: StageCosts, num_microbatches: int, inflow_seconds: np.n
     width = max(map(len, shapes))
     size = (num_layers, num_layers, len(kinds), width)
     seconds, following = np.full(size, np.inf), np.full(size, -1, dtype=int)
+    shares = _flops_shares(costs.step, costs.layers)
     launch, capacity = costs.cost_model.launch_seconds(), float(cluster.device.memory_bytes)
     for first in range(num_layers):
         for last in range(first, num_layers):
             for k, (hosts, devices) in enumerate(kinds):
                 everything = hosts * devices == cluster.num_devices
                 if everything != (first == 0 and last == num_layers - 1):
+                    continue
+                share = hosts * devices / cluster.num_devices
+                if not cluster.shared_processor and not balanced(shares[first : last + 1].sum(), share):
                     continue
                 submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
                 for c, shape in enumerate(shapes[k]):

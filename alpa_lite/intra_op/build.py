@@ -31,7 +31,15 @@ from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.sharding import Spec, replicated, reshard
-from alpa_lite.spmd import free_values, operand_specs, replicated_placement, rule_of_op, stacked
+from alpa_lite.spmd import (
+    free_values,
+    op_class,
+    operand_specs,
+    raw_result_specs,
+    replicated_placement,
+    rule_of_op,
+    stacked,
+)
 from alpa_lite.strategies import AxisRole, Restriction, all_specs, follow, placements, resolutions
 
 Key = tuple[int, int]
@@ -67,15 +75,34 @@ class Choice:
     accumulators: Mapping[int, Accumulator]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Followed:
+    """The placements of a following op under each spec of its main operand, their cost, and what they demand of each
+    operand."""
+
+    options: tuple[OpPlacement, ...]
+    seconds: np.ndarray
+    demanded: tuple[tuple[Spec, ...], ...]
+
+
 @dataclass(kw_only=True)
 class Memo:
     """Answers shared by all problems on one logical mesh: placements per op and seconds per resharding."""
 
     leaders: dict[tuple[Any, ...], tuple[tuple[OpPlacement, ...], np.ndarray]] = field(default_factory=dict)
-    followers: dict[tuple[Any, ...], tuple[OpPlacement, float, Spec]] = field(default_factory=dict)
+    followers: dict[tuple[Any, ...], Followed] = field(default_factory=dict)
     moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
     demands: dict[tuple[Any, ...], tuple[Spec, ...]] = field(default_factory=dict)
+    classes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def number(self, graph: Graph, op: Op) -> int:
+        """A number shared by all ops that do the same to the same shapes."""
+        key = (id(graph), op.id)
+        if key not in self.numbers:
+            self.numbers[key] = self.classes.setdefault(op_class(graph, op.id), len(self.classes))
+        return self.numbers[key]
 
 
 class Builder:
@@ -97,7 +124,8 @@ class Builder:
         self.usages: list[Usage] = []
         self.scopes: list[Graph] = [view.graph]
         self.crossing_values = frozenset(view.crossing)
-        self.free = free_values(view.graph)
+        self.batch_dims: list[tuple[int | None, ...]] = [view.step.batch_dims]
+        self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
 
     # ------------------------------------------------------------------------------------------------ the problem
 
@@ -234,7 +262,7 @@ class Builder:
         self._demand(scope, graph, op, node, [self._operand_specs(graph, op, rule, p) for p in options], runs)
 
     def _operand_specs(self, graph: Graph, op: Op, rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
-        key = (id(graph), op.id, placement.factors, placement.partial)
+        key = (self.memo.number(graph, op), placement.factors, placement.partial)
         if key not in self.memo.demands:
             self.memo.demands[key] = operand_specs(rule, graph.operands(op), placement)
         return self.memo.demands[key]
@@ -243,7 +271,10 @@ class Builder:
         self, scope: int, graph: Graph, op: Op, rule: Rule
     ) -> tuple[tuple[OpPlacement, ...], np.ndarray]:
         keep = self._only_crosses(scope, graph, op)
-        key = (id(graph), op.id, keep)
+        keep_partial = keep or self._feeds_addition(scope, graph, op)
+        batch_factors = self._batch_factors(scope, graph, op, rule)
+        in_loop = self._in_loop(scope, op)
+        key = (self.memo.number(graph, op), keep, keep_partial, batch_factors, in_loop)
         if key not in self.memo.leaders:
             values, results = graph.operands(op), graph.results(op)
             options = placements(
@@ -265,33 +296,19 @@ class Builder:
     def _option_seconds(
         self, rule: Rule, op: Op, values: Sequence[Value], results: Sequence[Value], placement: OpPlacement
     ) -> float:
-        from alpa_lite.spmd import raw_result_specs
-
         seconds = self.pricer.op_seconds(rule, op, values, results, placement)
         for value, raw, target in zip(results, raw_result_specs(rule, placement), placement.results, strict=True):
             seconds += self._move_seconds(value, raw, target)
         return seconds
 
     def _batch_factors(self, scope: int, graph: Graph, op: Op, rule: Rule) -> frozenset[int]:
-        if scope > 0:
-            dims = self._body_batch_dims(scope)
-        else:
-            dims = self.step.batch_dims
+        dims = self.batch_dims[scope]
         found: set[int] = set()
         for tensor, v in zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True):
             dim = dims[v]
             if dim is not None:
                 found.update(f for f in tensor[dim][:1])
         return frozenset(found)
-
-    def _body_batch_dims(self, scope: int) -> tuple[int | None, ...]:
-        return self._scope_batch[scope]
-
-    @property
-    def _scope_batch(self) -> dict[int, tuple[int | None, ...]]:
-        if not hasattr(self, "_scope_batch_table"):
-            self._scope_batch_table: dict[int, tuple[int | None, ...]] = {}
-        return self._scope_batch_table
 
     def _only_crosses(self, scope: int, graph: Graph, op: Op) -> bool:
         """True when nothing inside the loop reads the result before it is summed up over micro-batches."""
@@ -312,24 +329,36 @@ class Builder:
     def _add_follower(self, scope: int, graph: Graph, op: Op, rule: Rule, runs: float) -> None:
         main = self._main_operand(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
-        values, results = graph.operands(op), graph.results(op)
         keep = self._only_crosses(scope, graph, op)
+        key = (self.memo.number(graph, op), main, offer.specs, keep)
+        if key not in self.memo.followers:
+            self.memo.followers[key] = self._following(graph, op, rule, main, offer.specs, keep)
+        followed = self.memo.followers[key]
+        self.costs[offer.node] = self.costs[offer.node] + followed.seconds * runs
+        self._record(scope, graph, op, offer.node, followed.options)
+        for i, v in enumerate(op.operands):
+            if i != main and (scope, v) in self.offers:
+                self._add_edge((scope, v), graph.values[v], offer.node, followed.demanded[i], runs)
+
+    def _following(
+        self, graph: Graph, op: Op, rule: Rule, main: int, specs: tuple[Spec, ...], keep: bool
+    ) -> Followed:
+        """The placements of an op that follows its operand `main` in each of these specs."""
+        values, results = graph.operands(op), graph.results(op)
+        unique = list(dict.fromkeys(specs))
         options: list[OpPlacement] = []
-        extra = np.zeros(len(offer.specs))
-        for i, spec in enumerate(offer.specs):
-            key = (id(graph), op.id, main, spec, keep)
-            if key not in self.memo.followers:
-                placement = follow(rule, results, main, spec, self.sizes, keep_partial=keep)
-                demanded = operand_specs(rule, values, placement)[main]
-                seconds = self._option_seconds(rule, op, values, results, placement)
-                self.memo.followers[key] = placement, seconds + self._move_seconds(values[main], spec, demanded), demanded
-            placement, seconds, _ = self.memo.followers[key]
+        seconds = np.zeros(len(unique))
+        for i, spec in enumerate(unique):
+            placement = follow(rule, results, main, spec, self.sizes, keep_partial=keep)
+            wanted = self._operand_specs(graph, op, rule, placement)[main]
+            seconds[i] = self._option_seconds(rule, op, values, results, placement)
+            seconds[i] += self._move_seconds(values[main], spec, wanted)
             options.append(placement)
-            extra[i] = seconds * runs
-        self.costs[offer.node] = self.costs[offer.node] + extra
-        self._record(scope, graph, op, offer.node, tuple(options))
+        number = {spec: i for i, spec in enumerate(unique)}
+        order = [number[spec] for spec in specs]
         demands = [self._operand_specs(graph, op, rule, p) for p in options]
-        self._demand(scope, graph, op, offer.node, demands, runs, skip=main)
+        by_operand = tuple(tuple(demands[n][i] for n in order) for i in range(len(op.operands)))
+        return Followed(options=tuple(options[n] for n in order), seconds=seconds[order], demanded=by_operand)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
         """The operand that decides: one that a leader computed before one that came in, then larger, then later."""
@@ -337,25 +366,16 @@ class Builder:
         def rank(i: int) -> tuple[bool, int, int]:
             value = graph.values[op.operands[i]]
             offer = self.offers[(scope, value.id)]
-            return (self._is_computed(offer.node), value.num_elements, value.id)
+            return (offer.node in self.computed, value.num_elements, value.id)
 
         return max(self._ranked(scope, graph, op), key=rank)
-
-    def _is_computed(self, node: int) -> bool:
-        return node in self._computed_nodes
-
-    @property
-    def _computed_nodes(self) -> set[int]:
-        if not hasattr(self, "_computed"):
-            self._computed: set[int] = set()
-        return self._computed
 
     def _record(self, scope: int, graph: Graph, op: Op, node: int, options: tuple[OpPlacement, ...]) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options, scope=scope)
         for i, r in enumerate(op.results):
             self.offers[(scope, r)] = Offer(node=node, specs=tuple(p.results[i] for p in options))
         if self._in_loop(scope, op) and node != _UNIT:
-            self._computed_nodes.add(node)
+            self.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
         """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
@@ -373,7 +393,7 @@ class Builder:
         self._add_edge((0, v), value, node, tuple(o.stored for o in options), self.step.num_microbatches)
         self.crossings[v] = (node, tuple(options))
         self.offers[(0, v)] = Offer(node=node, specs=tuple(o.resolved for o in options))
-        self._computed_nodes.add(node)
+        self.computed.add(node)
 
     def _crossing_filter(self) -> Callable[[str], bool]:
         return lambda axis: self.restriction.role(axis) is not AxisRole.BATCH or self.restriction.shard_optimizer
@@ -384,7 +404,7 @@ class Builder:
         body, trips = op.bodies[0], op.params["length"]
         inner = len(self.scopes)
         self.scopes.append(body)
-        self._scope_batch[inner] = self._infer_body_batch(scope, graph, op, body)
+        self.batch_dims.append(self._infer_body_batch(scope, op, body))
         consts, carry = op.params["num_consts"], op.params["num_carry"]
         for i, (outer, v) in enumerate(zip(op.operands, body.inputs, strict=True)):
             self._add_body_input(scope, graph, outer, inner, body.values[v], runs, scanned=i >= consts + carry)
@@ -401,14 +421,14 @@ class Builder:
                 offer = Offer(node=_UNIT, specs=(replicated(rank),))
                 self.offers[(inner, v)] = offer
             self.offers[(scope, r)] = Offer(node=offer.node, specs=tuple(stacked(s) for s in offer.specs))
-            self._computed_nodes.add(offer.node)
+            self.computed.add(offer.node)
         self.placed[(scope, op.id)] = Placed(
             node=_UNIT, options=(replicated_placement(graph, op),), scope=scope, body_scope=inner
         )
 
-    def _infer_body_batch(self, scope: int, graph: Graph, op: Op, body: Graph) -> tuple[int | None, ...]:
+    def _infer_body_batch(self, scope: int, op: Op, body: Graph) -> tuple[int | None, ...]:
         """Batch dims inside a loop body, followed from its operands through the rules of its ops."""
-        outer = self.step.batch_dims if scope == 0 else self._scope_batch[scope]
+        outer = self.batch_dims[scope]
         first_scanned = op.params["num_consts"] + op.params["num_carry"]
         dims: list[int | None] = [None] * len(body.values)
         for i, (o, v) in enumerate(zip(op.operands, body.inputs, strict=True)):
@@ -432,13 +452,13 @@ class Builder:
             specs: tuple[Spec, ...] = (replicated(value.rank),)
             node = _UNIT
         else:
-            batch_dim = self._scope_batch[inner][value.id]
+            batch_dim = self.batch_dims[inner][value.id]
             kind = "boundary" if batch_dim is not None else "parameter"
             specs = self._value_specs(value, batch_dim, kind)
             node = self._node(np.zeros(len(specs)))
             self.offers[(inner, value.id)] = Offer(node=node, specs=specs)
             if batch_dim is not None:
-                self._computed_nodes.add(node)
+                self.computed.add(node)
         demanded = tuple(stacked(s) for s in specs) if scanned else specs
         self._add_edge((scope, outer), graph.values[outer], node, demanded, runs)
 

@@ -112,14 +112,16 @@ class LocalMachine:
         """Where this micro-batch lies in the full batch, for ops whose values depend on the position."""
         none = (None,) * len(op.results)
         step = self.step
-        if graph is not step.graph or step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
+        if step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
             return none, none
-        dim = step.batch_dims[op.results[0]]
-        if dim is None or op.id in step.local_iotas:
+        outermost = graph is step.graph
+        scope = step if outermost else step.bodies.get(graph)
+        dim = scope.batch_dims[op.results[0]] if scope is not None else None
+        if scope is None or dim is None or (outermost and op.id in step.local_iotas):
             return none, none
         shape = graph.values[op.results[0]].shape
         start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
-        return (start, *none[1:]), (step.full_shapes[op.results[0]], *none[1:])
+        return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
 
     def scan(self, application: Application, operands: list[Any], walk: Walk[Any]) -> list[Any]:
         """A `lax.scan` whose body walks the loop's graph on local blocks."""
@@ -192,7 +194,7 @@ def emit_task(
     graph, sizes = step.graph, dict(mesh.shape)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
-    positional = step.num_microbatches > 1 and any(graph.ops[i].primitive in _POSITIONAL for i in task.ops)
+    positional = step.num_microbatches > 1 and any(_is_positional(graph.ops[i]) for i in task.ops)
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
@@ -228,6 +230,11 @@ def emit_task(
         donated=(*donated, *summed),
         takes_microbatch=positional,
     )
+
+
+def _is_positional(op: Op) -> bool:
+    """True for ops that make arrays whose values depend on the place in the batch, loops around such included."""
+    return op.primitive in _POSITIONAL or any(_is_positional(o) for body in op.bodies for o in body.ops)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -110,8 +110,9 @@ class Auto(Planner):
 
 def candidate_steps(request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
     """The step at each number of micro-batches worth trying; what cannot be split is left out, with its reason."""
-    devices = request.cluster.num_devices
-    for m in request.microbatch_choices((1, min(16, max(4, 2 * devices)))):
+    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+    default = (1,) if request.cluster.shared_processor else (1, min(16, max(4, 2 * request.cluster.num_devices)))
+    for m in request.microbatch_choices(default):
         try:
             # Loops over layers are written out where a pipeline may cut them.
             yield request.step_at(m, m > 1)

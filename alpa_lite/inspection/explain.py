@@ -1,0 +1,262 @@
+"""Why something in a plan is as it is: a parameter, a stage, an op, or a line of the user's code.
+
+    stage 1                          its layers, devices, times, memory and collectives
+    op 12                            its layer, how its factors are split, the specs of its results
+    layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
+    model.py:31, (attention)         the collectives that arise on a source line
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.parameters import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.tables import CollectiveGroup, Table, collective_rows, group_collectives, render
+from alpa_lite.inspection.units import (
+    short_source,
+    show_bytes,
+    show_count,
+    show_numbers,
+    show_percent,
+    show_range,
+    show_seconds,
+)
+from alpa_lite.plan import CollectiveUse, Plan, StagePlan
+
+_NUMBERED = re.compile(r"^(?P<what>stage|op)\s+(?P<number>\d+)$")
+_MAX_COLLECTIVES = 12
+_MAX_HINTS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is known of a subject: a sentence or more, and the collectives that have to do with it."""
+
+    subject: str
+    kind: str
+    sentences: tuple[str, ...]
+    collectives: tuple[CollectiveGroup, ...] = ()
+
+    def __str__(self) -> str:
+        columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
+        rest = self.collectives[_MAX_COLLECTIVES:]
+        table = Table(
+            title="Collectives",
+            columns=columns,
+            rows=collective_rows(self.collectives[:_MAX_COLLECTIVES]),
+            numeric=frozenset(columns[4:7]),
+            note=f"… and {len(rest)} more, {show_seconds(sum(c.seconds for c in rest))} in all" if rest else "",
+        )
+        return render((self.subject, *(f"  {sentence}" for sentence in self.sentences)), [table] if table.rows else [])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        fields = ("kind", "axis", "phase", "source", "stages", "count", "bytes", "seconds")
+        return {
+            "subject": self.subject,
+            "kind": self.kind,
+            "sentences": list(self.sentences),
+            "collectives": [{name: getattr(group, name) for name in fields} for group in self.collectives],
+        }
+
+
+def explain(plan: Plan, subject: str) -> str:
+    """The explanation as text. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    return str(explanation(plan, subject))
+
+
+def explanation(plan: Plan, subject: str) -> Explanation:
+    """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    wanted = subject.strip()
+    if (match := _NUMBERED.match(wanted)) is not None:
+        number = int(match["number"])
+        return _explain_stage(plan, number) if match["what"] == "stage" else _explain_op(plan, number)
+    arguments = arguments_of(plan)
+    if (group := _find_group(arguments, wanted)) is not None:
+        return _explain_parameter(plan, arguments, group)
+    uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
+    if uses:
+        return _explain_source(plan, wanted, uses)
+    raise PlanError(_unknown(plan, arguments, wanted))
+
+
+def _explain_stage(plan: Plan, number: int) -> Explanation:
+    if number >= len(plan.stages):
+        raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
+    stage, count = plan.stages[number], plan.num_microbatches
+    uses = [use for use in plan.prediction.collectives if use.stage == number]
+    per = "per micro-batch" if count > 1 else "per step"
+    communication = sum(use.seconds * use.count for use in uses)
+    return Explanation(
+        subject=f"stage {number}",
+        kind="stage",
+        sentences=(
+            f"Layers {show_range(*stage.layers)} of {plan.num_layers}, on {stage.submesh} of {plan.cluster.name} as "
+            f"{stage.mesh_shape}.",
+            f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
+            f"update {show_seconds(stage.update_seconds)} per step.",
+            f"{show_count(sum(use.count for use in uses), 'collective')} per step, {show_seconds(communication)} in all.",
+            *_memory_sentences(plan, number, stage),
+        ),
+        collectives=group_collectives(uses),
+    )
+
+
+def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+    held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
+    peak, capacity = plan.prediction.peak_bytes[number], plan.cluster.device.memory_bytes
+    return (
+        f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
+        f"  {show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
+        f"{held} × {show_bytes(stage.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
+        f"{show_bytes(stage.temporary_bytes)} of temporaries.",
+    )
+
+
+def _explain_op(plan: Plan, number: int) -> Explanation:
+    homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
+    if not homes:
+        raise PlanError(f"There is no op {number} in this plan: its ops are {show_numbers(_op_numbers(plan))}.")
+    layer = plan.op_layers[number] if number < len(plan.op_layers) else None
+    where = f"It belongs to layer {layer}." if layer is not None else "It is repeated wherever its result is read."
+    sentences = [where]
+    for index, stage in homes:
+        placement = stage.ops[number]
+        split = [f"factor {i} over {' × '.join(axes)}" for i, axes in enumerate(placement.factors) if axes]
+        sentences.append(
+            f"On stage {index} ({stage.mesh_shape}) " + (f"it splits {', '.join(split)}" if split else "it is not split")
+            + (f"; its operands are partial sums over {', '.join(placement.partial)}" if placement.partial else "")
+            + f"; results {', '.join(map(str, placement.results)) or 'none'}."
+        )  # fmt: skip
+    return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences))
+
+
+def _explain_parameter(plan: Plan, arguments: Arguments, group: ArgumentGroup) -> Explanation:
+    first, spec = group.members[0], group.spec
+    same = f"{show_count(len(group.members), 'array')} of this path" if len(group.members) > 1 else "The array"
+    axes = sorted(spec.axes)
+    sentences = [
+        f"Spec {spec}: " + (f"split over {' and '.join(axes)}." if axes else "every device of its stage holds all of it.")
+    ]
+    for number in group.stages:
+        stage, member = plan.stages[number], next(m for m in group.members if m.stage == number)
+        share = f"1/{member.num_shards} of the bytes" if member.num_shards > 1 else "all bytes"
+        sentences.append(
+            f"Stage {number} (layers {show_range(*stage.layers)}, {stage.submesh}, {stage.mesh_shape}): "
+            f"each device holds {share}."
+        )
+    sentences.extend(_optimizer_sentences(arguments, first))
+    uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
+    sentences.append(_axis_sentence(plan, group, uses))
+    related = [use for use in uses if not axes or use.axis in spec.axes or use.phase == "update"]
+    return Explanation(
+        subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
+        kind="parameter",
+        sentences=tuple(sentences),
+        collectives=group_collectives(related),
+    )
+
+
+def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUse]) -> str:
+    """What the mesh axes that split the array, and those that do not, cost on its stages."""
+    seconds: dict[str, float] = {}
+    for use in uses:
+        seconds[use.axis] = seconds.get(use.axis, 0.0) + use.seconds * use.count
+    sizes = {axis: size for number in group.stages for axis, size in plan.stages[number].mesh_shape.axis_sizes.items()}
+    parts = [
+        f"{axis}={size} ({'splits it' if axis in group.spec.axes else 'copies it'}): {show_seconds(seconds.get(axis, 0.0))}"
+        for axis, size in sizes.items()
+        if size > 1
+    ]
+    if not parts:
+        return "One device per stage: no collectives."
+    return f"Collectives per step on its stages, by mesh axis: {', '.join(parts)}."
+
+
+def _optimizer_sentences(arguments: Arguments, first: Argument) -> list[str]:
+    owned = [arguments.by_name[name] for name, owner in arguments.owners.items() if owner == first.name]
+    if not owned:
+        return []
+    listed = ", ".join(f"{a.name} {a.spec}" for a in owned)
+    return [f"Optimizer state: {listed}."]
+
+
+def _explain_source(plan: Plan, wanted: str, uses: Sequence[CollectiveUse]) -> Explanation:
+    groups = group_collectives(uses)
+    total = sum(group.seconds for group in groups)
+    moved = sum(group.bytes for group in groups)
+    lines = sorted({short_source(use.source) for use in uses if use.source})
+    return Explanation(
+        subject=wanted,
+        kind="source",
+        sentences=(
+            f"{show_count(sum(g.count for g in groups), 'collective')} per step, {show_bytes(moved)}, "
+            f"{show_seconds(total)} of a step of {show_seconds(plan.prediction.step_seconds)}.",
+            *([f"Arising on {show_count(len(lines), 'line')}: {', '.join(lines[:_MAX_HINTS])}."] if lines else []),
+        ),
+        collectives=groups,
+    )
+
+
+def _searchable(use: CollectiveUse) -> str:
+    return f"{use.kind} {use.source} {short_source(use.source)}"
+
+
+def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
+    """The arguments that a path, a tail or a part of one, or a pattern with `*` names.
+
+    Raises `PlanError` when it names several that have not one spec.
+    """
+    if wanted in arguments.by_name:
+        return group_arguments([arguments.by_name[wanted]])[0]
+    if not wanted:
+        return None
+    tests = (
+        lambda name: fnmatchcase(name, wanted) or fnmatchcase(name, f"*/{wanted}"),
+        lambda name: name.endswith(f"/{wanted}"),
+        lambda name: f"/{wanted}/" in f"/{name}/",
+        lambda name: wanted in name,
+    )
+    for candidates in (arguments.plain, arguments.optimizer):
+        for test in tests:
+            found = group_arguments(a for a in candidates if test(a.name))
+            if len(found) == 1:
+                return found[0]
+            if found:
+                listed = [f"{group.pattern} {group.spec}" for group in found]
+                more = f", … and {len(listed) - _MAX_HINTS} more" if len(listed) > _MAX_HINTS else ""
+                raise PlanError(f"{wanted!r} names several arrays: {', '.join(listed[:_MAX_HINTS])}{more}. Give one path.")
+    return None
+
+
+def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
+    names = [group.pattern for group in group_arguments(arguments.all)]
+    tails = {name.rsplit("/", 1)[-1]: name for name in reversed(names)}
+    lines = sorted({short_source(use.source) for use in plan.prediction.collectives if use.source})
+    last = wanted.rsplit("/", 1)[-1]
+    close = [
+        *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5),
+        *(tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=3, cutoff=0.6)),
+        *difflib.get_close_matches(wanted, lines, n=3, cutoff=0.4),
+    ]
+    known = list(dict.fromkeys(close or names[:3]))[:_MAX_HINTS]
+    label = "Close to it" if close else "For example"
+    return (
+        f"The plan of {plan.function!r} has no argument, stage, op or line with collectives that {wanted!r} names. "
+        f"{label}: {', '.join(known) or 'nothing'}. It also knows {_stage_names(plan)}, and `op N`."
+    )
+
+
+def _stage_names(plan: Plan) -> str:
+    last = len(plan.stages) - 1
+    return "stage 0" if last == 0 else f"stage 0 to stage {last}"
+
+
+def _op_numbers(plan: Plan) -> set[int]:
+    return {number for stage in plan.stages for number in stage.ops}
