@@ -1,4 +1,4 @@
-"""alpa_lite: decorate a JAX train step; it finds the best way to spread it over your devices, shows why, and runs it."""
+"""Decorate a JAX train step; alpa_lite finds the best way to spread it over your devices, shows why, and runs it."""
 
 from alpa_lite import errors as errors
 from alpa_lite import planners as planners

@@ -29,7 +29,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 def inner_jaxprs(eqn: Any) -> Sequence[Any]:
     """The jaxprs inside an equation's parameters."""
-    return jex_core.jaxprs_in_params(eqn.params)
+    return tuple(jex_core.jaxprs_in_params(eqn.params))
 
 
 def prune(jaxpr: Any) -> Any:

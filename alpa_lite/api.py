@@ -205,7 +205,7 @@ def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Se
 
 
 class ParallelFunction:
-    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` is the last plan."""
+    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan."""
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         """See `parallelize`."""
@@ -307,7 +307,7 @@ def plan(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s, no device is touched."""
+    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device."""
     function = parallelize(
         fun,
         cluster=cluster,

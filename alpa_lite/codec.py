@@ -18,10 +18,11 @@ from alpa_lite.errors import PlanError
 
 def encode(value: Any) -> Any:
     """Plain data for a dataclass, a container of such, or a plain value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_json"):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if not _is_default(value, f)}
-    if hasattr(value, "to_json"):
-        return value.to_json()
+    to_json = getattr(value, "to_json", None)
+    if to_json is not None:
+        return to_json()
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -50,11 +51,10 @@ def decode(wanted: Any, data: Any) -> Any:
         return _decode_tuple(arguments, data)
     if origin is not None and issubclass(origin, Mapping):
         return {decode(arguments[0], key): decode(arguments[1], item) for key, item in data.items()}
-    if dataclasses.is_dataclass(wanted) and not hasattr(wanted, "from_json"):
-        return _decode_dataclass(wanted, data)
-    if hasattr(wanted, "from_json"):
-        return wanted.from_json(data)
-    return wanted(data)
+    from_json = getattr(wanted, "from_json", None)
+    if from_json is not None:
+        return from_json(data)
+    return _decode_dataclass(wanted, data) if dataclasses.is_dataclass(wanted) else wanted(data)
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
@@ -64,19 +64,19 @@ def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _decode_dataclass(cls: type, data: Any) -> Any:
+def _decode_dataclass(cls: Any, data: Any) -> Any:
     hints = _hints(cls)
     if not isinstance(data, Mapping):
         raise PlanError(f"A {cls.__name__} is written as an object, but the file has {type(data).__name__}.")
     unknown = set(data) - set(hints)
     if unknown:
         raise PlanError(
-            f"The file names {sorted(unknown)}, which a {cls.__name__} of this version does not know. It was written by "
-            "another version of alpa_lite, or it is no plan."
+            f"The file names {sorted(unknown)}, which a {cls.__name__} of this version does not know. It was written "
+            "by another version of alpa_lite, or it is no plan."
         )
     try:
         return cls(**{name: decode(hints[name], item) for name, item in data.items()})

@@ -1,9 +1,9 @@
 """Layers: the unit that the stage search moves about. Forward ops are clustered, everything else follows the data.
 
-    forward    contiguous clusters that cut where little data flows, balanced by FLOPs          (cluster_contiguous)
-    backward   the earliest layer among the loop values that an op reads                        (_backward_layers)
-    update     the layer of the largest value that an op reads: gradients stay where they arose  (_update_layers)
-    invariant  no layer: these ops are repeated wherever they are read
+forward    contiguous clusters that cut where little data flows, balanced by FLOPs          (cluster_contiguous)
+backward   the earliest layer among the loop values that an op reads                        (_backward_layers)
+update     the layer of the largest value that an op reads: gradients stay where they arose  (_update_layers)
+invariant  no layer: these ops are repeated wherever they are read
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.rules import rule_of, view_of
-from alpa_lite.spmd import free_values
+from alpa_lite.rules.graph_facts import free_values
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3

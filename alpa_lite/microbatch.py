@@ -29,7 +29,7 @@ from alpa_lite.graph.phases import (
     reduced_results,
     require_same_position,
 )
-from alpa_lite.rules import FactorKind, rule_of, view_of
+from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.trace import Traced
 
 
@@ -55,7 +55,7 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: bool = False) -
         try:
             other = from_jaxpr(traced.at_batch_size(other_size), traced.names, unroll=unroll)
             check_same_structure(full.graph, other.graph)
-            batch = batch_dims(full.graph, other.graph)
+            batch = batch_dims(full.graph, other.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
                 raise _as_trace_error(error, traced, other_size) from error
@@ -93,11 +93,11 @@ def _with_batch(
         phases=assign_phases(graph, loop),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
-        bodies=body_scopes(graph, full.graph) if num_microbatches > 1 else {},
+        bodies=body_scopes(graph, full.graph, other.graph),
         local_iotas=iotas,
         unrolled=unroll,
     )
-    return TracedStep(step=step, equations=chosen.equations, constants=chosen.constants)
+    return TracedStep(step=step, equations=chosen.equations, constants=full.constants)
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
@@ -140,7 +140,7 @@ def _refuse_feedback(feedbacks: list[tuple[Op, Op]]) -> None:
 def check_additive(
     full: Graph, other: Graph, batch: tuple[int | None, ...], loop: set[int], iotas: frozenset[int]
 ) -> None:
-    """Every op of the loop keeps the batch or sums it; whatever else it does with it is refused with the user's line."""
+    """Every op of the loop keeps the batch or sums it; anything else is refused with the user's line."""
     positions = _reaches(full, {r for i in iotas for r in full.ops[i].results})
     for op in full.ops:
         if op.id not in loop:
@@ -154,35 +154,45 @@ def check_additive(
 
 def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: set[int]) -> None:
     rule = rule_of(view_of(graph, op))
-    kept = False
     for i, operand in enumerate(op.operands):
         dim = batch[operand]
         if dim is None:
             continue
         for factor in rule.operands[i][dim]:
             kind = rule.kinds[factor]
-            if kind is FactorKind.PASS:
-                kept = kept or any(factor in factors for dims in rule.results for factors in dims)
-            elif kind is not FactorKind.REDUCTION or rule.reduction != "sum":
+            if kind is not FactorKind.PASS and (kind is not FactorKind.REDUCTION or rule.reduction != "sum"):
                 _refuse(graph, op, "mixes the samples of the batch")
-        addressed = op.primitive == "gather" or op.primitive.startswith("scatter")
-        if addressed and i == 0 and op.operands[1] not in positions and not _passes(rule, i, dim):
+        if _is_indexed(op) and i == 0 and op.operands[1] not in positions and not _passes(rule, i, dim):
             _refuse(graph, op, "picks samples of the batch by computed numbers")
-    reads_batch = any(batch[v] is not None for v in op.operands)
-    for result in op.results:
-        if reads_batch and batch[result] is None and op.primitive.startswith("scatter"):
-            if not is_zero(graph, op.operands[0]):
-                _refuse(graph, op, "adds samples to a value that is not zero at first")
-        if not reads_batch and batch[result] is not None and op.primitive not in _POSITION_SOURCES:
-            dim = batch[result]
-            if dim is None or any(rule.kinds[f] is not FactorKind.PASS for f in rule.results[0][dim]):
-                _refuse(graph, op, "makes an array whose size follows the batch")
+    if any(batch[v] is not None for v in op.operands):
+        _check_scatter(graph, op, batch)
+    elif op.primitive not in _POSITION_SOURCES:
+        _check_source(graph, op, batch, rule)
+
+
+def _is_indexed(op: Op) -> bool:
+    return op.primitive == "gather" or op.primitive.startswith("scatter")
+
+
+def _check_scatter(graph: Graph, op: Op, batch: tuple[int | None, ...]) -> None:
+    """What samples are added to must be zero at first, or it would be counted once per micro-batch."""
+    sums = any(batch[r] is None for r in op.results)
+    if sums and op.primitive.startswith("scatter") and not is_zero(graph, op.operands[0]):
+        _refuse(graph, op, "adds samples to a value that is not zero at first")
+
+
+def _check_source(graph: Graph, op: Op, batch: tuple[int | None, ...], rule: Rule) -> None:
+    """An array made as large as the batch must be the same for every sample."""
+    for i, result in enumerate(op.results):
+        dim = batch[result]
+        if dim is not None and any(rule.kinds[f] is not FactorKind.PASS for f in rule.results[i][dim]):
+            _refuse(graph, op, "makes an array whose size follows the batch")
 
 
 _POSITION_SOURCES = frozenset(("iota", "random_bits", "random_split", "broadcast_in_dim", "empty"))
 
 
-def _passes(rule: Any, operand: int, dim: int) -> bool:
+def _passes(rule: Rule, operand: int, dim: int) -> bool:
     return all(rule.kinds[f] is FactorKind.PASS for f in rule.operands[operand][dim])
 
 
@@ -223,11 +233,12 @@ def _check_scan(graph: Graph, op: Op, other: Op, batch: tuple[int | None, ...]) 
     consts, carry = op.params["num_consts"], op.params["num_carry"]
     summed: set[int] = set()
     while True:
-        sums = _sums_in_body(body, small, inner, set(summed))
+        sums = _sums_in_body(body, small, inner, set(summed), all_known=False)
         new = {body.inputs[consts + i] for i in range(carry) if body.outputs[i] in sums} - summed
         if not new:
             break
         summed |= new
+    _sums_in_body(body, small, inner, set(summed), all_known=True)
     for i in range(carry):
         if body.inputs[consts + i] in summed and not is_zero(graph, op.operands[consts + i]):
             _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
@@ -241,8 +252,13 @@ def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: 
             _refuse(graph, op, "also makes a value that does not depend on the batch and is used after the loop")
 
 
-def _sums_in_body(body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int]) -> set[int]:
-    """Values of a loop body that are sums over the batch, given those that enter as such."""
+def _sums_in_body(
+    body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int], *, all_known: bool
+) -> set[int]:
+    """Values of a loop body that are sums over the batch, given those that enter as such.
+
+    What is not linear in sums is refused once `all_known`: an accumulator may turn out to be a sum only later.
+    """
     for op in body.ops:
         partial = [i for i, v in enumerate(op.operands) if v in sums]
         if any(batch[v] is not None for v in (*op.operands, *op.results)):
@@ -257,7 +273,7 @@ def _sums_in_body(body: Graph, small: Graph, batch: tuple[int | None, ...], sums
         elif partial:
             groups = rule_of(view_of(body, op)).linear
             zeros = {i for i, v in enumerate(op.operands) if is_zero(body, v)}
-            if not any(set(partial) <= set(g) and set(g) <= set(partial) | zeros for g in groups):
+            if all_known and not any(set(partial) <= set(g) and set(g) <= set(partial) | zeros for g in groups):
                 _refuse(body, op, "is not linear in a sum over the batch")
             sums.update(op.results)
     return sums

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from alpa_lite import codec
+from alpa_lite.codec import decode, encode
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
@@ -71,8 +71,8 @@ class StagePlan:
     ops              placement of each op
     accumulators     values summed over micro-batches
     *_seconds        predicted time per micro-batch (forward, backward) and per step (update)
-    state_bytes      per device: arguments that live here
-    accumulator_bytes, activation_bytes, temporary_bytes   per device: sums; saved values per micro-batch; peak of the rest
+    state_bytes, accumulator_bytes, activation_bytes, temporary_bytes
+                     per device: arguments that live here; sums; saved values per micro-batch; peak of the rest
     """
 
     layers: tuple[int, int]
@@ -147,7 +147,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` gives an equal plan."""
-        return {"format": FORMAT, **{f.name: codec.encode(getattr(self, f.name)) for f in fields(self)}}
+        return {"format": FORMAT, **{f.name: encode(getattr(self, f.name)) for f in fields(self)}}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
@@ -158,7 +158,7 @@ class Plan:
         missing = [f.name for f in fields(Plan) if f.name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
-        return Plan(**{f.name: codec.decode(hints[f.name], data[f.name]) for f in fields(Plan)})
+        return Plan(**{f.name: decode(hints[f.name], data[f.name]) for f in fields(Plan)})
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -205,8 +205,9 @@ class Plan:
         """Raise `MismatchError` unless this plan was made for this step (and this cluster)."""
         if self.fingerprint != fingerprint(step):
             raise MismatchError(
-                f"This plan was made for {self.function!r} with other code or other argument shapes: its fingerprint is "
-                f"{self.fingerprint[:12]}, that of this call is {fingerprint(step)[:12]}. Make a new plan with al.plan."
+                f"This plan was made for {self.function!r} with other code or other argument shapes: its fingerprint "
+                f"is {self.fingerprint[:12]}, that of this call is {fingerprint(step)[:12]}. Make a new plan with "
+                "al.plan."
             )
         if cluster is not None and cluster.num_devices != self.cluster.num_devices:
             raise MismatchError(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.graph.ir import Op, Value, item_bytes
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
@@ -66,7 +66,9 @@ class Pricer:
         """A whole resharding."""
         return sum(self.step_seconds(step, array_bytes) for step in steps)
 
-    def op_work(self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement) -> Work:
+    def op_work(
+        self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement
+    ) -> Work:
         """Work of one device for one op."""
         if op.primitive in FOLDED:
             return Work()
@@ -83,7 +85,9 @@ class Pricer:
             dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
         )
 
-    def op_seconds(self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement) -> float:
+    def op_seconds(
+        self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement
+    ) -> float:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
         work = self.op_work(rule, op, operands, results, placement)
         seconds = 0.0
@@ -184,5 +188,3 @@ class Estimator:
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
     """Bytes of one device's block."""
     return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)
-
-

@@ -5,20 +5,20 @@ the collectives that run. The walk keeps each value in the specs it was needed i
 resharded once.
 
 Values computed from scalars alone (masks, broadcast constants, random bits) are *free*: they have no home spec and are
-made in whatever spec a reader wants (free_values).
+made in whatever spec a reader wants (rules.graph_facts.free_values).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.plan import OpPlacement
-from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.rules import FactorKind, Rule
+from alpa_lite.rules.graph_facts import free_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, replicated, reshard, sent_bytes_factor
 
 A = TypeVar("A")
@@ -56,35 +56,6 @@ class Machine(Protocol[A]):
         ...
 
 
-@lru_cache(maxsize=100_000)
-def rule_of_op(graph: Graph, op_id: int) -> Rule:
-    """The rule of an op; cached per graph."""
-    return rule_of(view_of(graph, graph.ops[op_id]))
-
-
-@lru_cache(maxsize=200_000)
-def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
-    """Equal for ops that do the same to the same shapes: everything that a rule may look at."""
-    op = graph.ops[op_id]
-    operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
-    results = tuple((v.shape, v.dtype) for v in graph.results(op))
-    bodies = tuple(id(body) for body in op.bodies)
-    return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
-
-
-@lru_cache(maxsize=64)
-def free_values(graph: Graph) -> frozenset[int]:
-    """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
-    free: set[int] = set()
-    for op in graph.ops:
-        if op.bodies or rule_of_op(graph, op.id).opaque or rule_of_op(graph, op.id).work_kind != "elementwise":
-            continue
-        ranked = [v for v in op.operands if graph.values[v].rank > 0]
-        if all(v in free for v in ranked) and all(graph.values[r].rank > 0 for r in op.results):
-            free.update(op.results)
-    return frozenset(free)
-
-
 def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement) -> tuple[Spec, ...]:
     """The specs that a placement demands of the operands."""
     specs = [Spec(tuple(_axes(factors, placement.factors) for factors in dims)) for dims in rule.operands]
@@ -103,7 +74,9 @@ def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
     """The specs of the results before their reductions are carried out."""
     partial = set(placement.partial)
     if rule.reduction == "sum":
-        partial |= {a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]}
+        partial |= {
+            a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]
+        }
     return tuple(
         Spec(tuple(_axes(factors, placement.factors) for factors in dims), tuple(sorted(partial)))
         for dims in rule.results
@@ -251,9 +224,7 @@ def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
 def scan_operand_specs(op: Op, placement: OpPlacement, operands: Sequence[Value]) -> tuple[Spec, ...]:
     """Specs of a scan's operands from those of its body's inputs; scanned operands have a whole leading dim."""
     first_scanned = op.params["num_consts"] + op.params["num_carry"]
-    return tuple(
-        stacked(spec) if i >= first_scanned else spec for i, spec in enumerate(placement.body_inputs)
-    )
+    return tuple(stacked(spec) if i >= first_scanned else spec for i, spec in enumerate(placement.body_inputs))
 
 
 def stacked(spec: Spec) -> Spec:
@@ -266,5 +237,3 @@ def scan_body_output_specs(op: Op, placement: OpPlacement) -> tuple[Spec, ...]:
     consts, carry = op.params["num_consts"], op.params["num_carry"]
     carried = placement.body_inputs[consts : consts + carry]
     return (*carried, *(Spec(s.dims[1:], s.partial) for s in placement.results[carry:]))
-
-

@@ -85,9 +85,7 @@ def axis_choices(
     return found
 
 
-def factor_axes(
-    rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], ...]:
+def factor_axes(rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Mesh axes per factor, in mesh order, of one combination of axis choices."""
     axes: list[list[str]] = [[] for _ in rule.sizes]
     for axis, choice in zip(sizes, combination, strict=True):

@@ -130,7 +130,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 def _positive(index: int, count: int) -> int:
     if not -count <= index < count:
-        raise TraceError(f"Argument number {index} was named, but the function was called with {count} positional ones.")
+        raise TraceError(
+            f"Argument number {index} was named, but the function was called with {count} positional ones."
+        )
     return index % count
 
 
@@ -177,7 +179,9 @@ def find_batch(
         chosen = {_positive(k, num_args) if isinstance(k, int) else k for k in _as_tuple(batch_argnums)}
         unknown = chosen - set(owner)
         if unknown:
-            raise BatchError(f"batch_argnums names {sorted(map(str, unknown))}, but no argument of that name was given.")
+            raise BatchError(
+                f"batch_argnums names {sorted(map(str, unknown))}, but no argument of that name was given."
+            )
         marked = tuple(o in chosen and len(leaf.shape) > 0 for o, leaf in zip(owner, leaves, strict=True))
     else:
         marked = tuple(
@@ -198,7 +202,7 @@ def find_batch(
 
 
 def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
 
 
 def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:

@@ -2,7 +2,7 @@
 
     1. a plain train step of a small byte-level GPT is planned automatically for the devices at hand;
     2. it trains on the source text of Python's standard library;
-    3. the chosen plan and the classic manual plans run the same steps in turn: predicted and measured time, and the loss.
+    3. the chosen plan and the classic manual plans run the same steps in turn: predicted and measured time, losses.
 
 `alpa-lite demo` starts this module in a process of its own with eight virtual CPU devices.
 """
@@ -45,10 +45,10 @@ class DemoConfig:
     """Sizes of the demo; `manual` are the plans that the automatic one is compared with."""
 
     model: GPT = field(default_factory=lambda: GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64))
-    batch_size: int = 16
-    num_steps: int = 40
-    num_rounds: int = 7
-    learning_rate: float = 2e-3
+    batch_size: int = 32
+    num_steps: int = 60
+    num_rounds: int = 9
+    learning_rate: float = 1e-3
     seed: int = 0
     manual: tuple[Planner, ...] = (DataParallel(), Megatron(), Pipeline(num_stages=2), Pipeline(num_stages=4))
 
@@ -266,11 +266,12 @@ def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
 
 def _introduce(config: DemoConfig, state: TrainState, text_bytes: int, console: Console) -> None:
     model, devices = config.model, jax.devices()
-    num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    millions = sum(x.size for x in jax.tree.leaves(state.params)) / 1e6
     console.print(
-        f"A GPT of {model.num_layers} layers, hidden size {model.hidden}, {num_parameters / 1e6:.2f} million parameters, "
-        f"AdamW, batch {config.batch_size} × {model.seq_len} bytes of the Python standard library's source "
-        f"({text_bytes / 2**20:.0f} MiB), on {len(devices)} devices ({devices[0].device_kind}). The train step is plain JAX.",
+        f"A GPT of {model.num_layers} layers, hidden size {model.hidden}, {millions:.2f} million parameters, AdamW, on "
+        f"{len(devices)} devices ({devices[0].device_kind}). It reads the source of the Python standard library "
+        f"({text_bytes / 2**20:.0f} MiB), {config.batch_size} × {model.seq_len} bytes per step. The train step is "
+        "plain JAX: it knows nothing of devices.\n",
         highlight=False,
     )
 
@@ -303,15 +304,15 @@ def _print_comparison(result: DemoResult, console: Console) -> None:
     console.print(table)
     rounds = len(chosen.losses)
     console.print(
-        f"Every plan ran the same {rounds} steps from the same state, in turn; times are medians. All losses agree with "
-        f"plain jax.jit within {result.max_loss_difference:.1e} (relative).",
+        f"Every plan ran the same {rounds} steps from the same state, in turn; times are medians. All losses agree "
+        f"with plain jax.jit to within {result.max_loss_difference:.1e} (relative).",
         highlight=False,
     )
     if jax.devices()[0].platform == "cpu":
         console.print(
-            "These devices are virtual: they share this machine's cores, so no plan can beat one device by much here, "
-            "and communication is pure loss. What to look at is that each plan computes the same thing, and how well its "
-            "time is predicted. On real devices the same lines give the speed-up.",
+            "These CPU devices are virtual: they share this machine's cores, so speed-ups are not to be expected here, "
+            "and the plan that communicates least wins. What to look at: every plan computes the same thing, and how "
+            "well its time is predicted.",
             highlight=False,
         )
     console.print(f"Done in {result.seconds:.0f} s.", highlight=False)

@@ -21,7 +21,16 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.graph.ir import Graph, Op, Value
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
@@ -47,7 +56,9 @@ class GraphWithEquations:
     constants: tuple[Any, ...] = ()
 
 
-def from_jaxpr(closed: Any, input_names: Sequence[str], *, unroll: bool = False) -> GraphWithEquations:
+def from_jaxpr(
+    closed: Any, input_names: Sequence[str], *, unroll: bool = False, is_body: bool = False
+) -> GraphWithEquations:
     """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`.
 
     `unroll` writes out the loops over layers (scans with contractions in their body, at most `MAX_UNROLLED` trips), so
@@ -60,6 +71,8 @@ def from_jaxpr(closed: Any, input_names: Sequence[str], *, unroll: bool = False)
     captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
     environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
     outputs = builder.inline(jaxpr, environment, stack="", source="")
+    if not is_body:
+        outputs = [builder.as_array(v) for v in outputs]
     # Constants of inlined calls are discovered on the way and come last.
     builder.constants[:0] = constants
     graph = Graph(
@@ -114,14 +127,15 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {key: _plain(item) for key, item in value._asdict().items()}
+    as_dict = getattr(value, "_asdict", None)
+    if as_dict is not None:
+        return {key: _plain(item) for key, item in as_dict().items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
         items = tuple(_plain(item) for item in value)
         return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
-    if isinstance(value, np.dtype) or hasattr(value, "dtype") and isinstance(value, type):
+    if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
         return str(np.dtype(value))
     if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
         return str(value)
@@ -142,9 +156,7 @@ class _Builder:
         self.constants: list[Any] = []
 
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
-        value = Value(
-            id=len(self.values), shape=tuple(aval.shape), dtype=str(aval.dtype), literal=literal, name=name
-        )
+        value = Value(id=len(self.values), shape=tuple(aval.shape), dtype=str(aval.dtype), literal=literal, name=name)
         self.values.append(value)
         return value.id
 
@@ -160,6 +172,11 @@ class _Builder:
         self.captured.append(value)
         self.constants.append(constant)
         return value
+
+    def as_array(self, value: int) -> int:
+        """The value itself; for a scalar constant an input that holds it, since the step's outputs are arrays."""
+        v = self.values[value]
+        return value if v.literal is None else self.capture(v, np.asarray(v.literal, jax.numpy.dtype(v.dtype)))
 
     def inline(self, jaxpr: Any, environment: dict[Any, int], *, stack: str, source: str) -> list[int]:
         """Append the equations of an open jaxpr; returns the value ids of its outputs."""
@@ -208,7 +225,10 @@ class _Builder:
         params = dict(eqn.params)
         if body.constants:
             # Arrays captured by the body become loop constants, which come first among a scan's operands.
-            captured = [self.capture(body.graph.values[i], c) for i, c in zip(body.graph.inputs[-len(body.constants) :], body.constants, strict=True)]
+            captured = [
+                self.capture(body.graph.values[i], c)
+                for i, c in zip(body.graph.inputs[-len(body.constants) :], body.constants, strict=True)
+            ]
             split = len(body.graph.inputs) - len(captured)
             inputs = body.graph.inputs[split:] + body.graph.inputs[:split]
             body = dataclasses.replace(body, graph=dataclasses.replace(body.graph, inputs=inputs), constants=())
@@ -289,4 +309,4 @@ def _has_contraction(closed: Any) -> bool:
 
 def _body(closed: Any) -> GraphWithEquations:
     jaxpr = _jax.open_jaxpr(closed)
-    return from_jaxpr(closed, [f"body input {i}" for i in range(len(jaxpr.invars))])
+    return from_jaxpr(closed, [f"body input {i}" for i in range(len(jaxpr.invars))], is_body=True)

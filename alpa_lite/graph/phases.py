@@ -73,14 +73,14 @@ class Scope:
     batch_dims: tuple[int | None, ...]
 
 
-def body_scopes(graph: Graph, full: Graph) -> dict[Graph, Scope]:
-    """The scope of each loop body of `graph`, a step at another batch size than `full`."""
+def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, Scope]:
+    """The scope of each loop body of `graph`, from the traces at the full batch and at another size."""
     table: dict[Graph, Scope] = {}
-    for a, b in zip(graph.ops, full.ops, strict=True):
-        for body, other in zip(a.bodies, b.bodies, strict=True):
-            shapes = tuple(v.shape for v in other.values)
-            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(other, body))
-            table.update(body_scopes(body, other))
+    for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
+        for body, large, small in zip(a.bodies, b.bodies, c.bodies, strict=True):
+            shapes = tuple(v.shape for v in large.values)
+            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small))
+            table.update(body_scopes(body, large, small))
     return table
 
 
@@ -124,12 +124,15 @@ def check_same_structure(full: Graph, other: Graph) -> None:
         )
 
 
-def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
-    """For each value the dim whose size differs between the two traces; several such dims are an error."""
+def batch_dims(full: Graph, other: Graph, *, allow_pairs: bool = False) -> tuple[int | None, ...]:
+    """For each value the dim whose size differs between the two traces.
+
+    Several such dims are an error, or the first of them counts when micro-batches are not asked for (`allow_pairs`).
+    """
     table: list[int | None] = []
     for a, b in zip(full.values, other.values, strict=True):
         dims = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        if len(dims) > 1:
+        if len(dims) > 1 and not allow_pairs:
             op = full.ops[full.producer[a.id] or 0]
             raise NonAdditiveError(
                 f"{op.source}: the {op.primitive} of shape {list(a.shape)} pairs samples of the batch with each other "
@@ -182,9 +185,7 @@ def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
         if carried <= depends:
             break
         depends |= carried
-    return tuple(
-        r for r, v in zip(op.results, body.outputs, strict=True) if batch[r] is None and v in reached
-    )
+    return tuple(r for r, v in zip(op.results, body.outputs, strict=True) if batch[r] is None and v in reached)
 
 
 def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
@@ -226,7 +227,7 @@ def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
 
 
 def loop_without_batch(graph: Graph) -> set[int]:
-    """The ops of the loop of a step whose batch is unknown: what JAX marked as differentiated, and what lies between."""
+    """The loop of a step whose batch is unknown: the ops that JAX marked as differentiated, and what lies between."""
     marked = [op.id for op in graph.ops if "jvp(" in op.name_stack or "transpose(" in op.name_stack]
     last = max(marked, default=len(graph.ops) - 1)
     depends: set[int] = set()
@@ -276,7 +277,8 @@ def require_same_position(graph: Graph, batch: tuple[int | None, ...], position:
         if position.get(output, 1) != 1:
             raise NonAdditiveError(
                 f"Output {i} of shape {list(graph.values[output].shape)} interleaves the samples of the batch, so "
-                "micro-batches cannot be concatenated. Return it with the batch as its own dim, or use num_microbatches=1."
+                "micro-batches cannot be concatenated. Return it with the batch as a dim of its own, or use "
+                "num_microbatches=1."
             )
 
 

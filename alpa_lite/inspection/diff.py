@@ -35,7 +35,7 @@ class PlanDiff:
     decisions: tuple[Change, ...]
     specs: tuple[Change, ...]
     collectives: tuple[Change, ...]
-    same_step: bool
+    different_steps: bool
 
     def __str__(self) -> str:
         tables = (
@@ -43,13 +43,13 @@ class PlanDiff:
             _table("Specs", self.specs[:_MAX_SPEC_ROWS], "argument", more=len(self.specs) - _MAX_SPEC_ROWS),
             _table("Collectives per step", self.collectives, "kind"),
         )
-        return render(self.summary(), [table for table in tables if table.rows])
+        return render((*self.summary(), ""), [table for table in tables if table.rows])
 
     def summary(self) -> tuple[str, ...]:
         """What it buys, in sentences."""
         lines = [f"From {self.before} to {self.after}:", f"  {_buys(*self.seconds)} {_memory(*self.peak_bytes)}"]
-        if not self.same_step:
-            lines.append("  The plans were made for different steps: other code, shapes or number of micro-batches.")
+        if self.different_steps:
+            lines.append("  The plans were made for different steps: other code, or arguments of other shapes.")
         if not (self.decisions or self.specs or self.collectives):
             lines.append("  The plans decide the same.")
         return tuple(lines)
@@ -74,8 +74,14 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
         decisions=_decisions(plan, other),
         specs=_specs(plan, other),
         collectives=_collectives(plan.prediction.collectives, other.prediction.collectives),
-        same_step=plan.fingerprint == other.fingerprint,
+        different_steps=_different_steps(plan, other),
     )
+
+
+def _different_steps(plan: Plan, other: Plan) -> bool:
+    """Whether the plans surely belong to different code or shapes; micro-batches change the fingerprint as well."""
+    alike = (plan.num_microbatches, plan.unrolled) == (other.num_microbatches, other.unrolled)
+    return alike and plan.fingerprint != other.fingerprint
 
 
 def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
@@ -103,17 +109,24 @@ def _stage(plan: Plan, number: int) -> str:
 
 
 def _specs(plan: Plan, other: Plan) -> tuple[Change, ...]:
-    """Specs that differ, repeated layers as one row. The axis names count: [x] and [data] are different specs."""
-    before, after = arguments_of(plan).by_name, arguments_of(other).by_name
+    """Specs that differ, repeated layers as one row; optimizer state that changes as its parameter does is left out.
+
+    The axis names count: [x] and [data] are different specs.
+    """
+    arguments, others = arguments_of(plan), arguments_of(other)
+    before, after = arguments.by_name, others.by_name
+    texts = {name: (_text(before.get(name)), _text(after.get(name))) for name in dict.fromkeys([*before, *after])}
+    owners = {**others.owners, **arguments.owners}
     changed: dict[tuple[str, str], list[Argument]] = {}
-    for name in dict.fromkeys([*before, *after]):
-        old, new = _text(before.get(name)), _text(after.get(name))
-        if old != new:
+    for name, (old, new) in texts.items():
+        if old != new and (name not in owners or texts[owners[name]] != (old, new)):
             argument = before.get(name) or after[name]
             # One spec for all, so that only the change decides what is grouped.
             changed.setdefault((old, new), []).append(replace(argument, spec=Spec(())))
     return tuple(
-        Change(what=group.pattern + (f" ×{len(group.members)}" if len(group.members) > 1 else ""), before=old, after=new)
+        Change(
+            what=group.pattern + (f" ×{len(group.members)}" if len(group.members) > 1 else ""), before=old, after=new
+        )
         for (old, new), arguments in changed.items()
         for group in group_arguments(arguments)
     )

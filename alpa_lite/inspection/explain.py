@@ -1,9 +1,9 @@
 """Why something in a plan is as it is: a parameter, a stage, an op, or a line of the user's code.
 
-    stage 1                          its layers, devices, times, memory and collectives
-    op 12                            its layer, how its factors are split, the specs of its results
-    layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
-    model.py:31, (attention)         the collectives that arise on a source line
+stage 1                          its layers, devices, times, memory and collectives
+op 12                            its layer, how its factors are split, the specs of its results
+layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
+model.py:31, (attention)         the collectives that arise on a source line
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Explanation:
             numeric=frozenset(columns[4:7]),
             note=f"… and {len(rest)} more, {show_seconds(sum(c.seconds for c in rest))} in all" if rest else "",
         )
-        return render((self.subject, *(f"  {sentence}" for sentence in self.sentences)), [table] if table.rows else [])
+        lines = (self.subject, *(f"  {sentence}" for sentence in self.sentences))
+        return render((*lines, ""), [table]) if table.rows else render(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -89,10 +90,10 @@ def explanation(plan: Plan, subject: str) -> Explanation:
 def _explain_stage(plan: Plan, number: int) -> Explanation:
     if number >= len(plan.stages):
         raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
-    stage, count = plan.stages[number], plan.num_microbatches
+    stage = plan.stages[number]
     uses = [use for use in plan.prediction.collectives if use.stage == number]
-    per = "per micro-batch" if count > 1 else "per step"
-    communication = sum(use.seconds * use.count for use in uses)
+    per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
+    count, seconds = sum(use.count for use in uses), sum(use.seconds * use.count for use in uses)
     return Explanation(
         subject=f"stage {number}",
         kind="stage",
@@ -101,7 +102,7 @@ def _explain_stage(plan: Plan, number: int) -> Explanation:
             f"{stage.mesh_shape}.",
             f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
             f"update {show_seconds(stage.update_seconds)} per step.",
-            f"{show_count(sum(use.count for use in uses), 'collective')} per step, {show_seconds(communication)} in all.",
+            f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
             *_memory_sentences(plan, number, stage),
         ),
         collectives=group_collectives(uses),
@@ -113,7 +114,7 @@ def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, .
     peak, capacity = plan.prediction.peak_bytes[number], plan.cluster.device.memory_bytes
     return (
         f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
-        f"  {show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
+        f"{show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
         f"{held} × {show_bytes(stage.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
         f"{show_bytes(stage.temporary_bytes)} of temporaries.",
     )
@@ -129,11 +130,10 @@ def _explain_op(plan: Plan, number: int) -> Explanation:
     for index, stage in homes:
         placement = stage.ops[number]
         split = [f"factor {i} over {' × '.join(axes)}" for i, axes in enumerate(placement.factors) if axes]
-        sentences.append(
-            f"On stage {index} ({stage.mesh_shape}) " + (f"it splits {', '.join(split)}" if split else "it is not split")
-            + (f"; its operands are partial sums over {', '.join(placement.partial)}" if placement.partial else "")
-            + f"; results {', '.join(map(str, placement.results)) or 'none'}."
-        )  # fmt: skip
+        splits = f"it splits {', '.join(split)}" if split else "it is not split"
+        sums = f"its operands are partial sums over {', '.join(placement.partial)}; " if placement.partial else ""
+        results = ", ".join(map(str, placement.results)) or "none"
+        sentences.append(f"On stage {index} ({stage.mesh_shape}) {splits}; {sums}results {results}.")
     return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences))
 
 
@@ -142,7 +142,8 @@ def _explain_parameter(plan: Plan, arguments: Arguments, group: ArgumentGroup) -
     same = f"{show_count(len(group.members), 'array')} of this path" if len(group.members) > 1 else "The array"
     axes = sorted(spec.axes)
     sentences = [
-        f"Spec {spec}: " + (f"split over {' and '.join(axes)}." if axes else "every device of its stage holds all of it.")
+        f"Spec {spec}: "
+        + (f"split over {' and '.join(axes)}." if axes else "every device of its stage holds all of it.")
     ]
     for number in group.stages:
         stage, member = plan.stages[number], next(m for m in group.members if m.stage == number)
@@ -169,8 +170,9 @@ def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUs
     for use in uses:
         seconds[use.axis] = seconds.get(use.axis, 0.0) + use.seconds * use.count
     sizes = {axis: size for number in group.stages for axis, size in plan.stages[number].mesh_shape.axis_sizes.items()}
+    does = {axis: "splits it" if axis in group.spec.axes else "copies it" for axis in sizes}
     parts = [
-        f"{axis}={size} ({'splits it' if axis in group.spec.axes else 'copies it'}): {show_seconds(seconds.get(axis, 0.0))}"
+        f"{axis}={size} ({does[axis]}): {show_seconds(seconds.get(axis, 0.0))}"
         for axis, size in sizes.items()
         if size > 1
     ]
@@ -231,18 +233,20 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
             if found:
                 listed = [f"{group.pattern} {group.spec}" for group in found]
                 more = f", … and {len(listed) - _MAX_HINTS} more" if len(listed) > _MAX_HINTS else ""
-                raise PlanError(f"{wanted!r} names several arrays: {', '.join(listed[:_MAX_HINTS])}{more}. Give one path.")
+                raise PlanError(
+                    f"{wanted!r} names several arrays: {', '.join(listed[:_MAX_HINTS])}{more}. Give one path."
+                )
     return None
 
 
 def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
     names = [group.pattern for group in group_arguments(arguments.all)]
-    tails = {name.rsplit("/", 1)[-1]: name for name in reversed(names)}
+    parts = {part: name for name in reversed(names) for part in name.split("/")}
     lines = sorted({short_source(use.source) for use in plan.prediction.collectives if use.source})
     last = wanted.rsplit("/", 1)[-1]
     close = [
         *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5),
-        *(tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=3, cutoff=0.6)),
+        *(parts[part] for part in difflib.get_close_matches(last, list(parts), n=3, cutoff=0.6)),
         *difflib.get_close_matches(wanted, lines, n=3, cutoff=0.4),
     ]
     known = list(dict.fromkeys(close or names[:3]))[:_MAX_HINTS]

@@ -10,10 +10,12 @@ from alpa_lite.inspection.units import show_seconds
 from alpa_lite.plan import Plan
 
 _STYLE = """
-.alpa-lite { --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --page: #ffffff;
+.alpa-lite { --ink: #1f2328; --soft: #59636e; --line: #d1d9e0;
+  --page: #ffffff;
   --forward: #3b7dd8; --backward: #2da07a; --update: #c77d1a;
   color: var(--ink); background: var(--page); font: 14px/1.45 system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) { .alpa-lite { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --page: #0d1117; } }
+@media (prefers-color-scheme: dark) {
+  .alpa-lite { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --page: #0d1117; } }
 .alpa-lite h1 { font-size: 1.25rem; margin: 0 0 .25rem; } .alpa-lite h2 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
 .alpa-lite p { margin: .25rem 0; color: var(--soft); }
 .alpa-lite .scroll { overflow-x: auto; }
@@ -104,6 +106,6 @@ def _bar(bar: Bar, scale: float) -> str:
     which = "" if bar.microbatch is None else f" of micro-batch {bar.microbatch}"
     title = f"{bar.kind}{which}, stage {bar.stage}: {show_seconds(bar.end_seconds - bar.start_seconds)}"
     return (
-        f'<rect class="{escape(bar.kind)}" x="{x:.2f}" y="{_ROW * bar.stage + 3:.1f}" width="{max(width - 0.5, 0.3):.2f}" '
-        f'height="{_ROW - 6:.1f}" rx="2"><title>{escape(title)}</title></rect>'
+        f'<rect class="{escape(bar.kind)}" x="{x:.2f}" y="{_ROW * bar.stage + 3:.1f}" '
+        f'width="{max(width - 0.5, 0.3):.2f}" height="{_ROW - 6:.1f}" rx="2"><title>{escape(title)}</title></rect>'
     )

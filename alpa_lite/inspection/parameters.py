@@ -1,7 +1,7 @@
 """The specs of a plan's arguments, grouped: repeated layers become one row, optimizer state one line.
 
-    layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
-    opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
+layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
+opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def arguments_of(plan: Plan) -> Arguments:
     """The named arguments of a plan, stage by stage."""
     return Arguments(
         tuple(
-            Argument(
-                name=name, stage=number, spec=spec, num_shards=num_shards(spec, stage.mesh_shape.axis_sizes)
-            )
+            Argument(name=name, stage=number, spec=spec, num_shards=num_shards(spec, stage.mesh_shape.axis_sizes))
             for number, stage in enumerate(plan.stages)
             for name, spec in stage.specs.items()
         )

@@ -94,13 +94,23 @@ def stages_table(plan: Plan) -> Table:
     capacity = plan.cluster.device.memory_bytes
     rows = [_stage_row(plan, number, stage, capacity) for number, stage in enumerate(plan.stages)]
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
-    columns = ("stage", "layers", "devices", "mesh", "forward ms", "backward ms", "update ms", "peak memory", "collectives")
+    columns = (
+        "stage",
+        "layers",
+        "devices",
+        "mesh",
+        "forward ms",
+        "backward ms",
+        "update ms",
+        "peak memory",
+        "collectives",
+    )
     return Table(
         title="Stages",
         columns=columns,
         rows=tuple(rows),
         numeric=frozenset(columns[4:]),
-        note=f"forward and backward {per}, update and collectives per step; memory per device, of {show_bytes(capacity)}",
+        note=f"forward, backward {per}; update, collectives per step; memory per device, of {show_bytes(capacity)}",
     )
 
 
@@ -118,7 +128,9 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tu
         show_milliseconds(stage.backward_seconds),
         show_milliseconds(stage.update_seconds),
         f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
-        f"{sum(use.count for use in uses)} × {show_bytes(moved / max(1, sum(use.count for use in uses)))}" if uses else "none",
+        f"{sum(use.count for use in uses)} × {show_bytes(moved / max(1, sum(use.count for use in uses)))}"
+        if uses
+        else "none",
     )
 
 
@@ -192,9 +204,7 @@ def collectives_table(plan: Plan, max_rows: int = MAX_COLLECTIVE_ROWS) -> Table:
     rest = groups[max_rows:]
     note = f"… and {len(rest)} more, {show_seconds(sum(g.seconds for g in rest))} in all" if rest else ""
     columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
-    return Table(
-        title="Collectives by time", columns=columns, rows=rows, numeric=frozenset(columns[4:7]), note=note
-    )
+    return Table(title="Collectives by time", columns=columns, rows=rows, numeric=frozenset(columns[4:7]), note=note)
 
 
 def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...], ...]:

@@ -1,16 +1,18 @@
 """Timelines of one step, predicted and measured, and their form for chrome://tracing and Perfetto.
 
-    predicted    schedule.simulate on the plan's stage times, then the update of each stage     (`predicted_timeline`)
-    measured     any spans with stage, kind, start_seconds, end_seconds                         (`chrome_trace`)
+predicted    schedule.simulate on the plan's stage times, then the update of each stage     (`predicted_timeline`)
+measured     any spans with stage, kind, start_seconds, end_seconds                         (`chrome_trace`)
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from alpa_lite.inspection.tables import Table, render
+from alpa_lite.inspection.units import show_milliseconds, show_percent, show_seconds
 from alpa_lite.plan import Plan
 from alpa_lite.schedule import Timeline, simulate
 
@@ -59,6 +61,26 @@ class PredictedTimeline:
     bubble_fraction: float
     busy_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        columns = ("stage", "tasks", "busy ms", "of the step", "update ms")
+        rows = tuple(
+            (
+                str(stage),
+                str(sum(bar.stage == stage for bar in self.bars)),
+                show_milliseconds(busy),
+                show_percent(busy / self.makespan_seconds if self.makespan_seconds > 0 else 0.0),
+                show_milliseconds(update),
+            )
+            for stage, (busy, update) in enumerate(zip(self.busy_seconds, self.update_seconds, strict=True))
+        )
+        table = Table(title="Stages", columns=columns, rows=rows, numeric=frozenset(columns[1:]))
+        end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
+        return render([f"predicted step {end}, bubble {bubble}", ""], [table])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
 
 
 def predicted_timeline(plan: Plan) -> PredictedTimeline:

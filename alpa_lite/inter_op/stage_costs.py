@@ -17,7 +17,8 @@ import numpy as np
 
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_dp import StageTable
-from alpa_lite.intra_op.build import Memo, remap
+from alpa_lite.intra_op.build import remap
+from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops
@@ -48,28 +49,34 @@ class StageCosts:
     cost_model: CostModel
     restriction: Restriction | None = None
     progress: Callable[[str], None] = field(default=lambda _: None)
-    _memos: dict[object, Memo] = field(default_factory=dict[object, Memo], repr=False)
+    _catalogues: dict[object, Catalogue] = field(default_factory=dict[object, Catalogue], repr=False)
     _solved: dict[object, tuple[StageView, StageSolution]] = field(
         default_factory=dict[object, tuple[StageView, StageSolution]], repr=False
     )
 
-    def solution(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> StageSolution:
+    def solution(
+        self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1
+    ) -> StageSolution:
         """The best sharding of layers `first..last` on a logical mesh, within the memory of a device."""
         view = StageView(step=self.step, layers=self.layers, first=first, last=last, aliases=self.aliases)
         kind = (submesh.num_hosts, submesh.devices_per_host, mesh)
         key = (view.signature, kind, in_flight)
         if key not in self._solved:
             self.progress(f"layers {first}..{last} on {mesh}")
-            pricer = Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh)
-            memo = self._memos.setdefault(kind, Memo())
             limit = float(self.cost_model.cluster.device.memory_bytes)
-            restriction = self.restriction or free_restriction(mesh)
-            solved = solve_stage(view, pricer, restriction, memo=memo, limit_bytes=limit, in_flight=in_flight)
+            catalogue = self._catalogue(kind, submesh, mesh)
+            solved = solve_stage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
             self._solved[key] = view, solved
         origin, solved = self._solved[key]
         if solved.choice is None:
             return solved
         return replace(solved, choice=remap(solved.choice, origin, view))
+
+    def _catalogue(self, kind: object, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
+        if kind not in self._catalogues:
+            pricer = Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh)
+            self._catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
+        return self._catalogues[kind]
 
     def least_peaks(self) -> dict[int, float]:
         """For each single layer the least bytes per device of any solution tried, feasible or not."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alpa_lite.graph.phases import Phase
-from alpa_lite.intra_op.build import Builder, Choice, Memo, saved_values
+from alpa_lite.intra_op.build import Builder, Choice
+from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.auto import AutoSolver
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -15,7 +17,6 @@ from alpa_lite.plan import CollectiveUse
 from alpa_lite.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import Walk
-from alpa_lite.strategies import Restriction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +48,15 @@ class StageSolution:
 
 def solve_stage(
     view: StageView,
-    pricer: Pricer,
-    restriction: Restriction,
+    catalogue: Catalogue,
     *,
-    memo: Memo,
     limit_bytes: float | None,
     in_flight: int = 1,
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
 ) -> StageSolution:
     """Choose the sharding of every op of a stage."""
-    builder = Builder(view, pricer, restriction, memo)
+    pricer, builder = catalogue.pricer, Builder(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     solution = (solver or AutoSolver()).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
@@ -69,7 +68,9 @@ def solve_stage(
             peak_bytes=solution.peak_bytes,
         )
     choice = builder.choice(solution.choices)
-    return price_choice(view, pricer, choice, solution.status, solution.cost, solution.bound, in_flight, solution.peak_bytes)
+    return price_choice(
+        view, pricer, choice, solution.status, solution.cost, solution.bound, in_flight, solution.peak_bytes
+    )
 
 
 def price_choice(
@@ -107,38 +108,49 @@ def price_choice(
 
 
 def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Estimator:
-    """Price the ops of one phase, with everything from earlier phases known in its home spec."""
-    step, graph = view.step, view.graph
-    runs = step.num_microbatches if phase.in_loop else 1
+    """Price the ops of one phase as a task of its own."""
+    phases = view.step.phases
+    runs = view.step.num_microbatches if phase.in_loop else 1
     estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
-    walk = Walk(graph, choice.ops, pricer.sizes, estimator)
-    mine = [o for o in view.ops if step.phases[o] is phase]
-    needed = _invariant_needs(view, mine)
+    walk = Walk(view.graph, choice.ops, pricer.sizes, estimator)
+    mine = [o for o in view.ops if phases[o] is phase]
+    repeated = _invariant_needs(view, mine)
+    _enter(walk, view, choice, phase, repeated)
+    walk.run(o for o in view.ops if phases[o] is phase or o in repeated)
+    _leave(walk, view, choice, phase)
+    return estimator
+
+
+def _enter(walk: Walk[None], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
+    """Make known what comes into a task: inputs, and values of other phases in the specs that they left in."""
+    graph, phases = view.graph, view.step.phases
     for v, spec in choice.inputs.items():
         walk.put(v, spec, None)
     for op_id in view.ops:
-        op = graph.ops[op_id]
-        if step.phases[op_id] is phase or op_id in needed or step.phases[op_id] is Phase.INVARIANT:
+        if phases[op_id] in (phase, Phase.INVARIANT) or op_id in repeated:
             continue
-        for i, r in enumerate(op.results):
-            if r not in walk.free:
-                placement = choice.ops.get(op_id)
+        placement = choice.ops.get(op_id)
+        for i, r in enumerate(graph.ops[op_id].results):
+            if r not in view.free:
                 walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), None)
     if phase is Phase.UPDATE:
         for v, accumulator in choice.accumulators.items():
             walk.arrays[v] = {accumulator.stored: None}
             _resolve(walk, v, accumulator.resolved)
-    walk.run(o for o in view.ops if step.phases[o] is phase or o in needed)
+
+
+def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> None:
+    """Bring what leaves a task into its spec: sums as they are stored, state as it came in."""
+    graph, phases = view.graph, view.step.phases
     if phase.in_loop:
         for v, accumulator in choice.accumulators.items():
             producer = graph.producer[v]
-            if producer is not None and step.phases[producer] is phase:
+            if producer is not None and phases[producer] is phase:
                 walk.get(v, accumulator.stored)
-    else:
-        for out, target in view.aliases.items():
-            if out in walk.arrays and target in choice.inputs:
-                walk.get(out, choice.inputs[target])
-    return estimator
+        return
+    for out, target in view.aliases.items():
+        if out in walk.arrays and target in choice.inputs:
+            walk.get(out, choice.inputs[target])
 
 
 def _resolve(walk: Walk[None], v: int, spec: Spec) -> None:
@@ -176,9 +188,10 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
     time = {op_id: t for t, op_id in enumerate(view.ops)}
     activations = 0.0
-    for v, _, _, saved in saved_values(view, time):
+    for life in lives(view, time):
+        v = life.value
         placement = choice.ops.get(graph.producer[v] or 0)
-        if saved and placement is not None and v not in choice.accumulators:
+        if life.saved and placement is not None and v not in choice.accumulators:
             spec = placement.results[graph.ops[graph.producer[v] or 0].results.index(v)]
             activations += local_bytes(graph.values[v], spec, sizes)
     return state, sums, activations

@@ -9,8 +9,7 @@ from functools import cached_property
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
-from alpa_lite.spmd import free_values
-from alpa_lite.spmd import free_values
+from alpa_lite.rules.graph_facts import free_values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +32,7 @@ class StageView:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """Ids of the ops of this stage in execution order; free and invariant ones of other stages are repeated here."""
+        """Ids of the ops of this stage in execution order; free and invariant ones of other stages are repeated."""
         graph, needed, chosen = self.graph, set[int](), list[int]()
         free = free_values(graph)
         if self.first == 0:
@@ -134,13 +133,29 @@ class StageView:
     def signature(self) -> tuple[object, ...]:
         """Equal for stages that run the same ops on the same shapes in the same way, wherever they lie in the graph."""
         graph, number = self.graph, dict[int, int]()
-        local = lambda v: number.setdefault(v, len(number))  # noqa: E731
+
+        def local(v: int) -> int:
+            return number.setdefault(v, len(number))
+
         rows: list[object] = []
         for op_id in self.ops:
             op = graph.ops[op_id]
-            operands = tuple(("lit", graph.values[v].literal) if graph.values[v].literal is not None else local(v) for v in op.operands)
-            results = tuple((local(r), graph.values[r].shape, graph.values[r].dtype, self.step.batch_dims[r]) for r in op.results)
-            rows.append((op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), self.step.phases[op_id].value))
+            operands = tuple(
+                ("lit", graph.values[v].literal) if graph.values[v].literal is not None else local(v)
+                for v in op.operands
+            )
+            results = tuple(
+                (local(r), graph.values[r].shape, graph.values[r].dtype, self.step.batch_dims[r]) for r in op.results
+            )
+            rows.append(
+                (
+                    op.primitive,
+                    operands,
+                    results,
+                    repr(sorted(op.params.items(), key=lambda p: p[0])),
+                    self.step.phases[op_id].value,
+                )
+            )
             rows.extend(repr([(o.primitive, o.operands, o.params) for _, o in body.walk()]) for body in op.bodies)
         outer = tuple(
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))

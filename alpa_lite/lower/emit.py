@@ -259,5 +259,3 @@ def emit_zeros(task: TaskSpec, step: StepGraph, mesh: Mesh) -> Callable[[], tupl
         return tuple(jax.numpy.zeros(a.shape, a.dtype) for a in avals)
 
     return jax.jit(zeros, out_shardings=tuple(a.sharding for a in avals))
-
-

@@ -186,9 +186,7 @@ class _ProgramBuilder:
         if target in self.written:
             return target
         if self.step.batch_dims[value] is not None or stage == home:
-            self._emit(
-                Instruction(kind="PLACE", stage=stage, microbatch=index, writes=(target,), spec=spec)
-            )
+            self._emit(Instruction(kind="PLACE", stage=stage, microbatch=index, writes=(target,), spec=spec))
             return target
         source = Buffer(value, home, None)
         if source not in self.written:
@@ -238,7 +236,9 @@ class _ProgramBuilder:
             parts = tuple(Buffer(value, stage, i) for i in range(self.step.num_microbatches))
             target = Buffer(value, stage, None)
             self._emit(
-                Instruction(kind="CONCAT", stage=stage, reads=parts, writes=(target,), spec=self.slicer.output_spec(value))
+                Instruction(
+                    kind="CONCAT", stage=stage, reads=parts, writes=(target,), spec=self.slicer.output_spec(value)
+                )
             )
             return target
         source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))

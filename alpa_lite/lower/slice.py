@@ -8,16 +8,16 @@ Invariant ops and free values are repeated in every task that reads them. Every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.plan import Plan, StagePlan
+from alpa_lite.rules.graph_facts import free_values
 from alpa_lite.schedule import TaskKind
 from alpa_lite.sharding import Spec, replicated
-from alpa_lite.spmd import free_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +228,7 @@ class Slicer:
             if later is not None:
                 resolved.append((v, spec, later))
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
+        computed.update(self._free_outputs(place))
         outputs: list[Port] = []
         sums: list[Port] = []
         for v in sorted(computed):
@@ -250,23 +251,47 @@ class Slicer:
             ops=tuple(ordered),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            sums=tuple(sums),
+            sums=tuple(Port(value=v, spec=self.stored_spec(v)) for v in sums),
             resolved=tuple(resolved),
         )
+
+    def _computed_outputs(self, place: Place, computed: Iterable[int]) -> Iterator[Port]:
+        """Values computed by a task that other tasks or the caller read; sums leave only for other tasks of the loop."""
+        for v in computed:
+            if self._is_sum(v) and place.kind not in ("update", "step"):
+                if self._read_in_loop_elsewhere(v, place):
+                    yield Port(value=v, spec=self.home_spec(v))
+            elif self._leaves(v, place):
+                yield Port(value=v, spec=self._leaving_spec(v, place))
+
+    def _handed_on(self, place: Place, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
+        """Values that an update did not compute but hands on: sums to return or for other updates, repeated outputs."""
+        if place.kind not in ("update", "step"):
+            return
+        for v in dict.fromkeys([*external, *self._invariant_outputs(place)]):
+            if self._returned_from(v, place) and v not in computed:
+                yield Port(value=v, spec=self.output_spec(v))
+            elif place.kind == "update" and self._is_sum(v) and self._later_readers(v, place):
+                yield Port(value=v, spec=self.resolved_spec(v))
 
     def _extra_needs(self, place: Place) -> list[int]:
         """Values that a task must read although none of its ops does: sums to return or send, repeated outputs."""
         if place.kind == "step":
-            return self._invariant_outputs(place)
+            return [*self._invariant_outputs(place), *self._free_outputs(place)]
         if place.kind != "update" or place.wave:
-            return []
+            return self._free_outputs(place)
         sums = [v for v in self.graph.outputs if self._is_sum(v) and self._stage_of_value(v) == place.stage]
         sums += [v for v in self._sums_to_send() if self._stage_of_value(v) == place.stage]
-        return [*dict.fromkeys(sums), *self._invariant_outputs(place)]
+        return [*dict.fromkeys(sums), *self._invariant_outputs(place), *self._free_outputs(place)]
 
     def _invariant_outputs(self, place: Place) -> list[int]:
         wanted = place.kind == "step" or (place.kind == "update" and place.stage == 0 and place.wave == 0)
         return [v for v in dict.fromkeys(self.graph.outputs) if wanted and self._is_invariant(v)]
+
+    def _free_outputs(self, place: Place) -> list[int]:
+        """Free values that the caller gets (a dropout mask): made by the task of their op."""
+        wanted = (v for v in dict.fromkeys(self.graph.outputs) if v in self.free)
+        return [v for v in wanted if self.place_of_value(v) == place]
 
     def _returned_from(self, v: int, place: Place) -> bool:
         if v not in self.graph.outputs:

@@ -47,7 +47,7 @@ class Auto(Planner):
     """`num_layers`: layers to cluster into (None: by the model); `manual`: plans that are priced as well."""
 
     num_layers: int | None = None
-    schedule: Schedule = OneFOneB()
+    schedule: Schedule = field(default_factory=OneFOneB)
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -154,8 +154,8 @@ def _infeasible(request: PlanRequest, costs: StageCosts, options: StageOptions, 
     worst = max(needs, key=lambda layer: needs[layer], default=0)
     need = needs.get(worst, 0.0)
     return (
-        f"No plan fits into memory: {reason} The tightest layer is {worst} of {costs.layers.num_layers}, which needs at "
-        f"least {need / gib:.2f} GiB per device on the submeshes of {request.cluster.name}; "
+        f"No plan fits into memory: {reason} The tightest layer is {worst} of {costs.layers.num_layers}, which needs "
+        f"at least {need / gib:.2f} GiB per device on the submeshes of {request.cluster.name}; "
         f"{request.cluster.device.name} has {capacity / gib:.2f} GiB. Cheapest first: more micro-batches (this was "
         f"num_microbatches={costs.step.num_microbatches}), jax.checkpoint around the layers, more devices."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
@@ -25,6 +25,4 @@ class DataParallel(Planner):
 
 def renamed(plan: Plan, name: str) -> Plan:
     """The same plan under another name."""
-    from dataclasses import replace
-
     return replace(plan, name=name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -35,7 +35,7 @@ class Hybrid(Planner):
     data: int | None = None
     model: int = 1
     zero: int = 0
-    schedule: Schedule = OneFOneB()
+    schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:
@@ -59,9 +59,7 @@ class Hybrid(Planner):
             restriction=self.restriction(),
             progress=request.progress,
         )
-        stages = [
-            self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)
-        ]
+        stages = [self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)]
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
     def default_microbatches(self) -> Sequence[int]:
@@ -82,7 +80,8 @@ class Hybrid(Planner):
         if data * self.model * self.pipeline != total:
             raise PlanError(
                 f"{self.pipeline} stages × {data} data × {self.model} model = {data * self.model * self.pipeline} "
-                f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is {total}."
+                f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
+                f"{total}."
             )
         axes = [(name, size) for name, size in (("data", data), ("model", self.model)) if size > 1]
         axes = axes or [("data", 1)]

@@ -5,7 +5,7 @@ Huang et al., GPipe (NeurIPS 2019); Narayanan et al., Memory-Efficient Pipeline-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
@@ -20,7 +20,7 @@ class Pipeline(Planner):
 
     num_stages: int = 2
     tensor: int = 1
-    schedule: Schedule = OneFOneB()
+    schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:

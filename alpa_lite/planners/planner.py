@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import StepGraph
@@ -13,8 +14,8 @@ from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan, Prediction, SolverReport, StagePlan, fingerprint
+from alpa_lite.rules.graph_facts import free_values
 from alpa_lite.schedule import Schedule, simulate
-from alpa_lite.spmd import free_values
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -134,9 +135,7 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     names = dict(zip(graph.inputs, request.input_names, strict=False))
     homes = dict(zip(graph.inputs, layers.of_input, strict=True))
     specs = {
-        names[v]: spec
-        for v, spec in choice.inputs.items()
-        if v in names and stage.first <= homes[v] <= stage.last
+        names[v]: spec for v, spec in choice.inputs.items() if v in names and stage.first <= homes[v] <= stage.last
     }
     return StagePlan(
         layers=(stage.first, stage.last),
@@ -185,7 +184,7 @@ def predict(
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),
         )
-        for a, b in zip(stages, stages[1:], strict=False)
+        for a, b in pairwise(stages)
     ]
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
@@ -204,9 +203,7 @@ def predict(
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
         transfer_seconds=2.0 * m * sum(transfers),
-        peak_bytes=tuple(
-            s.bytes_in_flight(schedule.in_flight(i, count, m)) for i, s in enumerate(solutions)
-        ),
+        peak_bytes=tuple(s.bytes_in_flight(schedule.in_flight(i, count, m)) for i, s in enumerate(solutions)),
         flops_per_device=max(s.flops for s in solutions),
         bubble_fraction=timeline.bubble_fraction,
         collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
@@ -217,5 +214,3 @@ def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
     """True when some devices of the two submeshes are on different hosts."""
     hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
     return len(hosts) > 1
-
-

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from alpa_lite.graph.ir import Graph, Op, Value
+from cost_models.work import WorkKind
 
 Dims = tuple[tuple[int, ...], ...]
 """For each dim of one tensor its factors, major first."""
@@ -61,7 +62,7 @@ class Rule:
     reduction: str = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
-    work_kind: str = "elementwise"
+    work_kind: WorkKind = "elementwise"
     opaque: bool = field(default=False)
 
     @cached_property
@@ -73,7 +74,10 @@ class Rule:
     def __str__(self) -> str:
         """Shardy's notation."""
         names = [_factor_name(i) for i in range(len(self.sizes))]
-        tensor = lambda dims: "[" + ",".join("".join(names[f] for f in d) for d in dims) + "]"  # noqa: E731
+
+        def tensor(dims: Dims) -> str:
+            return "[" + ",".join("".join(names[f] for f in factors) for factors in dims) + "]"
+
         text = f"({','.join(map(tensor, self.operands))})->({','.join(map(tensor, self.results))})"
         for kind in (FactorKind.REDUCTION, FactorKind.REPLICATED, FactorKind.PERMUTATION):
             members = [names[f] for f, k in enumerate(self.kinds) if k is kind]

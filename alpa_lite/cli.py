@@ -1,0 +1,248 @@
+"""The command line: parse, call one public function, print. `alpa-lite COMMAND --help` tells the options.
+
+plan       plan a train step for a cluster                    alpa_lite.plan
+explain    a saved plan, or why something in it is so         str(plan), inspection.explain.explanation
+diff       what changes from one plan to another              inspection.diff.compare
+simulate   the predicted timeline of a plan                   inspection.timeline.predicted_timeline
+doctor     is this machine ready                              inspection.doctor.diagnose
+demo       plan, train and compare on this machine            benchmarks.demo, in a process of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.inspection.diff import compare
+from alpa_lite.inspection.doctor import diagnose, virtual_cpu_environment
+from alpa_lite.inspection.explain import explanation
+from alpa_lite.inspection.tables import plan_summary
+from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
+from cost_models import CostModelError
+
+PLANNERS: dict[str, type[al.planners.Planner]] = {
+    "auto": al.planners.Auto,
+    "data_parallel": al.planners.DataParallel,
+    "megatron": al.planners.Megatron,
+    "zero": al.planners.Zero,
+    "fsdp": al.planners.FSDP,
+    "pipeline": al.planners.Pipeline,
+    "hybrid": al.planners.Hybrid,
+}
+"""Planners by their name on the command line."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0, or 1 after an error of alpa_lite, which is printed as its sentence."""
+    parser = build_parser()
+    given, rest = parser.parse_known_args(argv)
+    given.rest = rest
+    if rest and given.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    run: Callable[[argparse.Namespace], int] = given.run
+    try:
+        return run(given)
+    except (AlpaLiteError, CostModelError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; without this Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="alpa-lite", description="Spread a JAX train step over devices, and see why.")
+    parser.add_argument("--version", action="version", version=f"alpa_lite {al.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    plan = _command(commands, "plan", run_plan, "plan a train step for a cluster")
+    plan.add_argument(
+        "step", metavar="MODULE:FUNCTION", help="returns (train_step, args) or (train_step, args, kwargs)"
+    )
+    plan.add_argument("--cluster", help="a known cluster or a .json file (default: this machine's devices)")
+    plan.add_argument("--num-hosts", type=int, help="hosts of the cluster (default: as described)")
+    plan.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}, or a saved plan (default: auto)")
+    plan.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
+    )
+    plan.add_argument(
+        "--num-microbatches", type=_count_or_auto, default="auto", metavar="N", help='a number, or "auto"'
+    )
+    plan.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
+
+    explain = _command(commands, "explain", run_explain, "show a plan, or why something in it is so")
+    explain.add_argument("plan", metavar="PLAN.json")
+    explain.add_argument("subject", nargs="?", help="a parameter's path, `stage 0`, `op 12`, or part of a source line")
+    explain.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+
+    diff = _command(commands, "diff", run_diff, "what changes from one plan to another")
+    diff.add_argument("before", metavar="A.json")
+    diff.add_argument("after", metavar="B.json")
+
+    simulate = _command(commands, "simulate", run_simulate, "the predicted timeline of a plan")
+    simulate.add_argument("plan", metavar="PLAN.json")
+    simulate.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+
+    _command(commands, "doctor", run_doctor, "is this machine ready")
+
+    demo = _command(commands, "demo", run_demo, "plan, train and compare on this machine", add_help=False)
+    demo.add_argument("--devices", type=int, default=8, help=argparse.SUPPRESS)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, *, add_help: bool = True
+) -> argparse.ArgumentParser:
+    """A subcommand that runs `run`; each has `--json`."""
+    parser = commands.add_parser(name, help=about, description=about, add_help=add_help)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run_plan(given: argparse.Namespace) -> int:
+    """`alpa-lite plan`: one call of `alpa_lite.plan`."""
+    step, args, kwargs = load_example(given.step)
+    cluster = None
+    if given.cluster is not None:
+        cluster = al.cluster(given.cluster, num_hosts=given.num_hosts)
+    elif given.num_hosts is not None:
+        raise PlanError("--num-hosts says how many hosts a described cluster has: give --cluster as well.")
+    progress = _progress if sys.stderr.isatty() and not given.json else None
+    plan = al.plan(
+        step,
+        *args,
+        cluster=cluster,
+        planner=make_planner(given.planner, given.option),
+        num_microbatches=given.num_microbatches,
+        progress=progress,
+        **kwargs,
+    )
+    if progress is not None:
+        print("\r\033[K", end="", file=sys.stderr)
+    if given.output is not None:
+        plan.save(given.output)
+    _print(plan_summary(plan) if given.json else plan)
+    return 0
+
+
+def run_explain(given: argparse.Namespace) -> int:
+    """`alpa-lite explain`: `str(plan)`, or `inspection.explain.explanation`."""
+    plan = al.Plan.load(given.plan)
+    if given.html is not None:
+        plan.to_html(given.html)
+    if given.subject is None:
+        _print(plan_summary(plan) if given.json else plan)
+        return 0
+    found = explanation(plan, given.subject)
+    _print(found.to_json() if given.json else found)
+    return 0
+
+
+def run_diff(given: argparse.Namespace) -> int:
+    """`alpa-lite diff`: `inspection.diff.compare`."""
+    found = compare(al.Plan.load(given.before), al.Plan.load(given.after))
+    _print(found.to_json() if given.json else found)
+    return 0
+
+
+def run_simulate(given: argparse.Namespace) -> int:
+    """`alpa-lite simulate`: `inspection.timeline.predicted_timeline`."""
+    timeline = predicted_timeline(al.Plan.load(given.plan))
+    if given.trace is not None:
+        given.trace.write_text(json.dumps(chrome_trace(timeline, "predicted")))
+    _print(timeline.to_json() if given.json else timeline)
+    return 0
+
+
+def run_doctor(given: argparse.Namespace) -> int:
+    """`alpa-lite doctor`: `inspection.doctor.diagnose`."""
+    found = diagnose()
+    _print(found.to_json() if given.json else found)
+    return 0 if found.healthy else 1
+
+
+def run_demo(given: argparse.Namespace) -> int:
+    """`alpa-lite demo`: `benchmarks.demo` in a process of its own, with virtual CPU devices that cannot hang."""
+    forwarded = [*given.rest, *(["--json"] if given.json else [])]
+    command = [sys.executable, "-m", "benchmarks.demo", *forwarded]
+    return subprocess.run(command, env={**os.environ, **virtual_cpu_environment(given.devices)}, check=False).returncode
+
+
+def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Call the function that `module:function` names. Returns train step, arguments and keyword arguments.
+
+    Raises `PlanError` when there is no such function or it returns something else.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise PlanError(f"{name!r} names no function: write MODULE:FUNCTION, for example my_model:example.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise PlanError(f"There is no module {module_name!r} here or among the installed packages.") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise PlanError(f"The module {module_name!r} has no function {function_name!r}.")
+    found = function()
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
+        raise PlanError(
+            f"{name} returned {type(found).__name__}, but (train_step, args) or (train_step, args, kwargs) is needed: "
+            "the function to plan and the arguments to plan it for (jax.ShapeDtypeStructs will do)."
+        )
+    kwargs = found[2] if len(found) == 3 else {}
+    return getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
+
+
+def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
+    """The planner of that name with `name=value` options, or the plan of a file. Raises `PlanError` for others."""
+    if name.endswith(".json"):
+        return al.Plan.load(name)
+    planner = PLANNERS.get(name.replace("-", "_"))
+    if planner is None:
+        raise PlanError(f"There is no planner {name!r}. Choose one of {', '.join(PLANNERS)}, or give a saved plan.")
+    known = {field.name for field in fields(planner)}  # type: ignore[arg-type]  # every planner is a dataclass
+    values: dict[str, int] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        if key not in known or not value.isdecimal():
+            listed = ", ".join(sorted(known)) or "none"
+            raise PlanError(f"{option!r} is no option of {name!r}: write NAME=NUMBER; its options are {listed}.")
+        values[key] = int(value)
+    return planner(**values)
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _progress(line: str) -> None:
+    print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)
+
+
+def _print(value: object) -> None:
+    """Text as it is, data as JSON."""
+    print(json.dumps(value, indent=2) if isinstance(value, dict) else value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

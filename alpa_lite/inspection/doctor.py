@@ -1,0 +1,130 @@
+"""Is this machine ready: versions, devices, the solver, and settings of virtual CPU devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import pulp
+
+from alpa_lite.inspection.tables import Table, render
+
+PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "optax")
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_WARN_STUCK = "--xla_cpu_collective_call_warn_stuck_timeout_seconds"
+_TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences."""
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    solver_seconds: float
+    solver_error: str
+    settings: dict[str, str]
+    advice: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether planning works here."""
+        return not self.solver_error
+
+    def __str__(self) -> str:
+        solver = self.solver_error or f"solves a tiny integer program in {1e3 * self.solver_seconds:.0f} ms"
+        rows = [
+            *self.versions.items(),
+            *((f"device {i}", device) for i, device in enumerate(self.devices)),
+            ("HiGHS", solver),
+            *self.settings.items(),
+        ]
+        table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
+        return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "healthy": self.healthy}
+
+
+def diagnose() -> Diagnosis:
+    """Look at this process: its packages, its devices (this starts JAX), the solver and the environment."""
+    devices = tuple(f"{device.platform} {device.device_kind}" for device in jax.devices())
+    start = time.perf_counter()
+    error = solver_error()
+    return Diagnosis(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        devices=devices,
+        solver_seconds=time.perf_counter() - start,
+        solver_error=error,
+        settings={name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if name in os.environ},
+        advice=(*([error] if error else []), *device_advice(devices, os.environ)),
+    )
+
+
+def solver_error() -> str:
+    """Solve max x + 2y with x + y <= 1.5 in whole numbers; empty when the answer is right, else what went wrong."""
+    remedy = "Reinstall the solver: pip install --force-reinstall highspy pulp."
+    try:
+        problem = pulp.LpProblem("doctor", pulp.LpMaximize)
+        x, y = (problem.add_variable(name, 0, 1, pulp.LpInteger) for name in "xy")
+        problem += x + 2 * y
+        problem += x + y <= 1.5
+        status = problem.solve(pulp.HiGHS(msg=False))
+    except Exception as error:  # any failure of the solver or of its package is what this function is to report
+        return f"HiGHS does not run: {error}. {remedy}"
+    if status != pulp.LpStatusOptimal or round(pulp.value(problem.objective)) != 2:
+        return f"HiGHS runs but gives a wrong answer (status {pulp.LpStatus[status]}). {remedy}"
+    return ""
+
+
+def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
+    """Environment variables for `num_devices` virtual CPU devices that cannot hang; set them before JAX starts.
+
+    XLA's CPU client must have more threads than device tasks in flight (NPROC), and a collective that is stuck all
+    the same ends the process with a message instead of waiting for ever.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": str(4 * num_devices),
+        "XLA_FLAGS": f"{_DEVICE_COUNT}={num_devices} {_WARN_STUCK}=5 {_TERMINATE_STUCK}=20",
+    }
+
+
+def device_advice(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What to change about the devices: how to get virtual ones, and settings under which they cannot hang."""
+    if not all(device.startswith("cpu") for device in devices):
+        return ()
+    wanted = virtual_cpu_environment(max(8, len(devices)))
+    if len(devices) == 1:
+        return (
+            "JAX sees one CPU device. Plans for described clusters work (al.cluster); to run plans here, start Python "
+            f'with XLA_FLAGS="{wanted["XLA_FLAGS"]}" NPROC={wanted["NPROC"]}.',
+        )
+    advice: list[str] = []
+    threads = environment.get("NPROC", "")
+    if not re.fullmatch(r"\d+", threads) or int(threads) < 4 * len(devices):
+        given = threads or f"not set ({os.cpu_count()} processors)"
+        advice.append(
+            f"NPROC is {given}: with {len(devices)} virtual devices XLA's thread pool can run full and hang. "
+            f"Start Python with NPROC={4 * len(devices)}."
+        )
+    if _TERMINATE_STUCK not in environment.get("XLA_FLAGS", ""):
+        advice.append(
+            f"A stuck collective would wait for a long time: add {_TERMINATE_STUCK}=20 to XLA_FLAGS to get an error."
+        )
+    return tuple(advice)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

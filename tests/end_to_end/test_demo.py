@@ -1,0 +1,73 @@
+"""The demo, small: it plans, trains, compares, and all plans agree."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from alpa_lite.planners import DataParallel, Pipeline
+from benchmarks import demo
+from benchmarks.models.gpt import GPT
+
+
+@pytest.fixture(scope="module")
+def shown(devices):
+    """Result and printed text of a small demo."""
+    config = demo.DemoConfig(
+        model=GPT(num_layers=1, hidden=16, num_heads=2, seq_len=8),
+        batch_size=32,
+        num_steps=6,
+        num_rounds=2,
+        manual=(DataParallel(), Pipeline(num_stages=2)),
+    )
+    output = io.StringIO()
+    result = demo.run(config, Console(file=output, width=120))
+    return result, output.getvalue()
+
+
+def test_training_learns(shown):
+    losses = shown[0].training.losses
+    assert len(losses) == 6
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] < 1.2 * math.log(256)
+
+
+def test_all_plans_compute_the_same(shown):
+    assert shown[0].max_loss_difference < 1e-4
+    assert [row.name for row in shown[0].comparison[1:]] == [
+        "data parallel",
+        "2-stage pipeline",
+        "jax.jit on one device",
+    ]
+
+
+def test_predictions_stand_beside_measurements(shown):
+    rows = shown[0].comparison
+    assert all(row.measured_seconds > 0 for row in rows)
+    assert all(row.predicted_seconds > 0 for row in rows[:-1])
+    assert rows[-1].predicted_seconds is None
+    assert all(rows[0].predicted_seconds <= row.predicted_seconds for row in rows[1:-1])
+
+
+def test_it_prints_plainly(shown):
+    text = shown[1]
+    for words in (
+        "1. Planning",
+        "2. Training",
+        "3. The same steps",
+        "Stages",
+        "share this machine's cores",
+        "(chosen)",
+    ):
+        assert words in text
+
+
+def test_result_is_json(shown):
+    assert json.loads(json.dumps(shown[0].to_json()))["max_loss_difference"] == shown[0].max_loss_difference
+
+
+def test_wrong_sizes_are_a_sentence(capsys):
+    assert demo.main(["--hidden", "30"]) == 1
+    assert "multiple of num_heads" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""Predicted timelines and traces."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
+from alpa_lite.schedule import OneFOneB, simulate
+
+
+def test_makespan_is_the_prediction(tensor_plan, pipeline_plan):
+    for plan in (tensor_plan, pipeline_plan):
+        timeline = predicted_timeline(plan)
+        assert timeline.makespan_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-9)
+        assert timeline.bubble_fraction == pytest.approx(plan.prediction.bubble_fraction)
+
+
+def test_every_task_is_there_once(pipeline_plan):
+    timeline = predicted_timeline(pipeline_plan)
+    count = pipeline_plan.num_microbatches
+    for stage in range(2):
+        kinds = [bar.kind for bar in timeline.bars if bar.stage == stage]
+        assert (kinds.count("forward"), kinds.count("backward"), kinds.count("update")) == (count, count, 1)
+    text = str(timeline)
+    assert "predicted step" in text and "busy ms" in text
+
+
+def test_trace_of_a_plan(pipeline_plan):
+    trace = json.loads(json.dumps(chrome_trace(predicted_timeline(pipeline_plan), "predicted")))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert names == {"predicted", "stage 0", "stage 1"}
+    assert len(spans) == len(predicted_timeline(pipeline_plan).bars)
+    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
+
+
+def test_trace_of_a_simulated_schedule():
+    timeline = simulate(OneFOneB().tasks(2, 3), [1.0, 1.0], [2.0, 2.0])
+    spans = [event for event in chrome_trace(timeline)["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 12
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(timeline.makespan_seconds * 1e6)
+    assert {event["cat"] for event in spans} == {"forward", "backward"}
+
+
+def test_trace_of_measured_spans():
+    span = SimpleNamespace(
+        stage=1, kind="RUN", name="stage 1 forward", microbatch=2, start_seconds=1.0, end_seconds=1.5
+    )
+    event = chrome_trace([span], "measured")["traceEvents"][-1]
+    assert (event["name"], event["ts"], event["dur"], event["tid"]) == ("stage 1 forward 2", 1e6, 5e5, 1)

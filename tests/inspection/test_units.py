@@ -1,0 +1,55 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from alpa_lite.inspection import units
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.50 KiB"),
+        (20 * 2**20, "20.0 MiB"),
+        (300 * 2**30, "300 GiB"),
+        (2**41, "2.00 TiB"),
+    ],
+)
+def test_bytes(size, text):
+    assert units.show_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.99999, "1.00 s"), (3e-6, "3.00 µs"), (2e-8, "0.02 µs")],
+)
+def test_seconds(seconds, text):
+    assert units.show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([2, 0, 1], "0–2"), ([0, 1, 4, 6, 7], "0–1, 4, 6–7")]
+)
+def test_numbers(numbers, text):
+    assert units.show_numbers(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("/a/long/way/models/gpt.py:12:3 (mlp)", "models/gpt.py:12 (mlp)"),
+        ("gpt.py:12", "gpt.py:12"),
+        ("C:\\code\\gpt.py:12:3 (f)", "code/gpt.py:12 (f)"),
+        ("", ""),
+        ("no location", "no location"),
+    ],
+)
+def test_short_source(source, text):
+    assert units.short_source(source) == text
+
+
+def test_count_and_range():
+    assert units.show_count(1, "micro-batch") == "1 micro-batch"
+    assert units.show_count(2, "micro-batch") == "2 micro-batches"
+    assert (units.show_range(2, 2), units.show_range(2, 5)) == ("2", "2–5")

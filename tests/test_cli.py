@@ -1,0 +1,196 @@
+"""The command line: every command, its JSON, and its errors."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite import cli
+
+MODULE = """
+import jax
+import jax.numpy as jnp
+
+def loss(params, x, y):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - y) ** 2)
+
+def train_step(params, x, y):
+    value, grads = jax.value_and_grad(loss)(params, x, y)
+    return [p - 0.1 * g for p, g in zip(params, grads)], value
+
+def example():
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    return train_step, ([w] * 4, x, x)
+
+def wrong():
+    return train_step
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the module of a user, who works in it."""
+    path = tmp_path_factory.mktemp("work")
+    (path / "users_model.py").write_text(MODULE)
+    return path
+
+
+@pytest.fixture
+def at_work(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plans(folder):
+    """Two saved plans: data parallel, and a pipeline."""
+    paths = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, *options in (["data_parallel"], ["pipeline", "--option", "num_stages=2"]):
+            paths.append(str(folder / f"{name}.json"))
+            arguments = ["--planner", name, *options, "--cluster", "p3.16xlarge", "--output", paths[-1]]
+            assert cli.main(["plan", "users_model:example", *arguments]) == 0
+    return paths
+
+
+def run(capsys, *arguments):
+    """Exit code, standard output and standard error of a command."""
+    capsys.readouterr()
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys, *arguments):
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_plan_prints_and_saves(plans, capsys):
+    code, out, _ = run(capsys, "explain", plans[0])
+    assert code == 0
+    assert "data parallel" in out and "Stages" in out
+    assert al.Plan.load(plans[0]).cluster.num_devices == 8
+
+
+def test_plan_json_and_hosts(at_work, capsys):
+    summary = run_json(
+        capsys, "plan", "users_model:example", "--cluster", "p3.16xlarge", "--num-hosts", "2", "--planner", "fsdp"
+    )
+    assert summary["num_devices"] == 16 and summary["name"] == "FSDP"
+
+
+def test_a_saved_plan_is_replayed(plans, at_work, capsys):
+    summary = run_json(capsys, "plan", "users_model:example", "--planner", plans[0], "--cluster", "p3.16xlarge")
+    assert len(summary["stages"]) == 1
+
+
+def test_explain(plans, capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    code, out, _ = run(capsys, "explain", plans[1], "stage 1", "--html", str(page))
+    assert code == 0
+    assert "devices 4..7" in out
+    assert page.read_text().startswith("<!doctype html>")
+    assert run_json(capsys, "explain", plans[1], "stage 1")["kind"] == "stage"
+    assert run_json(capsys, "explain", plans[1])["num_microbatches"] > 1
+
+
+def test_diff(plans, capsys):
+    code, out, _ = run(capsys, "diff", *plans)
+    assert code == 0
+    assert "per step (predicted)" in out
+    assert len(run_json(capsys, "diff", *plans)["seconds"]) == 2
+
+
+def test_simulate(plans, capsys, tmp_path):
+    path = tmp_path / "trace.json"
+    code, out, _ = run(capsys, "simulate", plans[1], "--trace", str(path))
+    assert code == 0
+    assert "predicted step" in out
+    assert json.loads(path.read_text())["traceEvents"]
+    assert run_json(capsys, "simulate", plans[1])["makespan_seconds"] > 0
+
+
+def test_doctor(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "HiGHS" in out and "jaxlib" in out
+    assert run_json(capsys, "doctor")["healthy"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explain", "missing.json"], "cannot be read as a plan"),
+        (["explain", "users_model.py"], "cannot be read as a plan"),
+        (["plan", "users_model"], "MODULE:FUNCTION"),
+        (["plan", "no_such_module:example"], "no module 'no_such_module'"),
+        (["plan", "users_model:nothing"], "no function 'nothing'"),
+        (["plan", "users_model:wrong"], "(train_step, args)"),
+        (["plan", "users_model:example", "--cluster", "p3.17xlarge"], "Did you mean"),
+        (["plan", "users_model:example", "--num-hosts", "2"], "--cluster"),
+        (["plan", "users_model:example", "--planner", "magic", "--cluster", "p3.16xlarge"], "no planner 'magic'"),
+        (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "its options are"),
+        (["plan", "users_model:example", "--num-microbatches", "5", "--cluster", "p3.16xlarge"], "5"),
+    ],
+)
+def test_errors_are_sentences(at_work, capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 1
+    assert words in err and "Traceback" not in err
+    assert not out
+
+
+def test_unknown_subject_is_a_sentence(plans, capsys):
+    code, _, err = run(capsys, "explain", plans[0], "no/such/thing")
+    assert code == 1
+    assert "no/such/thing" in err
+
+
+@pytest.mark.parametrize("arguments", [["dance"], ["diff", "a.json"], ["doctor", "--loud"], []])
+def test_wrong_usage_exits_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_demo_runs_in_its_own_process(monkeypatch):
+    calls = []
+
+    def fake(command, *, env, check):
+        calls.append((command, env))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(cli.subprocess, "run", fake)
+    assert cli.main(["demo", "--steps", "5", "--json"]) == 3
+    command, environment = calls[0]
+    assert command == [sys.executable, "-m", "benchmarks.demo", "--steps", "5", "--json"]
+    assert "device_count=8" in environment["XLA_FLAGS"] and environment["NPROC"] == "32"
+
+
+def test_every_planner_has_a_name():
+    classes = {type(planner) for planner in al.planners.MANUAL_PLANNERS} | {al.planners.Auto, al.planners.Hybrid}
+    assert classes <= set(cli.PLANNERS.values())
+
+
+def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "decorated_model.py").write_text(
+        "import alpa_lite as al, users_model\nstep = al.parallelize(users_model.train_step)\n"
+        "def example():\n    return step, users_model.example()[1]\n"
+    )
+    (tmp_path / "users_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    step, args, kwargs = cli.load_example("decorated_model:example")
+    shapes = jax.eval_shape(step, *args)
+    assert shapes[1].dtype == jnp.float32 and not kwargs
