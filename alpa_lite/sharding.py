@@ -164,7 +164,7 @@ def reshard(
 ) -> tuple[Step, ...] | None:
     """Cheapest walk of elementary moves from `source` to `target`; None when there is none.
 
-    A partial sum can be resolved but never created. A walk costs the bytes sent per device + `STEP_BYTES` per collective.
+    A partial sum can be resolved but never created. A walk costs the bytes sent per device + `STEP_BYTES` a collective.
     """
     if source == target:
         return ()

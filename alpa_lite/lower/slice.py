@@ -229,21 +229,9 @@ class Slicer:
                 resolved.append((v, spec, later))
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
         computed.update(self._free_outputs(place))
-        outputs: list[Port] = []
-        sums: list[Port] = []
-        for v in sorted(computed):
-            if self._is_sum(v) and place.kind not in ("update", "step"):
-                if self._read_after_loop(v):
-                    sums.append(Port(value=v, spec=self.stored_spec(v)))
-                if self._read_in_loop_elsewhere(v, place):
-                    outputs.append(Port(value=v, spec=self.home_spec(v)))
-            elif self._leaves(v, place):
-                outputs.append(Port(value=v, spec=self._leaving_spec(v, place)))
-        for v in dict.fromkeys([*external, *self._invariant_outputs(place)]):
-            if place.kind in ("update", "step") and self._returned_from(v, place) and v not in computed:
-                outputs.append(Port(value=v, spec=self.output_spec(v)))
-            elif place.kind == "update" and self._is_sum(v) and self._later_readers(v, place):
-                outputs.append(Port(value=v, spec=self.resolved_spec(v)))
+        in_loop = place.kind not in ("update", "step")
+        sums = [v for v in sorted(computed) if in_loop and self._is_sum(v) and self._read_after_loop(v)]
+        outputs = [*self._computed_outputs(place, sorted(computed)), *self._handed_on(place, external, computed)]
         return TaskSpec(
             stage=place.stage,
             kind=place.kind,
@@ -256,7 +244,7 @@ class Slicer:
         )
 
     def _computed_outputs(self, place: Place, computed: Iterable[int]) -> Iterator[Port]:
-        """Values computed by a task that other tasks or the caller read; sums leave only for other tasks of the loop."""
+        """Values computed by a task that others read; sums of the loop leave here only for other tasks of the loop."""
         for v in computed:
             if self._is_sum(v) and place.kind not in ("update", "step"):
                 if self._read_in_loop_elsewhere(v, place):
