@@ -96,6 +96,7 @@ class TracedFunction:
             batch_size=traced.batch_size,
             cluster=cluster,
             cost_model=ComposedCostModel(cluster),
+            cost_model_for=ComposedCostModel,
             num_microbatches=num_microbatches,
             progress=self.options.progress,
         )

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_dp import StageTable
@@ -25,6 +27,7 @@ from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
 from alpa_lite.pricing import Pricer
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction
+from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
 #: Axis names of the logical meshes of the search, by number of axes.
@@ -78,26 +81,37 @@ class StageCosts:
             self._catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
         return self._catalogues[kind]
 
-    def least_peaks(self) -> dict[int, float]:
-        """For each single layer the least bytes per device of any solution tried, feasible or not."""
-        least: dict[int, float] = {}
+    def least_peaks(self) -> dict[tuple[int, int], float]:
+        """For the shortest stages tried the least bytes per device of any solution, feasible or not."""
+        shortest = min((view.last - view.first for view, _ in self._solved.values()), default=0)
+        least: dict[tuple[int, int], float] = {}
         for view, solved in self._solved.values():
-            if view.first == view.last:
-                least[view.first] = min(solved.peak_bytes, least.get(view.first, float("inf")))
+            if view.last - view.first == shortest:
+                key = (view.first, view.last)
+                least[key] = min(solved.peak_bytes, least.get(key, float("inf")))
         return least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A logical shape, and how many micro-batches in flight the sharding must leave room for."""
+
+    shape: tuple[int, ...]
+    in_flight: int
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh with the search's axis names."""
+        return LogicalMesh(axis_names=AXIS_NAMES[len(self.shape)], shape=self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """The table of the stage DP and what its indices mean."""
+    """The table of the stage DP and what its indices mean: submesh kinds, and configurations of each."""
 
     table: StageTable
     kinds: tuple[tuple[int, int], ...]
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
-
-    def mesh(self, kind: int, configuration: int) -> LogicalMesh:
-        """The logical mesh of a configuration of a submesh kind."""
-        return mesh_of(self.shapes[kind][configuration])
+    configurations: tuple[tuple[Configuration, ...], ...]
 
 
 #: A stage may have at most this many times its devices' share of the FLOPs, and at least the inverse of its square.
@@ -125,51 +139,58 @@ def _batch_divides(step: StepGraph, shape: tuple[int, ...]) -> bool:
     return step.batch_size is not None and step.batch_size // step.num_microbatches % shape[0] == 0
 
 
-def mesh_of(shape: tuple[int, ...]) -> LogicalMesh:
-    """A logical mesh with the search's axis names."""
-    return LogicalMesh(axis_names=AXIS_NAMES[len(shape)], shape=shape)
+def configurations_of(costs: StageCosts, kind: tuple[int, int]) -> tuple[Configuration, ...]:
+    """The logical shapes of a submesh, each for one micro-batch in flight and for as many as there can be stages."""
+    shapes = [shape for shape in logical_shapes(*kind) if _batch_divides(costs.step, shape)]
+    most = min(costs.step.num_microbatches, costs.layers.num_layers)
+    return tuple(Configuration(shape=s, in_flight=n) for n in sorted({1, most}) for s in shapes)
 
 
-def stage_options(costs: StageCosts, num_microbatches: int, inflow_seconds: np.ndarray) -> StageOptions:
+def stage_options(costs: StageCosts, inflow_seconds: NDArray[np.float64]) -> StageOptions:
     """Solve all stages that can occur. `inflow_seconds[i]`: time to receive what layer i reads from earlier layers."""
     cluster, num_layers = costs.cost_model.cluster, costs.layers.num_layers
     kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
-    shapes = tuple(
-        tuple(shape for shape in logical_shapes(hosts, devices) if _batch_divides(costs.step, shape))
-        for hosts, devices in kinds
-    )
-    width = max(map(len, shapes))
-    size = (num_layers, num_layers, len(kinds), width)
+    configurations = tuple(configurations_of(costs, kind) for kind in kinds)
+    size = (num_layers, num_layers, len(kinds), max(map(len, configurations)))
     seconds, following = np.full(size, np.inf), np.full(size, -1, dtype=int)
     shares = _flops_shares(costs.step, costs.layers)
-    launch, capacity = costs.cost_model.launch_seconds(), float(cluster.device.memory_bytes)
-    for first in range(num_layers):
-        for last in range(first, num_layers):
-            for k, (hosts, devices) in enumerate(kinds):
-                everything = hosts * devices == cluster.num_devices
-                if everything != (first == 0 and last == num_layers - 1):
-                    continue
-                share = hosts * devices / cluster.num_devices
-                if not cluster.shared_processor and not balanced(shares[first : last + 1].sum(), share):
-                    continue
-                submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
-                for c, shape in enumerate(shapes[k]):
-                    s = costs.solution(first, last, submesh, mesh_of(shape))
-                    if s.choice is None:
-                        continue
-                    seconds[first, last, k, c] = (
-                        s.forward_seconds
-                        + s.backward_seconds
-                        + 2 * launch
-                        + 2 * inflow_seconds[first]
-                        + (s.update_seconds + launch) / num_microbatches
-                    )
-                    spare = capacity - s.bytes_in_flight(0)
-                    held = num_layers if s.activation_bytes <= 0 else int(spare // s.activation_bytes)
-                    following[first, last, k, c] = min(held, num_layers) - 1
-    table = StageTable(
-        seconds=seconds,
-        max_following_stages=following,
-        submesh_devices=tuple(hosts * devices for hosts, devices in kinds),
-    )
-    return StageOptions(table=table, kinds=kinds, shapes=shapes)
+    for first, last, k in product(range(num_layers), range(num_layers), range(len(kinds))):
+        devices = kinds[k][0] * kinds[k][1]
+        if last < first or not _worthwhile(cluster, first, last, num_layers, devices, shares[first : last + 1].sum()):
+            continue
+        for c, configuration in enumerate(configurations[k]):
+            loose = configurations[k].index(Configuration(shape=configuration.shape, in_flight=1))
+            if loose != c and following[first, last, k, loose] == num_layers - 1:
+                continue  # the best sharding has room for all micro-batches anyway
+            submesh = Submesh(first_device=0, num_hosts=kinds[k][0], devices_per_host=kinds[k][1])
+            solution = costs.solution(first, last, submesh, configuration.mesh, in_flight=configuration.in_flight)
+            if solution.choice is not None:
+                seconds[first, last, k, c] = _seconds(costs, solution, float(inflow_seconds[first]))
+                following[first, last, k, c] = _stages_that_may_follow(costs, solution)
+    devices_of = tuple(hosts * devices for hosts, devices in kinds)
+    table = StageTable(seconds=seconds, max_following_stages=following, submesh_devices=devices_of)
+    return StageOptions(table=table, kinds=kinds, configurations=configurations)
+
+
+def _worthwhile(cluster: Cluster, first: int, last: int, num_layers: int, devices: int, flops_share: float) -> bool:
+    """All devices go with all layers; a part of the layers gets about its share of the devices."""
+    whole = first == 0 and last == num_layers - 1
+    if whole or devices == cluster.num_devices:
+        return whole and devices == cluster.num_devices
+    return cluster.shared_processor or balanced(flops_share, devices / cluster.num_devices)
+
+
+def _seconds(costs: StageCosts, solution: StageSolution, inflow: float) -> float:
+    """A stage's time per micro-batch: both passes, their dispatch, what comes in, and its part of the update."""
+    launch = costs.cost_model.launch_seconds()
+    loop = solution.forward_seconds + solution.backward_seconds + 2 * launch + 2 * inflow
+    return loop + (solution.update_seconds + launch) / costs.step.num_microbatches
+
+
+def _stages_that_may_follow(costs: StageCosts, solution: StageSolution) -> int:
+    """A stage followed by k others holds k + 1 micro-batches (1F1B), but never more than there are."""
+    num_layers = costs.layers.num_layers
+    spare = float(costs.cost_model.cluster.device.memory_bytes) - solution.bytes_in_flight(0)
+    if spare >= costs.step.num_microbatches * solution.activation_bytes:
+        return num_layers - 1
+    return min(int(spare // solution.activation_bytes), num_layers) - 1

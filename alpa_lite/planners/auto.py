@@ -29,6 +29,7 @@ from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_bytes
+from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches, show_bytes
 from alpa_lite.planners.zero import Zero
 from alpa_lite.schedule import OneFOneB, Schedule
 
@@ -40,6 +41,9 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     Pipeline(num_stages=4),
 )
 """The classic plans that are always priced beside the search."""
+
+MICROBATCHES = (1, 16)
+"""Numbers of micro-batches that are tried when the user leaves it open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +65,20 @@ class Auto(Planner):
         problems: list[AlpaLiteError] = []
         plans = [*self._search(request, problems), *self._manual(request, problems)]
         if not plans:
-            raise _most_telling(problems)
+            raise self._advised(request, _most_telling(problems))
         best = min(plans, key=lambda p: p.prediction.step_seconds)
-        others = sorted((p.name, p.prediction.step_seconds) for p in plans if p is not best)
+        others = [(_with_microbatches(p), p.prediction.step_seconds) for p in plans if p is not best]
         report = replace(best.solver, seconds=time.perf_counter() - started)
         name = self.name if best.name == self.name else f"{self.name} ({best.name})"
-        return replace(best, name=name, alternatives=tuple(others), solver=report)
+        return replace(best, name=name, alternatives=tuple(sorted(others, key=lambda o: o[1])), solver=report)
+
+    def _advised(self, request: PlanRequest, problem: AlpaLiteError) -> AlpaLiteError:
+        """The problem with the cheapest change that would solve it, if memory is the problem."""
+        if not request.advise or not isinstance(problem, InfeasibleError):
+            return problem
+        alone, tried = replace(self, manual=()), request.microbatch_choices(MICROBATCHES)[-1]
+        changes = [*more_microbatches(alone, request, tried)]
+        return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
         for step in candidate_steps(request, problems):
@@ -87,7 +99,7 @@ class Auto(Planner):
             cost_model=request.cost_model,
             progress=request.progress,
         )
-        options = stage_options(costs, step.num_microbatches, _inflow_seconds(request, step, layers))
+        options = stage_options(costs, _inflow_seconds(request, step, layers))
         found = solve_stages(
             options.table,
             num_devices=request.cluster.num_devices,
@@ -95,7 +107,7 @@ class Auto(Planner):
             serialized=request.cluster.shared_processor,
         )
         if not found.stages:
-            raise InfeasibleError(_infeasible(request, costs, options, found.reason))
+            raise InfeasibleError(_infeasible(request, costs))
         stages = _placed(request, costs, options, found.stages)
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
@@ -111,8 +123,7 @@ class Auto(Planner):
 def candidate_steps(request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
     """The step at each number of micro-batches worth trying; what cannot be split is left out, with its reason."""
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
-    default = (1,) if request.cluster.shared_processor else (1, min(16, max(4, 2 * request.cluster.num_devices)))
-    for m in request.microbatch_choices(default):
+    for m in request.microbatch_choices((1,) if request.cluster.shared_processor else MICROBATCHES):
         try:
             # Loops over layers are written out where a pipeline may cut them.
             yield request.step_at(m, m > 1)
@@ -139,26 +150,28 @@ def _placed(
     submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
     stages: list[PlacedStage] = []
     for assignment, submesh in zip(assignments, submeshes, strict=True):
-        mesh = options.mesh(assignment.submesh, assignment.configuration)
-        first, last = assignment.first_layer, assignment.last_layer
-        solution = costs.solution(first, last, submesh, mesh)
+        chosen = options.configurations[assignment.submesh][assignment.configuration]
+        first, last, mesh = assignment.first_layer, assignment.last_layer, chosen.mesh
+        solution = costs.solution(first, last, submesh, mesh, in_flight=chosen.in_flight)
         stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
     return stages
 
 
-def _infeasible(request: PlanRequest, costs: StageCosts, options: StageOptions, reason: str) -> str:
-    """The least memory that any stage of one layer needs on any submesh, as a sentence."""
-    gib = 2.0**30
-    capacity = request.cluster.device.memory_bytes
-    needs = costs.least_peaks()
-    worst = max(needs, key=lambda layer: needs[layer], default=0)
-    need = needs.get(worst, 0.0)
+def _infeasible(request: PlanRequest, costs: StageCosts) -> str:
+    """The layer that needs the most memory even at its best, as a sentence."""
+    device, needs = request.cluster.device, costs.least_peaks()
+    worst = max(needs, key=lambda layers: needs[layers], default=(0, 0))
+    where = f"layer {worst[0]}" if worst[0] == worst[1] else f"layers {worst[0]}..{worst[1]}"
     return (
-        f"No plan fits into memory: {reason} The tightest layer is {worst} of {costs.layers.num_layers}, which needs "
-        f"at least {need / gib:.2f} GiB per device on the submeshes of {request.cluster.name}; "
-        f"{request.cluster.device.name} has {capacity / gib:.2f} GiB. Cheapest first: more micro-batches (this was "
-        f"num_microbatches={costs.step.num_microbatches}), jax.checkpoint around the layers, more devices."
+        f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, which "
+        f"needs at least {show_bytes(needs.get(worst, 0.0))} per device of {request.cluster.name} at "
+        f"num_microbatches={costs.step.num_microbatches}; {device.name} has {show_bytes(device.memory_bytes)}."
     )
+
+
+def _with_microbatches(plan: Plan) -> str:
+    count = plan.num_microbatches
+    return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
 
 
 def _most_telling(problems: Sequence[AlpaLiteError]) -> AlpaLiteError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -20,6 +20,7 @@ from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes
 from alpa_lite.schedule import OneFOneB, Schedule
 from alpa_lite.strategies import AxisRole, Restriction
 
@@ -94,8 +95,37 @@ class Hybrid(Planner):
         held = self.schedule.in_flight(index, self.pipeline, microbatches)
         solution = costs.solution(index, index, submesh, mesh, in_flight=held)
         if solution.choice is None:
-            raise InfeasibleError(explain_infeasible(self.name, request, index, submesh, solution, held))
+            raise InfeasibleError(self._too_large(request, index, submesh, solution, held, microbatches))
         return PlacedStage(first=index, last=index, submesh=submesh, mesh=mesh, solution=solution)
+
+    def _too_large(
+        self,
+        request: PlanRequest,
+        index: int,
+        submesh: Submesh,
+        solution: StageSolution,
+        held: int,
+        microbatches: int,
+    ) -> str:
+        """Which stage needs how much, and the cheapest change that would fit."""
+        device = request.cluster.device
+        sentence = (
+            f"{self.name} does not fit: stage {index} on {submesh.num_devices} devices needs at least "
+            f"{show_bytes(solution.peak_bytes)} per device with {held} micro-batch(es) in flight, but {device.name} "
+            f"has {show_bytes(device.memory_bytes)}."
+        )
+        if not request.advise:
+            return sentence
+        changes = [*more_microbatches(self, request, microbatches)]
+        if self.zero < 3:
+            text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
+            changes.append(Change(text=text, planner=replace(self, zero=3), request=request))
+        data = self.mesh(request).axis_sizes.get("data", 1)
+        if data % 2 == 0:
+            wider = replace(self, model=self.model * 2, data=data // 2)
+            text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
+            changes.append(Change(text=text, planner=wider, request=request))
+        return f"{sentence} {cheapest_fit(changes, more_hosts(replace(self, data=None), request))}"
 
 
 def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
@@ -138,18 +168,3 @@ def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
             f"(batch {step.batch_size} in {step.num_microbatches} micro-batches). Use a multiple of {data} samples per "
             "micro-batch, or a smaller data degree."
         )
-
-
-def explain_infeasible(
-    name: str, request: PlanRequest, index: int, submesh: Submesh, solution: StageSolution, held: int
-) -> str:
-    """Which stage needs how much, and what would help most cheaply."""
-    gib = 2.0**30
-    capacity = request.cluster.device.memory_bytes
-    return (
-        f"{name} does not fit: stage {index} on {submesh.num_devices} devices needs at least "
-        f"{solution.peak_bytes / gib:.2f} GiB per device with {held} micro-batch(es) in flight, but "
-        f"{request.cluster.device.name} has {capacity / gib:.2f} GiB. Cheapest first: more micro-batches "
-        f"(num_microbatches), splitting optimizer state (al.planners.Zero), tensor parallelism, more pipeline stages, "
-        f"or devices with {solution.peak_bytes / capacity:.1f}× the memory."
-    )

@@ -28,6 +28,8 @@ class PlanRequest:
     input_names                         path of each graph input that is an argument
     alias_leaves                        output number → number of the input that it replaces
     num_microbatches                    a number, or "auto"
+    cost_model_for(cluster)             a cost model of the same kind for another cluster
+    advise                              whether a planner that finds nothing should look for changes that would help
     """
 
     function: str
@@ -37,7 +39,9 @@ class PlanRequest:
     batch_size: int | None
     cluster: Cluster
     cost_model: CostModel
+    cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
+    advise: bool = True
     progress: Callable[[str], None] = field(default=lambda _: None)
 
     def aliases(self, step: StepGraph) -> dict[int, int]:

@@ -2,7 +2,8 @@
 
 A handful of small programs is timed: a matrix product, an element-wise pass, an all_reduce at two sizes, a program
 that does nothing. Rates are set so that the cost model reproduces those timings. Virtual CPU devices share one
-processor and are described as such (`Cluster.shared_processor`): their work adds up in time instead of running side by side.
+processor and are described as such (`Cluster.shared_processor`): their work adds up in time instead of running side
+by side.
 """
 
 from __future__ import annotations

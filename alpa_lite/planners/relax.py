@@ -1,0 +1,71 @@
+"""When nothing fits into memory: which change is the cheapest that would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.planners.planner import Planner, PlanRequest
+
+#: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
+MAX_TRIES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change to a request or planner, in words, and what to try."""
+
+    text: str
+    planner: Planner
+    request: PlanRequest
+
+
+def more_microbatches(planner: Planner, request: PlanRequest, tried: int) -> Iterator[Change]:
+    """The same planner with more micro-batches than `tried`."""
+    size = request.batch_size or 1
+    larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
+    steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
+    for m in steps:
+        yield Change(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
+
+
+def more_hosts(planner: Planner, request: PlanRequest) -> Iterator[Change]:
+    """The same planner on two, four, … times as many hosts."""
+    for doubling in range(1, MAX_TRIES + 1):
+        cluster = replace(request.cluster, num_hosts=request.cluster.num_hosts << doubling)
+        model = request.cost_model_for(cluster)
+        text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
+        yield Change(text=text, planner=planner, request=replace(request, cluster=cluster, cost_model=model))
+
+
+def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Change]) -> str:
+    """A sentence that names the fastest of the changes that fit, or the fewest more hosts that do."""
+    fits: list[tuple[float, str]] = []
+    for change in without_hardware:
+        seconds = _predicted(change)
+        if seconds is not None:
+            fits.append((seconds, change.text))
+    if fits:
+        seconds, text = min(fits)
+        return f"The cheapest change that fits: {text}, predicted {seconds * 1e3:.3g} ms per step."
+    for change in with_hardware:
+        seconds = _predicted(change)
+        if seconds is not None:
+            return f"What would fit: {change.text}, predicted {seconds * 1e3:.3g} ms per step."
+    return "None of the changes tried fits either: use devices with more memory, or jax.checkpoint around the layers."
+
+
+def _predicted(change: Change) -> float | None:
+    try:
+        return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
+    except AlpaLiteError:
+        return None
+
+
+def show_bytes(count: float) -> str:
+    """`1.50 GiB`-like text."""
+    for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
