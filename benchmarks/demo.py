@@ -310,9 +310,8 @@ def _print_comparison(result: DemoResult, console: Console) -> None:
     )
     if jax.devices()[0].platform == "cpu":
         console.print(
-            "These CPU devices are virtual: they share this machine's cores, so speed-ups are not to be expected here, "
-            "and the plan that communicates least wins. What to look at: every plan computes the same thing, and how "
-            "well its time is predicted.",
+            "These CPU devices are virtual: they share this machine's cores, so speed-ups are not to be expected here. "
+            "What to look at: every plan computes the same thing, and how well its time is predicted.",
             highlight=False,
         )
     console.print(f"Done in {result.seconds:.0f} s.", highlight=False)

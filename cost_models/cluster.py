@@ -21,7 +21,7 @@ from cost_models.hardware import Device as Device
 from cost_models.hardware import Link as Link
 
 _NOT_CLUSTER_KEYS = ("sources", "notes")
-_OPTIONAL_KEYS = ("efficiency", "shared_processor")
+_OPTIONAL_KEYS = ("efficiency", "shared_processor", "device_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,11 @@ class Cluster:
         shared_processor: the devices of a host are virtual and one processor runs them all (CPU virtual devices). Then
             the rates of `device` and `intra_host` are those of the whole processor, and the work and the traffic of
             different devices add up in time instead of overlapping.
+        device_share: of a shared processor, the part that one device alone can keep busy, above 0 and at most 1: one
+            device's program may run on fewer cores than there are.
 
     Raises:
-        ClusterError: a count below 1 (the device and the links check themselves).
+        ClusterError: a count below 1, a share outside its range (the device and the links check themselves).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Cluster:
     intra_host: Link
     inter_host: Link
     shared_processor: bool = False
+    device_share: float = 1.0
 
     def __post_init__(self) -> None:
         for what in ("num_hosts", "devices_per_host"):
@@ -57,6 +60,10 @@ class Cluster:
             require_count(f"Cluster.{what}", getattr(self, what), advice=advice, error=ClusterError)
         if self.shared_processor not in (True, False):
             raise ClusterError(f"Cluster.shared_processor is {self.shared_processor!r}, but true or false is needed.")
+        if not 0 < self.device_share <= 1:
+            raise ClusterError(
+                f"Cluster.device_share is {self.device_share!r}, but a part above 0, up to 1, is needed."
+            )
 
     @property
     def num_devices(self) -> int:

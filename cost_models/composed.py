@@ -1,6 +1,7 @@
 """The analytic cost model: the formulas of `compute` and `communication` on a described cluster.
 
-n virtual devices at work together on one processor take n times as long      (ComposedCostModel.compute_seconds)
+n virtual devices at work together on one processor take max(n, 1/share) times as long as one that has it for itself;
+share = the part of the processor that one device can keep busy               (ComposedCostModel.compute_seconds)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ComposedCostModel:
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
         """Seconds until each of `num_active_devices` devices has done `work`; they add up on a shared processor."""
         require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
-        turns = num_active_devices if self.cluster.shared_processor else 1
+        turns = max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1
         return turns * compute.compute_seconds(work, self.cluster.device)
 
     def collective_seconds(self, collective: Collective) -> float:

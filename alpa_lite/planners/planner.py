@@ -183,7 +183,8 @@ def predict(
     launch = model.launch_seconds()
     solutions = [stage.solution for stage in stages]
     transfers = [
-        model.transfer_seconds(
+        launch
+        + model.transfer_seconds(
             boundary_bytes(step, layers, b.first),
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),

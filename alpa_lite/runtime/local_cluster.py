@@ -24,8 +24,9 @@ from cost_models.cluster import Cluster, Device, Link
 from cost_models.compute import compute_seconds
 from cost_models.work import Work
 
-_MATRIX = 768
-_VECTOR = 1 << 19
+_MATRIX = 256
+_VECTOR = 1 << 17
+_ARRAYS_PER_TASK = 32
 _SMALL, _LARGE = 1 << 10, 1 << 20
 
 
@@ -37,8 +38,8 @@ def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
 @functools.cache
 def _measure(devices: tuple[Any, ...]) -> Cluster:
     count, first = len(devices), devices[0]
-    shared = first.platform == "cpu"
-    device = _device(first, count, shared)
+    shared = first.platform == "cpu" and count > 1
+    device = _device(devices if shared else (first,))
     link = _link(devices, shared) if count > 1 else Link(bandwidth_bytes_per_second=10e9, latency_seconds=1e-5)
     hosts = len({d.process_index for d in devices})
     return Cluster(
@@ -49,29 +50,50 @@ def _measure(devices: tuple[Any, ...]) -> Cluster:
         intra_host=link,
         inter_host=link,
         shared_processor=shared,
+        device_share=_device_share(devices) if shared else 1.0,
     )
 
 
-def _device(device: Any, count: int, shared: bool) -> Device:
-    """Rates of one device; of the whole processor when it is shared."""
+def _device(devices: tuple[Any, ...]) -> Device:
+    """Rates of these devices together, each busy with its part: one device, or all that share a processor."""
+    count = len(devices)
     guess = Device(
-        name=device.device_kind,
-        memory_bytes=_memory_bytes(device, count if shared else 1),
+        name=devices[0].device_kind,
+        memory_bytes=_memory_bytes(devices[0], count),
         memory_bandwidth=1e10,
         peak_flops={"float32": 1e11},
         launch_seconds=1e-6,
         dispatch_seconds=1e-4,
     )
-    vector = jax.device_put(jnp.ones((_VECTOR,), jnp.float32), device)
-    seconds = _median_seconds(jax.jit(lambda x: x * 1.5 + 0.5), vector)
+    seconds = _sharded_seconds(lambda x: x * 1.5 + 0.5, devices, (_VECTOR,))
     moved = Work(flops=1.0, bytes=4.0 * _VECTOR, kind="elementwise")
-    bandwidth = guess.memory_bandwidth * compute_seconds(moved, guess) / seconds
-    matrix = jax.device_put(jnp.ones((_MATRIX, _MATRIX), jnp.float32), device)
-    seconds = _median_seconds(jax.jit(jnp.matmul), matrix, matrix)
+    bandwidth = guess.memory_bandwidth * count * compute_seconds(moved, guess) / seconds
+    seconds = _sharded_seconds(lambda x: x @ x, devices, (_MATRIX, _MATRIX))
     product = Work(flops=2.0 * _MATRIX**3, bytes=12.0 * _MATRIX**2, kind="matmul")
     fast_memory = replace(guess, memory_bandwidth=1e15)
-    peak = 1e11 * compute_seconds(product, fast_memory) / seconds
+    peak = 1e11 * count * compute_seconds(product, fast_memory) / seconds
     return replace(guess, memory_bandwidth=bandwidth, peak_flops={"float32": peak})
+
+
+def _device_share(devices: tuple[Any, ...]) -> float:
+    """What one device alone gets done, against all of them together, on products with element-wise work between."""
+
+    def block(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x) @ x
+
+    shape = (_MATRIX, _MATRIX)
+    together = _sharded_seconds(block, devices, shape) / len(devices)
+    alone = _sharded_seconds(block, devices[:1], shape)
+    return min(1.0, max(1.0 / len(devices), together / alone))
+
+
+def _sharded_seconds(function: Callable[[Any], Any], devices: tuple[Any, ...], shape: tuple[int, ...]) -> float:
+    """Seconds until every device has applied a function to an array of its own."""
+    mesh = Mesh(np.array(devices), ("x",))
+    spec = PartitionSpec("x")
+    run = jax.jit(jax.shard_map(lambda x: function(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec))
+    arrays = jax.device_put(jnp.ones((len(devices), *shape), jnp.float32), NamedSharding(mesh, spec))
+    return _median_seconds(run, arrays)
 
 
 def _memory_bytes(device: Any, sharers: int) -> float:
@@ -107,11 +129,11 @@ def _link(devices: tuple[Any, ...], shared: bool) -> Link:
 
 
 def _dispatch_seconds(devices: tuple[Any, ...]) -> float:
-    """Host and device time of launching a program that does nothing much on all devices."""
+    """Host and device time of launching a program that does nothing much to a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
-    array = jax.device_put(jnp.ones((len(devices),), jnp.float32), sharding)
-    return _median_seconds(jax.jit(lambda x: x + 1.0, out_shardings=sharding), array)
+    arrays = [jax.device_put(jnp.ones((len(devices),), jnp.float32), sharding) for _ in range(_ARRAYS_PER_TASK)]
+    return _median_seconds(jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding), *arrays)
 
 
 def _median_seconds(function: Callable[..., Any], *arrays: Any, repeats: int = 9) -> float:
