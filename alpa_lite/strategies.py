@@ -29,23 +29,35 @@ class AxisRole(Enum):
     MODEL = "model"
 
 
+class Split(Enum):
+    """Whether values without a batch are split over BATCH axes."""
+
+    NEVER = "never"
+    MAY = "may"
+    MUST = "must"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restriction:
     """Limits on what the search may do: manual plans are restricted searches.
 
     roles               per mesh axis; BATCH axes split the batch wherever there is one and nothing else in the loop,
                         MODEL axes never split the batch
-    shard_optimizer     values that only the update reads may be split over BATCH axes (ZeRO 1)
-    shard_parameters    values that the loop reads may be stored split over BATCH axes (ZeRO 3, FSDP)
+    optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
+    parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
-    shard_optimizer: bool = False
-    shard_parameters: bool = False
+    optimizer: Split = Split.NEVER
+    parameters: Split = Split.NEVER
 
     def role(self, axis: str) -> AxisRole:
         """The role of an axis; ANY when nothing was said."""
         return self.roles.get(axis, AxisRole.ANY)
+
+    def may_scatter(self, axis: str) -> bool:
+        """Whether a sum over this axis may be left scattered over it."""
+        return self.role(axis) is not AxisRole.BATCH or self.optimizer is not Split.NEVER
 
 
 FREE_CHOICE = Restriction()
@@ -71,7 +83,7 @@ def axis_choices(
         elif role is AxisRole.MODEL:
             choices = [None, *(f for f in fits if f not in batch_factors)]
         elif role is AxisRole.BATCH:
-            choices = [None, *fits] if restriction.shard_optimizer else [None]
+            choices = [None] if restriction.optimizer is Split.NEVER else [None, *fits]
         else:
             choices = [None, *fits]
         if takes_partial and role is not AxisRole.BATCH:
@@ -118,14 +130,10 @@ def placements(
         if len(results) > 1 or not raw[0].partial:
             found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
             continue
-        allowed = _scatter_filter(restriction)
-        for target in resolutions(raw[0], results[0].shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
+        shape, allowed = results[0].shape, restriction.may_scatter
+        for target in resolutions(raw[0], shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
             found.append(replace(bare, results=(target,)))
     return tuple(found)
-
-
-def _scatter_filter(restriction: Restriction) -> Callable[[str], bool]:
-    return lambda axis: restriction.role(axis) is not AxisRole.BATCH or restriction.shard_optimizer
 
 
 def resolutions(

@@ -26,7 +26,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
 from alpa_lite.pricing import Pricer
-from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction
+from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -39,7 +39,7 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
     if len(mesh.shape) == 1:
         return FREE_CHOICE
     roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
-    return Restriction(roles=roles, shard_optimizer=True, shard_parameters=True)
+    return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
 
 
 @dataclass(frozen=True, kw_only=True)

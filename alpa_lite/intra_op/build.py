@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.phases import Phase
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
@@ -34,7 +33,7 @@ from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import operand_specs, replicated_placement, stacked
-from alpa_lite.strategies import AxisRole, resolutions
+from alpa_lite.strategies import Split, resolutions
 
 Key = tuple[int, int]
 """A value: (scope, value id). Scope 0 is the graph of the step, every loop body has its own."""
@@ -152,16 +151,15 @@ class Builder:
         if value.rank == 0 or value.dtype.startswith("key<"):
             self.offers[(0, v)] = Offer(node=_UNIT, specs=(replicated(value.rank),))
             return
-        specs = self.catalogue.value_specs(value, self.step.batch_dims[v], may_shard=self._may_shard(v))
+        specs = self.catalogue.value_specs(value, self.step.batch_dims[v], split=self._split_of(v))
         self.offers[(0, v)] = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
 
-    def _may_shard(self, v: int) -> bool:
-        """Whether a value without batch may be split over BATCH axes: parameters and optimizer state differ (ZeRO)."""
-        graph, phases, restriction = self.view.graph, self.step.phases, self.catalogue.restriction
-        if graph.producer[v] is not None:
-            return False
-        read_in_loop = any(phases[c].in_loop or phases[c] is Phase.INVARIANT for c in graph.consumers[v])
-        return restriction.shard_parameters if read_in_loop else restriction.shard_optimizer
+    def _split_of(self, v: int) -> Split:
+        """Whether a value without batch is split over BATCH axes: parameters and optimizer state differ (ZeRO)."""
+        if self.view.graph.producer[v] is not None:
+            return Split.NEVER
+        restriction = self.catalogue.restriction
+        return restriction.parameters if self.view.is_read_in_loop(v) else restriction.optimizer
 
     def _add_op(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         if all(r in free_values(graph) for r in op.results):
@@ -266,15 +264,14 @@ class Builder:
         value = self.view.graph.values[v]
         offer = self.offers[(0, v)]
         restriction = self.catalogue.restriction
-
-        def may_scatter(axis: str) -> bool:
-            return restriction.role(axis) is not AxisRole.BATCH or restriction.shard_optimizer
-
         options: list[Accumulator] = []
         for stored in dict.fromkeys(offer.specs):
-            targets = resolutions(stored, value.shape, self.sizes, keep=False, scatter=True, allowed=may_scatter)
+            targets = resolutions(
+                stored, value.shape, self.sizes, keep=False, scatter=True, allowed=restriction.may_scatter
+            )
             options += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
-        for spec in self.catalogue.value_specs(value, None, may_shard=restriction.shard_optimizer):
+        may_split = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
+        for spec in self.catalogue.value_specs(value, None, split=may_split):
             options.append(Accumulator(stored=spec, resolved=spec))
         options = list(dict.fromkeys(options))
         node = self._node(np.array([self.catalogue.move_seconds(value, o.stored, o.resolved) for o in options]))
@@ -320,8 +317,7 @@ class Builder:
             node = _UNIT
         else:
             batch_dim = self._batch_dims(inner)[value.id]
-            may_shard = self.catalogue.restriction.shard_parameters
-            specs = self.catalogue.value_specs(value, batch_dim, may_shard=may_shard)
+            specs = self.catalogue.value_specs(value, batch_dim, split=self.catalogue.restriction.parameters)
             node = self._node(np.zeros(len(specs)))
             self.offers[(inner, value.id)] = Offer(node=node, specs=specs)
             if batch_dim is not None:

@@ -23,7 +23,7 @@ from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import op_class, rule_of_op
 from alpa_lite.sharding import Spec, reshard
 from alpa_lite.spmd import operand_specs, raw_result_specs
-from alpa_lite.strategies import AxisRole, Restriction, all_specs, follow, placements
+from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements
 
 FloatArray = NDArray[np.float64]
 
@@ -130,18 +130,26 @@ class Catalogue:
             self._numbers[key] = self._classes.setdefault(op_class(graph, op.id), len(self._classes))
         return self._numbers[key]
 
-    def value_specs(self, value: Value, batch_dim: int | None, *, may_shard: bool) -> tuple[Spec, ...]:
-        """Specs that the restriction allows a value to have; `may_shard`: over BATCH axes although it has no batch."""
+    def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
+        """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
+
+        A BATCH axis splits the batch wherever it divides.
+        """
+        roles = {axis: self.restriction.role(axis) for axis in self.sizes}
 
         def allowed(axis: str, dim: int) -> bool:
-            role = self.restriction.role(axis)
-            if role is AxisRole.MODEL:
+            if roles[axis] is AxisRole.MODEL:
                 return dim != batch_dim
-            if role is AxisRole.BATCH:
-                return dim == batch_dim if batch_dim is not None else may_shard
+            if roles[axis] is AxisRole.BATCH:
+                return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
             return True
 
-        return tuple(all_specs(value.shape, self.sizes, allowed))
+        specs = all_specs(value.shape, self.sizes, allowed)
+        for axis, role in roles.items():
+            using = [spec for spec in specs if axis in spec.axes]
+            if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):
+                specs = using
+        return tuple(specs)
 
     def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
         """Resharding one value once; infinite when there is no way."""

@@ -57,6 +57,18 @@ class StageView:
         producer = self.graph.producer[value]
         return producer is not None and self.step.phases[producer] is Phase.INVARIANT
 
+    def is_read_in_loop(self, value: int) -> bool:
+        """True for values that forward or backward ops read, directly or through invariant ops."""
+        graph, phases, queue, seen = self.graph, self.step.phases, [value], {value}
+        while queue:
+            for c in graph.consumers[queue.pop()]:
+                if phases[c].in_loop:
+                    return True
+                if phases[c] is Phase.INVARIANT:
+                    queue += [r for r in graph.ops[c].results if r not in seen]
+                    seen.update(graph.ops[c].results)
+        return False
+
     @cached_property
     def op_set(self) -> frozenset[int]:
         """The ids of `ops` as a set."""

@@ -28,7 +28,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_bytes
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_values, inflow_seconds
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches, show_bytes
 from alpa_lite.planners.zero import Zero
 from alpa_lite.schedule import OneFOneB, Schedule
@@ -137,8 +137,8 @@ def _inflow_seconds(request: PlanRequest, step: StepGraph, layers: Layers) -> np
     """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
     seconds = [0.0]
     for first in range(1, layers.num_layers):
-        size = boundary_bytes(step, layers, first)
-        seconds.append(request.cost_model.transfer_seconds(size, crosses_hosts=False))
+        values = boundary_values(step, layers, first)
+        seconds.append(inflow_seconds(request.cost_model, values, crosses_hosts=False, num_links=1))
     return np.array(seconds)
 
 

@@ -22,7 +22,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes
 from alpa_lite.schedule import OneFOneB, Schedule
-from alpa_lite.strategies import AxisRole, Restriction
+from alpa_lite.strategies import AxisRole, Restriction, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         mesh = self.mesh(request)
-        step = request.best_step(self.default_microbatches(), unroll=self.pipeline > 1)
+        step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=self.pipeline > 1)
         check_batch(self, step, mesh)
         layers = stage_layers(step, self.pipeline)
         costs = StageCosts(
@@ -63,16 +63,19 @@ class Hybrid(Planner):
         stages = [self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)]
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
-    def default_microbatches(self) -> Sequence[int]:
-        """One without a pipeline, else enough to fill it."""
-        if self.pipeline == 1:
+    def default_microbatches(self, batch_size: int | None, mesh: LogicalMesh) -> Sequence[int]:
+        """One without a pipeline, else enough to fill it; each micro-batch must divide over the data axis."""
+        if self.pipeline == 1 or batch_size is None:
             return (1,)
-        return (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2, 1)
+        data = mesh.axis_sizes.get("data", 1)
+        wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
+        return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
     def restriction(self) -> Restriction:
         """What the axes may do."""
         roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
-        return Restriction(roles=roles, shard_optimizer=self.zero >= 1, shard_parameters=self.zero >= 3)
+        optimizer = Split.MUST if self.zero >= 1 else Split.NEVER
+        return Restriction(roles=roles, optimizer=optimizer, parameters=Split.MUST if self.zero >= 3 else Split.NEVER)
 
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """The logical mesh of every stage."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.ir import Value
+from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
@@ -159,20 +160,25 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     )
 
 
-def boundary_bytes(step: StepGraph, layers: Layers, first: int) -> float:
-    """Bytes of forward values per micro-batch that layers from `first` on read from earlier ones."""
-    graph, total = step.graph, 0.0
+def boundary_values(step: StepGraph, layers: Layers, first: int) -> list[Value]:
+    """Forward values that layers from `first` on read from earlier ones, once per micro-batch."""
+    graph, found = step.graph, list[Value]()
     for value in graph.values:
         producer = graph.producer[value.id]
         if producer is None or not step.phases[producer].in_loop or value.id in free_values(graph):
             continue
         made = layers.of_op[producer]
-        if made is None or made >= first:
-            continue
-        readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c].value == "forward")
-        if any(layer is not None and layer >= first for layer in readers):
-            total += value.bytes
-    return total
+        readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.FORWARD)
+        if made is not None and made < first and any(layer is not None and layer >= first for layer in readers):
+            found.append(value)
+    return found
+
+
+def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: bool, num_links: int) -> float:
+    """Time to send values from one stage to the next: each is dispatched by itself."""
+    size = float(sum(v.bytes for v in values))
+    moved = model.transfer_seconds(size, crosses_hosts=crosses_hosts, num_links=num_links)
+    return moved + len(values) * model.launch_seconds()
 
 
 def predict(
@@ -183,9 +189,9 @@ def predict(
     launch = model.launch_seconds()
     solutions = [stage.solution for stage in stages]
     transfers = [
-        launch
-        + model.transfer_seconds(
-            boundary_bytes(step, layers, b.first),
+        inflow_seconds(
+            model,
+            boundary_values(step, layers, b.first),
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),
         )

@@ -7,7 +7,7 @@ pool, the number of launches in flight is bounded (MAX_IN_FLIGHT); elsewhere the
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from alpa_lite.graph.from_jaxpr import Equation
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec, emit_task, emit_zeros
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
+from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import Plan
 from alpa_lite.sharding import Spec
 
@@ -127,7 +128,22 @@ class Executor:
             at_home = self.program.homes[buffer.value][0] == buffer.stage
             if task >= 0 and at_home and self.program.tasks[task].kind in ("update", "step"):
                 result[task] = (*result.get(task, ()), position)
-        return result
+        return {task: self._reusable(self.program.tasks[task], positions) for task, positions in result.items()}
+
+    def _reusable(self, task: TaskSpec, positions: Sequence[int]) -> tuple[int, ...]:
+        """Of some inputs of a task those whose buffer an output can take over: same shape, dtype and spec."""
+
+        def layout(port: Port) -> object:
+            value = self.step.graph.values[port.value]
+            return value.shape, value.dtype, port.spec
+
+        free, taken = Counter(map(layout, task.outputs)), list[int]()
+        for position in sorted(positions):
+            kind = layout(task.inputs[position])
+            if free[kind]:
+                free[kind] -= 1
+                taken.append(position)
+        return tuple(taken)
 
     def input_sharding(self, value: int) -> NamedSharding:
         """Where a graph input lives between steps."""

@@ -27,6 +27,7 @@ from cost_models.work import Work
 _MATRIX = 256
 _VECTOR = 1 << 17
 _ARRAYS_PER_TASK = 32
+_SMALL_PRODUCTS = 32
 _SMALL, _LARGE = 1 << 10, 1 << 20
 
 
@@ -72,7 +73,15 @@ def _device(devices: tuple[Any, ...]) -> Device:
     product = Work(flops=2.0 * _MATRIX**3, bytes=12.0 * _MATRIX**2, kind="matmul")
     fast_memory = replace(guess, memory_bandwidth=1e15)
     peak = 1e11 * count * compute_seconds(product, fast_memory) / seconds
-    return replace(guess, memory_bandwidth=bandwidth, peak_flops={"float32": peak})
+    small = _sharded_seconds(_many_small_products, devices, (8, 8)) / _SMALL_PRODUCTS / count
+    return replace(guess, memory_bandwidth=bandwidth, peak_flops={"float32": peak}, launch_seconds=small)
+
+
+def _many_small_products(x: jax.Array) -> jax.Array:
+    """A chain of kernels that cannot be fused and do next to nothing."""
+    for _ in range(_SMALL_PRODUCTS):
+        x = jnp.sin(x) @ x
+    return x
 
 
 def _device_share(devices: tuple[Any, ...]) -> float:
@@ -136,8 +145,10 @@ def _dispatch_seconds(devices: tuple[Any, ...]) -> float:
     return _median_seconds(jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding), *arrays)
 
 
-def _median_seconds(function: Callable[..., Any], *arrays: Any, repeats: int = 9) -> float:
-    jax.block_until_ready(function(*arrays))
+def _median_seconds(function: Callable[..., Any], *arrays: Any, repeats: int = 15) -> float:
+    # The first runs pay for compilation and for fresh memory.
+    for _ in range(4):
+        jax.block_until_ready(function(*arrays))
     times: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()

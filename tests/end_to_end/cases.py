@@ -70,7 +70,7 @@ MODELS: dict[str, Any] = {
     "mlp": MLP(in_features=16, hidden=32, out_features=8, num_layers=4),
     "gpt": _gpt(),
     "gpt_untied": _gpt(tied=False),
-    "gpt_scan": _gpt(scan_layers=True, num_layers=4),
+    "gpt_scan": _gpt(scan_layers=True),
     "gpt_remat": _gpt(remat=True),
     "cnn": CNN(image_size=8, channels=8),
 }

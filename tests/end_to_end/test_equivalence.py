@@ -25,17 +25,15 @@ from tests.end_to_end.cases import (
     eager_cluster,
     make_batch,
     reference,
-    relative_error,
 )
 
 QUICK = [
     *[("mlp", planner, m, "mean", "momentum") for planner in PLANNERS for m in (1, 4)],
     *[("mlp", planner, 4, "sum", "momentum+clip") for planner in PLANNERS],
-    ("cnn", "auto", 4, "mean", "momentum"),
+    ("cnn", "hybrid", 4, "mean", "momentum"),
     ("cnn", "fsdp", 4, "sum", "momentum+clip"),
     ("cnn", "pipeline_4", 1, "mean", "momentum"),
     ("gpt", "hybrid", 4, "mean", "momentum+clip"),
-    ("gpt", "zero_2", 1, "sum", "momentum+clip"),
     ("gpt_untied", "megatron", 1, "mean", "momentum"),
     ("gpt_untied", "pipeline_4", 4, "mean", "momentum"),
     ("gpt_scan", "fsdp", 4, "mean", "momentum"),
@@ -116,7 +114,7 @@ def test_the_default_options_plan_for_this_machine(devices: Any) -> None:
     assert step.last_plan.cluster.num_devices == len(devices)
 
 
-# --- Adam -----------------------------------------------------------------------------------------------------------------
+# --- Adam -------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -127,11 +125,12 @@ def reordering_noise(training: Training, num_orders: int = 3) -> tuple[Any, Any]
     noise = jax.tree.map(lambda _: 0.0, want)
     for seed in range(num_orders):
         other = _run_without_dropout(training, step, np.random.default_rng(seed))
-        distance = jax.tree.map(
-            lambda a, b: float(np.linalg.norm(np.asarray(a, float) - np.asarray(b, float))), other, want
-        )
-        noise = jax.tree.map(max, noise, distance)
+        noise = jax.tree.map(max, noise, jax.tree.map(_distance, other, want))
     return want, noise
+
+
+def _distance(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(np.asarray(a, float) - np.asarray(b, float)))
 
 
 def _run_without_dropout(training: Training, step: Any, rng: np.random.Generator | None) -> Any:
@@ -165,27 +164,23 @@ def test_adam_moves_no_further_than_rounding_moves_it_on_one_device(case: Case, 
     assert jax.tree.structure(got) == jax.tree.structure(want)
     leaves = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), jax.tree.leaves(noise), strict=True)
     for (path, a), b, reordered in leaves:
-        error = np.linalg.norm(np.asarray(a, float) - np.asarray(b, float))
+        error = _distance(a, b)
         allowed = max(TOLERANCE * np.linalg.norm(np.asarray(b, float)), 4 * reordered)
         assert error <= allowed, f"{jax.tree_util.keystr(path)}: {error:.1e}, reordering gives {reordered:.1e}"
 
 
-def test_reordering_noise_is_small_wherever_gradients_are_not_zero() -> None:
-    # The measure above is no loophole: only biases whose true gradient is zero (of keys in attention) get room by it.
-    want, noise = reordering_noise(Training(model="gpt", optimizer="adamw+clip"))
-    params, gradients = want[0].params, want[1]["grads"]
-    for (path, a), room in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(noise[0].params), strict=True
-    ):
-        if room > 10 * TOLERANCE * np.linalg.norm(a):
-            assert "b_qkv" in jax.tree_util.keystr(path)
-    for layer in gradients["layers"]:
-        keys = np.split(layer["attention"]["b_qkv"], 3)[1]
-        assert np.abs(keys).max() < 1e-6 * max(np.abs(g).max() for g in jax.tree.leaves(layer))
+def test_reordering_noise_makes_room_for_key_biases_alone() -> None:
+    # The measure above is no loophole: the bias of attention keys, whose true gradient is zero, is all that it serves.
+    want, noise = reordering_noise(Training(model="gpt", optimizer="adamw"))
+    for (path, leaf), moved in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(noise), strict=True):
+        if "b_qkv" not in jax.tree_util.keystr(path):
+            assert 4 * moved <= TOLERANCE * np.linalg.norm(leaf), jax.tree_util.keystr(path)
+    for layer in want[1]["grads"]["layers"]:
+        query, keys, value = (np.linalg.norm(part) for part in np.split(layer["attention"]["b_qkv"], 3))
+        assert keys < 1e-5 * max(query, value)
 
 
 def test_automatic_search_with_its_manual_plans_gives_the_same_result(devices: Any) -> None:
     training = Training(model="mlp", optimizer="momentum+clip")
     step = al.parallelize(training.step(), cluster=eager_cluster(), planner=Auto(num_layers=2), num_microbatches="auto")
     assert_same(training.run(step), reference(training))
-    assert relative_error(1.0, 1.0) == 0.0

@@ -1,0 +1,66 @@
+"""Steps of every kind: equal to `jax.jit` without micro-batches, and with them equal or refused with the line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite as al
+from tests.end_to_end import programs
+from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster
+from tests.end_to_end.programs import PROGRAMS, Program
+
+ADDITIVE = [name for name, program in PROGRAMS.items() if not program.refused]
+REFUSED = [name for name, program in PROGRAMS.items() if program.refused]
+
+
+def _parallel(program: Program, planner: str, num_microbatches: int) -> Any:
+    return al.parallelize(
+        program.step,
+        cluster=eager_cluster(),
+        planner=PLANNERS[planner],
+        num_microbatches=num_microbatches,
+        batch_argnums=program.batch_argnums,
+    )
+
+
+def _check(name: str, planner: str, num_microbatches: int) -> None:
+    program = PROGRAMS[name]
+    got = _parallel(program, planner, num_microbatches)(*program.args)
+    assert_same(got, jax.jit(program.step)(*program.args))
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_micro_batches_give_the_same_result(name: str, devices: Any) -> None:
+    _check(name, "hybrid", 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_sum_over_samples_runs_without_micro_batches(name: str, devices: Any) -> None:
+    _check(name, "hybrid", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["data_parallel", "megatron", "fsdp", "pipeline_2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_under_every_kind_of_plan(name: str, planner: str, devices: Any) -> None:
+    _check(name, planner, 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_micro_batches_refuse_what_is_no_sum_over_samples(name: str) -> None:
+    program = PROGRAMS[name]
+    with pytest.raises(al.errors.NonAdditiveError) as caught:
+        _parallel(program, "hybrid", 4).trace(*program.args).plan()
+    message = str(caught.value)
+    assert f"{programs.__file__}:{program.refused_line}" in message
+    assert "num_microbatches=1" in message
+
+
+def test_automatic_search_leaves_out_micro_batches_that_would_change_the_step(devices: Any) -> None:
+    program = PROGRAMS["batch_norm"]
+    step = al.parallelize(program.step, cluster=eager_cluster(), planner=PLANNERS["auto"])
+    assert_same(step(*program.args), jax.jit(program.step)(*program.args))
+    assert step.last_plan is not None and step.last_plan.num_microbatches == 1
