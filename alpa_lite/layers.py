@@ -93,7 +93,11 @@ def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> No
     graph = step.graph
     backward = [op for op in graph.ops if step.phases[op.id] is Phase.BACKWARD]
     for op in backward:
-        known = [of_op[p] for v in op.operands if (p := graph.producer[v]) is not None and step.phases[p].in_loop]
+        origins = [p for v in op.operands if (p := graph.producer[v]) is not None and step.phases[p].in_loop]
+        if step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results):
+            # A gradient of weights arises where its cotangent is, and its residual was an input there: near the weights.
+            origins = [p for p in origins if step.phases[p] is Phase.BACKWARD] or origins
+        known = [of_op[p] for p in origins]
         layers = [layer for layer in known if layer is not None]
         of_op[op.id] = min(layers) if layers else None
     # An op that reads only batch data and parameters runs where it is needed first: in the last of its readers' layers.
