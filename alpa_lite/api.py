@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -197,6 +198,12 @@ class CompiledFunction:
                 f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
                 f"{self.traced.in_tree}. Trace and compile again."
             )
+        for leaf, wanted, name in zip(leaves, self.traced.leaves, self.traced.names, strict=True):
+            if np.shape(leaf) != wanted.shape:
+                raise PlanError(
+                    f"{self.traced.name} was compiled for {name} of shape {list(wanted.shape)}, but "
+                    f"{list(np.shape(leaf))} was given. Trace and compile again."
+                )
         return leaves
 
 

@@ -95,7 +95,7 @@ def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> No
     for op in backward:
         origins = [p for v in op.operands if (p := graph.producer[v]) is not None and step.phases[p].in_loop]
         if step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results):
-            # A gradient of weights arises where its cotangent is, and its residual was an input there: near the weights.
+            # A weight gradient arises where its cotangent is (and the weight); its residual was an input there.
             origins = [p for p in origins if step.phases[p] is Phase.BACKWARD] or origins
         known = [of_op[p] for p in origins]
         layers = [layer for layer in known if layer is not None]

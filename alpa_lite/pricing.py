@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from alpa_lite.graph.ir import Op, Value, item_bytes
+from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
+from alpa_lite.rules.graph_facts import fused_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, scan_body_output_specs
 from cost_models.collective import Collective, Group
@@ -66,34 +67,34 @@ class Pricer:
         """A whole resharding."""
         return sum(self.step_seconds(step, array_bytes) for step in steps)
 
-    def op_work(
-        self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement
-    ) -> Work:
-        """Work of one device for one op."""
+    def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
+        """Work of one device for one op. Chains of element-wise ops are fused: only what leaves a chain is written."""
         if op.primitive in FOLDED:
             return Work()
+        rule, operands, results = rule_of_op(graph, op.id), graph.operands(op), graph.results(op)
         split = prod(self.sizes[a] for axes in placement.factors for a in axes)
-        written = sum(v.bytes / _shards(rule.results[i], placement, self.sizes) for i, v in enumerate(results))
-        read = sum(v.bytes / _shards(rule.operands[i], placement, self.sizes) for i, v in enumerate(operands))
-        if rule.work_kind == "elementwise" and not rule.opaque:
-            # Chains of element-wise ops are fused: each result is counted once, operands come out of registers.
-            read = 0.0 if any(v.num_elements >= max(r.num_elements for r in results) for v in operands) else read
+        moved = sum(
+            v.bytes / _shards(rule.results[i], placement, self.sizes)
+            for i, v in enumerate(results)
+            if v.id not in fused_values(graph)
+        )
+        largest = max((v.num_elements for v in results), default=0)
+        if rule.work_kind != "elementwise" or rule.opaque or all(v.num_elements < largest for v in operands):
+            moved += sum(v.bytes / _shards(rule.operands[i], placement, self.sizes) for i, v in enumerate(operands))
         return Work(
             flops=rule.flops / split,
-            bytes=read + written,
+            bytes=moved,
             kind=rule.work_kind,
             dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
         )
 
-    def op_seconds(
-        self, rule: Rule, op: Op, operands: Sequence[Value], results: Sequence[Value], placement: OpPlacement
-    ) -> float:
+    def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
-        work = self.op_work(rule, op, operands, results, placement)
+        work = self.op_work(graph, op, placement)
         seconds = 0.0
         if work.flops or work.bytes:
             seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
-        for axis, buffer in eager_reductions(rule, placement, results, self.sizes):
+        for axis, buffer in eager_reductions(rule_of_op(graph, op.id), placement, graph.results(op), self.sizes):
             seconds += self.collective_seconds("all_reduce", buffer, axis)
         return seconds
 
@@ -159,14 +160,15 @@ class Estimator:
     def apply(self, application: Application, operands: list[None]) -> list[None]:
         """Price one op."""
         op, graph = application.op, application.graph
-        values = graph.operands(op), graph.results(op)
-        work = self.pricer.op_work(application.rule, op, *values, application.placement)
+        work = self.pricer.op_work(graph, op, application.placement)
         if work.flops or work.bytes:
             active = self.pricer.mesh.num_devices
             seconds = self.pricer.cost_model.compute_seconds(work, num_active_devices=active)
             self.compute_seconds += seconds * self.trips
             self.flops += work.flops * self.trips
-        for axis, buffer in eager_reductions(application.rule, application.placement, values[1], self.pricer.sizes):
+        for axis, buffer in eager_reductions(
+            application.rule, application.placement, graph.results(op), self.pricer.sizes
+        ):
             self._use("all_reduce", buffer, axis, op)
         return [None] * len(op.results)
 

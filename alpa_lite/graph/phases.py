@@ -191,7 +191,8 @@ def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
 def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
     """Phase of each op of the loop: by JAX's transpose marks and data flow; without marks by the last first use."""
     marked = any("transpose(" in graph.ops[i].name_stack for i in loop)
-    last_first_use = max((graph.consumers[v][0] for v in graph.inputs if graph.consumers[v]), default=-1)
+    first_uses = (next((c for c in graph.consumers[v] if c in loop), -1) for v in graph.inputs)
+    last_first_use = max(first_uses, default=-1)
     phases: dict[int, Phase] = {}
     backward_values: set[int] = set()
     for op in graph.ops:

@@ -112,7 +112,7 @@ class Catalogue:
     def seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """One run of an op: its work, and bringing its results from partial sums to their planned specs."""
         rule, results = rule_of_op(graph, op.id), graph.results(op)
-        total = self.pricer.op_seconds(rule, op, graph.operands(op), results, placement)
+        total = self.pricer.op_seconds(graph, op, placement)
         for value, raw, target in zip(results, raw_result_specs(rule, placement), placement.results, strict=True):
             total += self.move_seconds(value, raw, target)
         return total

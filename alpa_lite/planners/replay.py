@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from alpa_lite.errors import MismatchError
 from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import Planner, PlanRequest
 
@@ -21,6 +22,12 @@ class Replay(Planner):
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `MismatchError` for another function, other shapes or another number of devices."""
+        wanted, count = request.num_microbatches, self.saved.num_microbatches
+        if wanted not in ("auto", count):
+            raise MismatchError(
+                f"This plan is for {count} micro-batches, but num_microbatches={wanted} was given. "
+                "Leave it out, or make a new plan for that number."
+            )
         step = request.step_at(self.saved.num_microbatches, self.saved.unrolled)
         self.saved.verify(step, request.cluster)
         return self.saved

@@ -16,12 +16,35 @@ def rule_of_op(graph: Graph, op_id: int) -> Rule:
 
 @lru_cache(maxsize=200_000)
 def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
-    """Equal for ops that do the same to the same shapes: everything that a rule may look at."""
+    """Equal for ops that do the same to the same shapes at the same price."""
     op = graph.ops[op_id]
     operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
-    results = tuple((v.shape, v.dtype) for v in graph.results(op))
+    results: tuple[object, ...] = tuple((v.shape, v.dtype) for v in graph.results(op))
     bodies = tuple(id(body) for body in op.bodies)
+    results += tuple(r in fused_values(graph) for r in op.results)
     return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
+
+
+@lru_cache(maxsize=64)
+def fused_values(graph: Graph) -> frozenset[int]:
+    """Results of element-wise ops that a single element-wise op reads: XLA fuses the two, nothing is written."""
+    outputs = set(graph.outputs)
+    return frozenset(
+        v.id
+        for v in graph.values
+        if v.id not in outputs
+        and len(graph.consumers[v.id]) == 1
+        and (producer := graph.producer[v.id]) is not None
+        and _is_fusible(graph, producer)
+        and _is_fusible(graph, graph.consumers[v.id][0])
+    )
+
+
+def _is_fusible(graph: Graph, op_id: int) -> bool:
+    op = graph.ops[op_id]
+    indexed = op.primitive == "gather" or op.primitive.startswith(("scatter", "sort", "reduce_window"))
+    rule = rule_of_op(graph, op_id)
+    return rule.work_kind == "elementwise" and not rule.opaque and not op.bodies and not indexed
 
 
 @lru_cache(maxsize=64)

@@ -25,10 +25,11 @@ from cost_models.compute import compute_seconds
 from cost_models.work import Work
 
 _MATRIX = 256
-_VECTOR = 1 << 17
+_VECTOR = 1 << 21
 _ARRAYS_PER_TASK = 32
 _SMALL_PRODUCTS = 32
-_PASSES = 16
+_PASSES = 4
+_TRANSCENDENTAL_FLOPS = 18.0
 _SMALL, _LARGE = 1 << 10, 1 << 20
 
 
@@ -74,13 +75,23 @@ def _device(devices: tuple[Any, ...]) -> Device:
     product = Work(flops=2.0 * _MATRIX**3, bytes=12.0 * _MATRIX**2, kind="matmul")
     fast_memory = replace(guess, memory_bandwidth=1e15)
     peak = 1e11 * count * compute_seconds(product, fast_memory) / seconds
+    seconds = _sharded_seconds(_transcendental_passes, devices, (_VECTOR,)) / _PASSES
+    arithmetic = Work(flops=_TRANSCENDENTAL_FLOPS * _VECTOR, kind="elementwise")
+    vector_peak = 1e11 * count * compute_seconds(arithmetic, guess) / seconds
     small = _sharded_seconds(_many_small_products, devices, (8, 8)) / _SMALL_PRODUCTS / count
-    return replace(guess, memory_bandwidth=bandwidth, peak_flops={"float32": peak}, launch_seconds=small)
+    # The cost model takes the rate of element-wise work from float32 and that of matrix products from tensorfloat32.
+    rates = {"float32": vector_peak, "tensorfloat32": peak}
+    return replace(guess, memory_bandwidth=bandwidth, peak_flops=rates, launch_seconds=small)
 
 
 def _element_wise_passes(x: jax.Array) -> jax.Array:
     """Passes over an array in place, as inside a program that reuses its buffers."""
     return jax.lax.fori_loop(0, _PASSES, lambda _, y: jnp.maximum(y * 1.01 - 0.1, 0.5), x)
+
+
+def _transcendental_passes(x: jax.Array) -> jax.Array:
+    """Passes of arithmetic that memory does not limit; `_TRANSCENDENTAL_FLOPS` by the count of the rules."""
+    return jax.lax.fori_loop(0, _PASSES, lambda _, y: jnp.exp(-jnp.tanh(y) * y), x)
 
 
 def _many_small_products(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from alpa_lite import _jax
 from alpa_lite.planners import Auto
 from tests.end_to_end.cases import (
     MODELS,
@@ -112,6 +113,14 @@ def test_the_default_options_plan_for_this_machine(devices: Any) -> None:
     step = al.parallelize(training.step())
     assert_same(training.run(step, 2), training.run(jax.jit(training.step()), 2))
     assert step.last_plan.cluster.num_devices == len(devices)
+
+
+@pytest.mark.parametrize("planner", ["pipeline_2", "hybrid"])
+def test_a_program_without_name_stacks(planner: str, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_jax, "name_stack", lambda eqn: "")
+    plan, result = _run(("mlp", planner, 4, "mean", "momentum"))
+    assert_same(result, reference(Training(model="mlp")))
+    assert all(stage.backward_seconds > 0 for stage in plan.stages)
 
 
 # --- Adam -------------------------------------------------------------------------------------------------------------

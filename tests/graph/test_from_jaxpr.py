@@ -1,0 +1,162 @@
+"""From a jaxpr to a graph, checked by running the graph's equations one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alpa_lite import _jax
+from alpa_lite.graph.from_jaxpr import GraphWithEquations, from_jaxpr
+from alpa_lite.graph.ir import Graph
+from tests.end_to_end.cases import MODELS, make_batch
+from tests.end_to_end.programs import PROGRAMS
+
+
+def _convert(fun: Any, *args: Any, unroll: bool = False) -> GraphWithEquations:
+    leaves, tree = jax.tree.flatten(args)
+    closed = jax.make_jaxpr(lambda *flat: fun(*jax.tree.unflatten(tree, flat)))(*leaves)
+    return from_jaxpr(closed, [f"leaf {i}" for i in range(len(leaves))], unroll=unroll)
+
+
+def evaluate(program: GraphWithEquations, inputs: Sequence[Any]) -> list[Any]:
+    """Run the equations of a graph in order."""
+    graph = program.graph
+    values = {v.id: np.asarray(v.literal, jnp.dtype(v.dtype)) for v in graph.values if v.literal is not None}
+    values |= dict(zip(graph.inputs, [*inputs, *program.constants], strict=True))
+    for op, equation in zip(graph.ops, program.equations, strict=True):
+        results = _jax.bind(equation.primitive, dict(equation.params), [values[v] for v in op.operands])
+        values.update(zip(op.results, results, strict=True))
+    return [values[v] for v in graph.outputs]
+
+
+def assert_well_formed(graph: Graph) -> None:
+    """Dense numbers, single assignment, nothing read before it is written, bodies too."""
+    assert [v.id for v in graph.values] == list(range(len(graph.values)))
+    assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
+    known = set(graph.inputs) | {v.id for v in graph.values if v.literal is not None}
+    for op in graph.ops:
+        assert set(op.operands) <= known, op
+        assert known.isdisjoint(op.results), op
+        known.update(op.results)
+        for body in op.bodies:
+            assert_well_formed(body)
+    assert set(graph.outputs) <= known
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_graphs_of_all_programs_compute_what_the_function_computes(name: str) -> None:
+    program = PROGRAMS[name]
+    converted = _convert(program.step, *program.args)
+    assert_well_formed(converted.graph)
+    got = evaluate(converted, jax.tree.leaves(program.args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(program.step)(*program.args)), strict=True):
+        assert np.shape(a) == b.shape and np.allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_loops_over_layers_can_be_written_out(unroll: bool) -> None:
+    model = MODELS["gpt_scan"]
+    args = model.init(jax.random.key(0)), make_batch(model, 0), jax.random.key(1)
+    step = jax.value_and_grad(model.loss_fn)
+    converted = _convert(step, *args, unroll=unroll)
+    assert_well_formed(converted.graph)
+    assert ("scan" in {op.primitive for op in converted.graph.ops}) != unroll
+    got = jax.jit(lambda *leaves: evaluate(converted, leaves))(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_long_loops_and_loops_without_contractions_stay_loops() -> None:
+    w = jnp.ones((4, 4))
+    count = lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0]  # noqa: E731
+    long = lambda x: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=1000)[0]  # noqa: E731
+    for fun in (count, long):
+        assert [op.primitive for op in _convert(fun, w, unroll=True).graph.ops] == ["scan"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_unrolling_keeps_the_order_of_scanned_values(reverse: bool) -> None:
+    w = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+
+    def fun(c: Any, xs: Any) -> Any:
+        body = lambda c, x: (jnp.tanh(c @ w + x), (c, x * 2))  # noqa: E731
+        return jax.lax.scan(body, c, xs, reverse=reverse)
+
+    args = np.ones((4, 4), np.float32), np.arange(12, dtype=np.float32).reshape(3, 4)
+    got = evaluate(_convert(fun, *args, unroll=True), args)
+    for a, b in zip(got, jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
+        assert np.allclose(a, b, rtol=1e-6)
+
+
+def test_calls_are_inlined_and_keep_their_source_lines() -> None:
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return jax.nn.gelu(x) * 2
+
+    graph = _convert(lambda x: inner(inner(x)), np.ones(3, np.float32)).graph
+    assert not {op.primitive for op in graph.ops} & {"jit", "pjit", "custom_jvp_call"}
+    assert all("test_from_jaxpr.py" in op.source for op in graph.ops)
+
+
+def test_name_stacks_are_paths_down_the_nesting() -> None:
+    def loss(x: Any) -> Any:
+        with jax.named_scope("outer"):
+            return jnp.sum(jax.jit(jnp.sin)(x) ** 2)
+
+    graph = _convert(jax.grad(loss), np.ones(3, np.float32)).graph
+    stacks = {op.name_stack for op in graph.ops}
+    assert any("transpose(jvp(outer))" in s for s in stacks) and any(s.startswith("jvp(outer)") for s in stacks)
+
+
+def test_recomputed_regions_sit_behind_barriers() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)))(x))
+
+    graph = _convert(jax.grad(loss), np.ones((4, 4), np.float32), np.ones((2, 4), np.float32)).graph
+    assert sum(op.primitive == "optimization_barrier" for op in graph.ops) >= 1
+
+
+def test_dead_equations_go() -> None:
+    def fun(x: Any) -> Any:
+        jnp.sin(x) @ jnp.ones((3, 3))
+        return x + 1
+
+    assert [op.primitive for op in _convert(fun, np.ones(3, np.float32)).graph.ops] == ["add"]
+
+
+def test_captured_arrays_become_inputs_and_scalars_literals() -> None:
+    table = np.arange(3, dtype=np.float32)
+    converted = _convert(lambda x: jax.jit(lambda y: y * table)(x) + 2.5, np.ones(3, np.float32))
+    assert len(converted.graph.inputs) == 2 and np.array_equal(converted.constants[0], table)
+    assert [v.literal for v in converted.graph.values if v.literal is not None] == [2.5]
+
+
+def test_constant_outputs_are_arrays() -> None:
+    converted = _convert(lambda x: (x, 1.5, True, np.arange(2)), np.ones(3, np.float32))
+    got = evaluate(converted, [np.ones(3, np.float32)])
+    assert [np.asarray(a).tolist() for a in got] == [[1.0] * 3, 1.5, True, [0, 1]]
+
+
+def test_loops_keep_their_bodies_and_trip_counts() -> None:
+    w = np.ones((4, 4), np.float32)
+    fun = lambda c: jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), c, None, length=7)[0]  # noqa: E731
+    graph = _convert(fun, w).graph
+    (scan,) = graph.ops
+    assert scan.params["length"] == 7
+    assert [op.primitive for op in scan.bodies[0].ops] == ["dot_general", "sin"]
+    # The array that the body captured is a constant of the loop.
+    assert scan.params["num_consts"] == 1 and len(graph.inputs) == 2
+
+
+def test_parameters_are_plain_data() -> None:
+    graph = _convert(
+        lambda a, b: jax.lax.dot_general(a, b, (((1,), (0,)), ((), ()))), np.ones((2, 3)), np.ones((3, 2))
+    ).graph
+    params = graph.ops[0].params
+    assert params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    assert repr(sorted(params))  # nothing in it needs JAX to print

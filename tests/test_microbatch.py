@@ -1,0 +1,247 @@
+"""Cutting a step into micro-batches: what is summed, what is kept, what is refused, and that sums come out right.
+
+`run_in_micro_batches` executes a split step on one device, straight from the definition: every op of the loop once per
+micro-batch, sums added, kept values concatenated. It shares no code with lowering.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alpa_lite import _jax
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.microbatch import TracedStep, split_step
+from alpa_lite.trace import trace
+from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
+
+#: Draws, and positions used as numbers, count from the start of the batch; this plain executor cannot shift them.
+POSITIONAL = {
+    "weighted_by_position",
+    "mask_in_outputs",
+    "noise_from_a_raw_key",
+    "noise_with_the_batch_last",
+    "a_key_per_sample",
+    "a_key_per_position",
+    "sampled_labels",
+    "another_generator",
+    "recurrence_with_dropout",
+}
+NAMES = [name for name, program in PROGRAMS.items() if not program.refused and name not in POSITIONAL]
+
+
+def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> TracedStep:
+    return split_step(trace(fun, args, **options), num_microbatches)
+
+
+def run_in_micro_batches(split: TracedStep, args: Any) -> list[Any]:
+    """The outputs of a step, from its definition."""
+    step, graph = split.step, split.step.graph
+    inputs = [*jax.tree.leaves(args), *split.constants]
+    outside: dict[int, Any] = {v.id: np.asarray(v.literal, v.dtype) for v in graph.values if v.literal is not None}
+    outside |= {v: x for v, x in zip(graph.inputs, inputs, strict=True) if step.batch_dims[v] is None}
+    _run(split, outside, {Phase.INVARIANT})
+    parts: dict[int, list[Any]] = {}
+    for i in range(step.num_microbatches):
+        inside = dict(outside)
+        for v, x in zip(graph.inputs, inputs, strict=True):
+            if (dim := step.batch_dims[v]) is not None:
+                inside[v] = jnp.split(jnp.asarray(x), step.num_microbatches, axis=dim)[i]
+        _run(split, inside, {Phase.FORWARD, Phase.BACKWARD})
+        for op in graph.ops:
+            if step.phases[op.id].in_loop:
+                for r in op.results:
+                    parts.setdefault(r, []).append(inside[r])
+    for v, arrays in parts.items():
+        dim = step.batch_dims[v]
+        if dim is None:
+            # What does not depend on the samples at all (a key that a loop hands on) is no sum.
+            outside[v] = arrays[0] if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key) else sum(arrays)
+        else:
+            outside[v] = jnp.concatenate(arrays, axis=dim)
+    _run(split, outside, {Phase.UPDATE})
+    whole = dict(zip(graph.inputs, inputs, strict=True))
+    return [outside.get(v, whole.get(v)) for v in graph.outputs]
+
+
+def _run(split: TracedStep, values: dict[int, Any], phases: set[Phase]) -> None:
+    graph = split.step.graph
+    for op, equation in zip(graph.ops, split.equations, strict=True):
+        if split.step.phases[op.id] in phases:
+            results = _jax.bind(equation.primitive, dict(equation.params), [values[v] for v in op.operands])
+            values.update(zip(op.results, results, strict=True))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_over_micro_batches_give_the_full_batch(name: str, num_microbatches: int) -> None:
+    program = PROGRAMS[name]
+    if name == "two_rows_per_sample" and num_microbatches == 8:
+        num_microbatches = 4
+    split = _split(program.step, program.args, num_microbatches, batch_argnums=program.batch_argnums)
+    got = run_in_micro_batches(split, program.args)
+    for a, b in zip(got, jax.tree.leaves(jax.jit(program.step)(*program.args)), strict=True):
+        assert np.shape(a) == b.shape
+        assert np.allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-4, atol=1e-5)
+
+
+# --- what a split step looks like -------------------------------------------------------------------------------------
+
+
+def _step(p: Any, x: Any, y: Any) -> Any:
+    loss, grads = jax.value_and_grad(squared)(p, x, y)
+    return descend(p, grads), loss
+
+
+def _inputs(step: StepGraph) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    graph = step.graph
+    return {graph.values[v].name: (graph.values[v].shape, step.batch_dims[v]) for v in graph.inputs}
+
+
+def test_micro_batches_shrink_the_batch_and_keep_the_literals() -> None:
+    full, small = _split(_step, (PARAMS, X, Y), 1).step, _split(_step, (PARAMS, X, Y), 4).step
+    assert _inputs(small) == {**_inputs(full), "x": ((4, 8), 0), "y": ((4, 4), 0)}
+    literals = [[v.literal for v in step.graph.values if v.literal is not None] for step in (full, small)]
+    assert literals[0] == literals[1] and float(X.shape[0] * Y.shape[1]) in literals[1]
+    assert small.full_shapes == tuple(v.shape for v in full.graph.values)
+
+
+def test_one_micro_batch_keeps_the_full_shapes() -> None:
+    step = _split(_step, (PARAMS, X, Y), 1).step
+    assert step.num_microbatches == 1 and step.batch_size == 16
+    assert step.full_shapes == tuple(v.shape for v in step.graph.values)
+
+
+def test_the_loop_touches_the_batch_and_the_update_does_not() -> None:
+    step = _split(_step, (PARAMS, X, Y), 4).step
+    graph = step.graph
+    for op in graph.ops:
+        touches = any(step.batch_dims[v] is not None for v in (*op.operands, *op.results))
+        assert step.phases[op.id].in_loop == touches, op
+    assert {step.phases[op.id] for op in graph.ops} >= {Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE}
+
+
+def test_key_work_is_repeated_wherever_it_is_read() -> None:
+    def step(p: Any, x: Any, y: Any, key: Any) -> Any:
+        new, now = jax.random.split(key)
+        mask = jax.random.bernoulli(now, 0.5, x.shape)
+        return *_step(p, x * mask, y), new
+
+    split = _split(step, (PARAMS, X, Y, jax.random.key(0)), 4).step
+    phases = {op.primitive: split.phases[op.id] for op in split.graph.ops}
+    assert phases["random_split"] is Phase.INVARIANT
+    assert phases["random_bits"] is Phase.FORWARD
+
+
+def test_values_that_hold_the_batch_in_another_dim_are_followed() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        h = x.T.reshape(2, 4, x.shape[0])
+        return *_step(p, h.reshape(8, -1).T, y), h
+
+    split = _split(step, (PARAMS, X, Y), 4).step
+    assert split.batch_dims[split.graph.outputs[-1]] == 2
+    assert split.graph.values[split.graph.outputs[-1]].shape == (2, 4, 4)
+
+
+def test_local_positions_are_told_from_global_ones() -> None:
+    rows = _split(PROGRAMS["rows_by_arange"].step, PROGRAMS["rows_by_arange"].args).step
+    assert [rows.graph.ops[i].primitive for i in rows.local_iotas] == ["iota"]
+    weights = _split(PROGRAMS["weighted_by_position"].step, PROGRAMS["weighted_by_position"].args).step
+    assert not weights.local_iotas
+
+
+def test_positions_used_both_ways_are_refused() -> None:
+    def step(p: Any, x: Any, labels: Any) -> Any:
+        at = jnp.arange(x.shape[0])
+        loss = lambda p: -jnp.mean(jax.nn.log_softmax(forward(p, x))[at, labels] * at)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(p)
+        return descend(p, grads), value
+
+    with pytest.raises(NonAdditiveError, match=r"test_microbatch\.py.*both to index a batched array and as\s+numbers"):
+        _split(step, (PARAMS, X, np.zeros(16, int)))
+
+
+def test_loop_bodies_keep_their_place_in_the_batch() -> None:
+    program = PROGRAMS["recurrence_with_dropout"]
+    step = _split(program.step, program.args).step
+    drawn = [
+        (body.values[op.results[0]].shape, step.bodies[body].full_shapes[op.results[0]])
+        for outer in step.graph.ops
+        for body in outer.bodies
+        for op in body.ops
+        if op.primitive == "random_bits"
+    ]
+    assert drawn and all(small == (4, 16) and full == (16, 16) for small, full in drawn)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_interleaved_outputs_are_refused() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        return *_step(p, x, y), x.T.reshape(-1)
+
+    with pytest.raises(NonAdditiveError, match=r"Output 4 of shape \[128\] interleaves the samples"):
+        _split(step, (PARAMS, X, Y))
+
+
+def test_samples_in_two_orders_are_refused() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        mixed = x.T.reshape(-1) + x.reshape(-1)
+        return *_step(p, x, y), jnp.sum(mixed)
+
+    with pytest.raises(NonAdditiveError, match="different orders"):
+        _split(step, (PARAMS, X, Y))
+
+
+def test_a_carried_value_that_starts_from_a_sum_is_refused() -> None:
+    def step(p: Any, x: Any) -> Any:
+        total, _ = jax.lax.scan(lambda c, row: (c + jnp.sum(jnp.tanh(x * row)), None), 1.0, p["w1"].T)
+        return descend(p, p), total
+
+    with pytest.raises(NonAdditiveError, match="not zero at first"):
+        _split(step, (PARAMS, X), batch_argnums=1)
+
+
+def test_a_nonlinear_use_of_a_sum_inside_a_loop_is_refused() -> None:
+    def step(p: Any, x: Any) -> Any:
+        total, _ = jax.lax.scan(lambda c, row: (jnp.tanh(c + jnp.sum(x * row)), None), 0.0, p["w1"].T)
+        return descend(p, p), total
+
+    with pytest.raises(NonAdditiveError, match="not linear in a sum"):
+        _split(step, (PARAMS, X), batch_argnums=1)
+
+
+def test_a_loop_value_that_ignores_the_batch_is_not_added_up() -> None:
+    def step(p: Any, x: Any) -> Any:
+        cell = lambda c, row: ((c[0] + x @ row, c[1] + 1.0), None)  # noqa: E731
+        (rows, count), _ = jax.lax.scan(cell, (jnp.zeros(x.shape[0]), 0.0), p["w1"].T)
+        return descend(p, p), rows, count
+
+    with pytest.raises(NonAdditiveError, match="does not depend on the batch"):
+        _split(step, (PARAMS, X), batch_argnums=1)
+
+
+@pytest.mark.parametrize("number", [3, 32, -1, 0])
+def test_numbers_that_do_not_divide_are_refused(number: int) -> None:
+    with pytest.raises(BatchError, match=r"16 samples. Choose one of \[1, 2, 4, 8, 16\]"):
+        _split(_step, (PARAMS, X, Y), number)
+
+
+def test_a_step_that_branches_on_its_batch_size_is_refused() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        return _step(p, jnp.sin(x) if x.shape[0] == 16 else jnp.cos(x), y)
+
+    with pytest.raises(TraceError, match=r"full batch runs 'sin' where a micro-batch runs 'cos'"):
+        _split(step, (PARAMS, X, Y))
+
+
+def test_without_micro_batches_nothing_is_refused() -> None:
+    for program in PROGRAMS.values():
+        split = _split(program.step, program.args, 1, batch_argnums=program.batch_argnums)
+        assert split.step.num_microbatches == 1
