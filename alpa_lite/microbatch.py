@@ -29,6 +29,7 @@ from alpa_lite.graph.phases import (
     reduced_results,
     require_same_position,
 )
+from alpa_lite.graph.verify import verify
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.trace import Traced
 
@@ -49,6 +50,7 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: bool = False) -
     the meaning of the step.
     """
     full = from_jaxpr(traced.jaxpr, traced.names, unroll=unroll)
+    verify(full.graph)
     if num_microbatches > 1 or traced.batch_size is not None:
         size = _microbatch_size(traced, num_microbatches)
         other_size = size if num_microbatches > 1 else _probe_size(traced.require_batch())

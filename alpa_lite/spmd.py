@@ -159,6 +159,12 @@ class Walk(Generic[A]):
             array = self.machine.reshard(array, self.graph.values[value_id], steps, reader)
         self.put(value_id, spec, array)
 
+    def forget(self) -> None:
+        """Keep every value only in the spec that it was computed in; what is free stays."""
+        for v, known in self.arrays.items():
+            if v not in self.free:
+                self.arrays[v] = dict([next(iter(known.items()))])
+
     def run(self, ops: Iterable[int]) -> None:
         """Run ops in order; free ones wait until somebody asks for them."""
         for op_id in ops:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph.from_jaxpr import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import OpPlacement
@@ -59,6 +59,7 @@ class LocalMachine:
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
+        self.moved: set[tuple[int, tuple[Step, ...]]] = set()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
         self.equations[graph] = equations
@@ -71,7 +72,11 @@ class LocalMachine:
         return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
 
     def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
-        """The collectives of a resharding."""
+        """The collectives of a resharding; a barrier keeps XLA from merging a later one with an earlier one."""
+        key = (id(array), steps)
+        if key in self.moved and any(step.kind != "slice" for step in steps):
+            array = lax.optimization_barrier(array)
+        self.moved.add(key)
         for step in steps:
             array = self._move(array, step)
         return array
@@ -206,7 +211,10 @@ def emit_task(
             array = walk.get(value, resolved)
             walk.arrays[value] = {resolved: array}
             del stored
-        walk.run(task.ops)
+        # Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
+        for part in _by_phase(task.ops, step):
+            walk.forget()
+            walk.run(part)
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]
@@ -230,6 +238,15 @@ def emit_task(
         donated=(*donated, *summed),
         takes_microbatch=positional,
     )
+
+
+def _by_phase(ops: Sequence[int], step: StepGraph) -> list[list[int]]:
+    """The ops of a task phase by phase; invariant ones go with the first."""
+    parts: dict[Phase, list[int]] = {Phase.FORWARD: [], Phase.BACKWARD: [], Phase.UPDATE: []}
+    first = next((phase for phase in parts if any(step.phases[i] is phase for i in ops)), Phase.UPDATE)
+    for i in ops:
+        parts[first if step.phases[i] is Phase.INVARIANT else step.phases[i]].append(i)
+    return [part for part in parts.values() if part]
 
 
 def _is_positional(op: Op) -> bool:

@@ -1,0 +1,37 @@
+"""What every graph must obey; a violation is a defect of alpa_lite, found where it arises."""
+
+from __future__ import annotations
+
+from alpa_lite.errors import VerificationError
+from alpa_lite.graph.ir import Graph
+
+
+def verify(graph: Graph) -> Graph:
+    """The graph itself, if it is well formed; else `VerificationError`.
+
+    Numbers are dense and in order; every value has one origin (input, literal, or one op) and is made before it is
+    read; loops hand their operands to their bodies one by one.
+    """
+    for numbered, what in ((graph.values, "value"), (graph.ops, "op")):
+        for position, item in enumerate(numbered):
+            if item.id != position:
+                raise VerificationError(f"The {what} at position {position} has the number {item.id}.")
+    known = set(graph.inputs) | {v.id for v in graph.values if v.literal is not None}
+    for op in graph.ops:
+        unmade = [str(graph.values[v]) for v in op.operands if v not in known]
+        if unmade:
+            raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) reads {unmade} before they are made.")
+        twice = [str(graph.values[r]) for r in op.results if r in known]
+        if twice:
+            raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) makes {twice}, which exist already.")
+        known.update(op.results)
+        for body in op.bodies:
+            verify(body)
+        if op.primitive == "scan" and len(op.bodies[0].inputs) != len(op.operands):
+            raise VerificationError(
+                f"The loop op {op.id} has {len(op.operands)} operands, its body takes another number."
+            )
+    missing = [str(graph.values[v]) for v in graph.outputs if v not in known]
+    if missing:
+        raise VerificationError(f"The outputs {missing} are never made.")
+    return graph

@@ -1,0 +1,37 @@
+"""The examples of the documentation run, each within half a minute on an idle machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.py"))
+
+SHOWN = {
+    "train_mlp": "step 19  loss",
+    "plan_without_devices": "loaded, and found to belong to the step",
+    "compare_plans": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
+}
+"""A piece of what each example prints when it got to its end."""
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.stem for path in EXAMPLES} == set(SHOWN)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, python_environment: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=python_environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert SHOWN[path.stem] in done.stdout

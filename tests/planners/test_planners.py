@@ -1,0 +1,327 @@
+"""What every planner promises: a complete plan, within memory, and never one that beats the automatic search."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.graph.phases import Phase
+from alpa_lite.planners import FSDP, MANUAL_PLANNERS, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
+from alpa_lite.planners.planner import PlanRequest
+from alpa_lite.schedule import GPipe
+from alpa_lite.sharding import divides
+from alpa_lite.spmd import free_values
+from benchmarks.models.gpt import GPT
+from cost_models.cluster import Cluster
+from tests.end_to_end.cases import MODELS, PLANNERS, Training, eager_cluster, make_batch
+
+ALL: dict[str, Planner] = {
+    **PLANNERS,
+    "zero_1": Zero(stage=1),
+    "zero_3_pipeline": Hybrid(pipeline=2, zero=3),
+    "megatron_2": Megatron(tensor=2),
+    "tensor_pipeline": Pipeline(num_stages=2, tensor=2, schedule=GPipe()),
+    "wide_hybrid": Hybrid(data=2, model=4, zero=1),
+}
+
+CLUSTERS: dict[str, Any] = {
+    "eager": eager_cluster,
+    "host": lambda: al.cluster("p3.16xlarge"),
+    "two hosts": lambda: al.cluster("p3.16xlarge", num_hosts=2),
+}
+
+
+@cache
+def traced(model: str) -> Any:
+    """A training step of the zoo, traced for abstract arguments."""
+    training = Training(model=model, optimizer="adamw+clip")
+    args = jax.eval_shape(lambda: (training.start(), make_batch(MODELS[model], 0, 64), jax.random.key(0)))
+    return al.parallelize(training.step()).trace(*args)
+
+
+@cache
+def plan_for(model: str, planner: str, cluster: str) -> al.Plan:
+    """One plan, made once."""
+    return traced(model).plan(cluster=CLUSTERS[cluster](), planner=ALL[planner]).last_plan
+
+
+CASES = [
+    *[("mlp", planner, cluster) for planner in ALL for cluster in ("eager", "two hosts")],
+    *[("gpt_scan", planner, "host") for planner in ("pipeline_2", "fsdp", "hybrid", "megatron_2")],
+]
+TOO_WIDE = {("mlp", name, "two hosts") for name in ("hybrid", "wide_hybrid")}
+CASES = [case for case in CASES if case not in TOO_WIDE]
+
+
+@pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
+def test_every_op_has_its_layer_and_every_layer_its_stage(model: str, planner: str, cluster: str) -> None:
+    plan = plan_for(model, planner, cluster)
+    step = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step
+    assert len(plan.op_layers) == len(step.graph.ops) and len(plan.input_layers) == len(step.graph.inputs)
+    for op, layer in zip(step.graph.ops, plan.op_layers, strict=True):
+        assert (layer is None) == (step.phases[op.id] is Phase.INVARIANT), op
+    ranges = [stage.layers for stage in plan.stages]
+    assert [first for first, _ in ranges] == [0, *(last + 1 for _, last in ranges[:-1])]
+    assert ranges[-1][1] == plan.num_layers - 1
+    homes = [
+        sum(stage.layers[0] <= layer <= stage.layers[1] for stage in plan.stages)
+        for layer in (*plan.op_layers, *plan.input_layers)
+        if layer is not None
+    ]
+    assert set(homes) == {1}
+    plan.verify(step, CLUSTERS[cluster]())
+
+
+@pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
+def test_every_placed_op_is_on_the_stage_of_its_layer(model: str, planner: str, cluster: str) -> None:
+    plan = plan_for(model, planner, cluster)
+    step = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step
+    placed = Counter(
+        op_id
+        for stage in plan.stages
+        for op_id in stage.ops
+        if plan.op_layers[op_id] is not None and stage.layers[0] <= plan.op_layers[op_id] <= stage.layers[1]  # type: ignore[operator]
+    )
+    assert set(placed.values()) == {1}
+    missing = {op.id for op in step.graph.ops if step.phases[op.id] is not Phase.INVARIANT} - set(placed)
+    # What has no placement is made out of scalars wherever it is read.
+    free = free_values(step.graph)
+    assert all(free.issuperset(step.graph.ops[i].results) for i in missing)
+
+
+@pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
+def test_submeshes_tile_the_cluster(model: str, planner: str, cluster: str) -> None:
+    plan = plan_for(model, planner, cluster)
+    used = sorted(device for stage in plan.stages for device in stage.submesh.devices)
+    assert used == list(range(plan.cluster.num_devices))
+    for stage in plan.stages:
+        assert stage.mesh_shape.num_devices == stage.submesh.num_devices
+
+
+@pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
+def test_specs_fit_their_arrays_and_meshes(model: str, planner: str, cluster: str) -> None:
+    plan = plan_for(model, planner, cluster)
+    graph = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step.graph
+    for stage in plan.stages:
+        sizes = stage.mesh_shape.axis_sizes
+        placed = [(v, spec) for v, spec in stage.inputs.items()]
+        for op_id, placement in stage.ops.items():
+            placed += list(zip(graph.ops[op_id].results, placement.results, strict=True))
+        for v, spec in placed:
+            assert spec.axes <= set(sizes)
+            assert len([a for dim in spec.dims for a in dim]) == len({a for dim in spec.dims for a in dim})
+            assert divides(spec, graph.values[v].shape, sizes), (v, spec)
+
+
+@pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
+def test_predictions_are_finite_and_within_memory(model: str, planner: str, cluster: str) -> None:
+    plan = plan_for(model, planner, cluster)
+    prediction = plan.prediction
+    assert 0 < prediction.step_seconds < 1e6 and 0 <= prediction.bubble_fraction < 1
+    assert len(prediction.peak_bytes) == len(plan.stages)
+    assert all(0 < peak <= plan.cluster.device.memory_bytes for peak in prediction.peak_bytes)
+    assert prediction.flops_per_device > 0
+    assert plan.solver.bound >= 0 and 0 <= plan.solver.gap <= 1
+
+
+# --- automatic search -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["eager", "host"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_no_manual_plan_is_priced_better_than_the_automatic_one(model: str, cluster: str) -> None:
+    auto = traced(model).plan(cluster=CLUSTERS[cluster](), planner=Auto()).last_plan
+    for planner in MANUAL_PLANNERS:
+        manual = traced(model).plan(cluster=CLUSTERS[cluster](), planner=planner).last_plan
+        assert auto.prediction.step_seconds <= manual.prediction.step_seconds * (1 + 1e-9), planner.name
+    assert auto.alternatives and min(s for _, s in auto.alternatives) >= auto.prediction.step_seconds
+
+
+@pytest.mark.parametrize("planner", [name for name in ALL if name not in ("auto", "hybrid", "wide_hybrid")])
+def test_the_search_alone_is_as_good_as_every_manual_plan_on_one_stage(planner: str) -> None:
+    # Without micro-batches the search covers all of these plans, and finds nothing worse by itself.
+    request = {"cluster": eager_cluster(), "num_microbatches": 1}
+    alone = traced("mlp").plan(planner=Auto(manual=()), **request).last_plan
+    manual = traced("mlp").plan(planner=ALL[planner], **request).last_plan
+    if len(manual.stages) == 1:
+        assert alone.prediction.step_seconds <= manual.prediction.step_seconds * 1.001
+
+
+def test_more_devices_are_never_priced_worse() -> None:
+    step = traced("mlp")
+    seconds = [
+        step.plan(
+            cluster=dataclasses.replace(eager_cluster(), devices_per_host=n), planner=Auto(), num_microbatches=1
+        ).last_plan.prediction.step_seconds
+        for n in (1, 2, 4, 8)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+# --- the classic plans are what their papers say ----------------------------------------------------------------------
+
+
+@cache
+def _large(**changes: Any) -> Any:
+    """A GPT large enough for splitting to pay on a real host; shapes only."""
+    sizes: dict[str, Any] = {"vocab_size": 32768, "num_layers": 2, "num_heads": 16, "hidden": 2048, "seq_len": 1024}
+    model = GPT(**{**sizes, **changes})
+
+    def step(p: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(model.loss_fn)(p, batch)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
+
+    tokens = jax.ShapeDtypeStruct((16, model.seq_len), jnp.int32)
+    args = jax.eval_shape(model.init, jax.random.key(0)), {"tokens": tokens, "targets": tokens}
+    return al.parallelize(step).trace(*args)
+
+
+def _plan_large(planner: Planner, **changes: Any) -> al.Plan:
+    return _large(**changes).plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=1).last_plan
+
+
+def test_data_parallelism_keeps_parameters_whole_and_reduces_each_gradient_once() -> None:
+    plan = _plan_large(DataParallel(), tied=False)
+    (stage,) = plan.stages
+    assert all(spec.is_replicated for name, spec in stage.specs.items() if name.startswith("p/"))
+    assert stage.specs["batch/tokens"].dims[0] == ("data",)
+    assert {use.kind for use in plan.prediction.collectives} == {"all_reduce"}
+    reduced = sum(use.bytes * use.count for use in plan.prediction.collectives)
+    parameters = sum(4 * leaf.size for leaf in _large(tied=False).traced.leaves[:-2])
+    assert reduced == pytest.approx(parameters, rel=0.01)
+
+
+def test_megatron_splits_weights_by_columns_then_rows() -> None:
+    # With few tokens: for many of them the search prefers to split the sequence.
+    plan = _plan_large(Megatron(), seq_len=128)
+    (stage,) = plan.stages
+    for layer in range(2):
+        specs = {name: stage.specs[f"p/layers/{layer}/{name}"].dims for name in ("mlp/w_up", "mlp/w_down")}
+        assert specs == {"mlp/w_up": ((), ("model",)), "mlp/w_down": (("model",), ())}
+        assert stage.specs[f"p/layers/{layer}/attention/w_out"].dims == (("model",), ())
+    assert stage.specs["batch/tokens"].is_replicated
+
+
+@pytest.mark.parametrize("planner", [Zero(stage=2), FSDP()])
+def test_zero_splits_what_it_says(planner: Planner) -> None:
+    training = Training(model="mlp", optimizer="adamw")
+    args = jax.eval_shape(lambda: (training.start(), make_batch(MODELS["mlp"], 0, 64), jax.random.key(0)))
+    step = al.parallelize(training.step()).trace(*args)
+    whole = step.plan(cluster=CLUSTERS["host"](), planner=DataParallel(), num_microbatches=1).last_plan
+    split = step.plan(cluster=CLUSTERS["host"](), planner=planner, num_microbatches=1).last_plan
+    moments = [spec for name, spec in split.stages[0].specs.items() if "/mu/" in name or "/nu/" in name]
+    weights = [spec for name, spec in split.stages[0].specs.items() if name.startswith("state/params/")]
+    assert len(moments) == 16 and len(weights) == 8
+    assert all(spec.axes == {"data"} for spec in moments)
+    assert all(bool(spec.axes) == isinstance(planner, FSDP) for spec in weights)
+    assert split.stages[0].state_bytes < 0.5 * whole.stages[0].state_bytes
+    kinds = {use.kind for use in split.prediction.collectives}
+    assert {"reduce_scatter", "all_gather"} <= kinds
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_pipelines_balance_their_stages(num_stages: int) -> None:
+    plan = (
+        _large(num_layers=4).plan(cluster=al.cluster("p3.16xlarge"), planner=Pipeline(num_stages=num_stages)).last_plan
+    )
+    assert len(plan.stages) == num_stages and plan.num_microbatches > 1
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    assert max(seconds) < 2.2 * min(seconds)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def _request(**changes: Any) -> PlanRequest:
+    defaults: dict[str, Any] = {
+        "function": "f",
+        "step_at": lambda m, unroll: (m, unroll),
+        "input_names": (),
+        "alias_leaves": {},
+        "batch_size": 12,
+        "cluster": eager_cluster(),
+        "cost_model": None,
+        "cost_model_for": lambda cluster: None,
+    }
+    return PlanRequest(**{**defaults, **changes})
+
+
+def test_choices_of_micro_batches() -> None:
+    assert _request().microbatch_choices((1, 4, 5, 6)) == (1, 4, 6)
+    assert _request(num_microbatches=3).microbatch_choices((1, 4)) == (3,)
+    assert _request(batch_size=None).microbatch_choices((1, 4)) == (1,)
+    assert _request().microbatch_choices((5, 7)) == (1,)
+
+
+def test_the_first_number_that_works_is_taken() -> None:
+    def step_at(m: int, unroll: bool) -> Any:
+        if m > 4:
+            raise al.errors.NonAdditiveError("no sum")
+        return m
+
+    assert _request(step_at=step_at).best_step((12, 6, 4, 2), unroll=True) == 4
+    with pytest.raises(al.errors.NonAdditiveError):
+        _request(step_at=step_at, num_microbatches=12).best_step((4,), unroll=True)
+
+
+# --- without devices --------------------------------------------------------------------------------------------------
+
+_ON_A_LAPTOP = """
+    import time
+    import jax, jax.numpy as jnp, optax
+    import alpa_lite as al
+    from benchmarks.models.gpt import GPT
+    from benchmarks.models.train import init_state, make_train_step
+
+    model, optimizer = GPT(num_layers=2, hidden=256, seq_len=64, dropout=0.1), optax.adamw(1e-3)
+    step = make_train_step(model.loss_fn, optimizer)
+    key = jax.eval_shape(jax.random.key, 0)
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    tokens = jax.ShapeDtypeStruct((64, 64), jnp.int32)
+    backend_compiles = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *a, **k: backend_compiles.append(name) if "backend_compile" in name else None
+    )
+    plan = al.plan(
+        step, state, {"tokens": tokens, "targets": tokens}, key,
+        cluster=al.cluster("p3.16xlarge", num_hosts=2), planner=al.planners.Auto(num_layers=2), num_microbatches=4,
+    )
+    assert len(jax.devices()) == 1, jax.devices()
+    assert sum(stage.submesh.num_devices for stage in plan.stages) == 16
+    print(len(backend_compiles), jax.live_arrays(), plan.prediction.step_seconds > 0)
+"""
+
+
+def test_plans_are_made_for_clusters_that_are_not_there() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_ON_A_LAPTOP)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["0", "[]", "True"]
+
+
+def test_planning_does_not_look_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("planning asked for devices")
+
+    step = traced("mlp")
+    cluster: Cluster = eager_cluster()
+    for name in ("devices", "local_devices", "device_put", "device_count", "jit"):
+        monkeypatch.setattr(jax, name, forbidden)
+    assert step.plan(cluster=cluster, planner=Hybrid(pipeline=2)).last_plan.stages
