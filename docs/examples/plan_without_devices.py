@@ -37,6 +37,11 @@ def arguments():
     return [layer] * NUM_LAYERS, {"x": data, "y": data}
 
 
+def example():
+    """For the command line: `alpa-lite plan plan_without_devices:example --cluster p3.16xlarge`."""
+    return train_step, arguments()
+
+
 def main():
     """Plan, ask, save, load."""
     params, batch = arguments()

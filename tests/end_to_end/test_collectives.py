@@ -1,13 +1,16 @@
-"""What is planned is what runs: XLA's collectives are those of the plan, by kind, bytes, devices and number.
+"""What is planned is what runs: XLA gets the collectives of the plan, by kind, bytes, devices and number.
 
-The text of every executable is read; a combined collective counts as its parts, and each counts as often as its task
-runs per step. Nothing may be added by XLA. What a plan has too many of is listed case by case (`Surplus`).
+The program of every task is read twice: as it is handed to XLA, where it must agree exactly, and as XLA compiled it,
+where nothing may be added. XLA on CPU drops barriers and may then merge a gather of the backward pass with an equal one
+of the forward pass. A combined collective counts as its parts, and each counts as often as its task runs per step.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -58,15 +61,48 @@ def _group_size(attributes: str) -> int:
     return int(counted[1])
 
 
-def emitted(compiled: Any) -> Counter[Collective]:
-    """Collectives of one step over all executables."""
+_OPERATION = re.compile(r"stablehlo\.(?P<kind>all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)\"?\(")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+
+
+def collectives_handed_over(text: str) -> list[Collective]:
+    """The collectives of a program in StableHLO, outside loops; variadic ones taken apart."""
+    found: list[Collective] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        match = _OPERATION.search(line)
+        if match is None:
+            continue
+        groups = re.search(r"replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", line)
+        assert groups is not None, line
+        # The types of an operation with a region stand where the region closes.
+        signature = next(later for later in lines[number:] if ") -> " in later)
+        operands, results = signature.rsplit(" : (", 1)[1].split(") -> ")
+        buffers = operands if match["kind"] == "reduce_scatter" else results
+        for dims, dtype in _TENSOR.findall(buffers):
+            found.append((match["kind"], _bytes_of(dtype, dims.rstrip("x").replace("x", ",")), int(groups[1])))
+    return found
+
+
+def count(compiled: Any, read: Callable[[Any], list[Collective]]) -> Counter[Collective]:
+    """Collectives of one step over all executables, as `read` finds them in each."""
     executor = compiled.executor
     runs = Counter(i.task for i in executor.program.instructions if i.kind == "RUN")
     total: Counter[Collective] = Counter()
     for number, executable in enumerate(executor.executables):
-        for collective in collectives_in(executable.compiled.as_text()):
+        for collective in read(executable):
             total[collective] += runs[number]
     return total
+
+
+def handed_over(compiled: Any) -> Counter[Collective]:
+    """Collectives of one step as they are handed to XLA."""
+    return count(compiled, lambda e: collectives_handed_over(jax.jit(e.function).lower(*e.avals).as_text()))
+
+
+def emitted(compiled: Any) -> Counter[Collective]:
+    """Collectives of one step in the compiled executables."""
+    return count(compiled, lambda e: collectives_in(e.compiled.as_text()))
 
 
 def planned(plan: al.Plan) -> Counter[Collective]:
@@ -77,7 +113,8 @@ def planned(plan: al.Plan) -> Counter[Collective]:
     return total
 
 
-def _compile(model: str, planner: str, num_microbatches: int, optimizer: str = "momentum") -> Any:
+@cache
+def _compile(model: str, planner: str, num_microbatches: int, optimizer: str) -> Any:
     training = Training(model=model, optimizer=optimizer)
     step = al.parallelize(
         training.step(), cluster=eager_cluster(), planner=PLANNERS[planner], num_microbatches=num_microbatches
@@ -85,50 +122,47 @@ def _compile(model: str, planner: str, num_microbatches: int, optimizer: str = "
     return step.compiled(training.start(), make_batch(MODELS[model], 0), jax.random.key(0))
 
 
-EQUAL = [
-    *[("mlp", planner, m) for planner in ("data_parallel", "zero_2", "fsdp", "hybrid", "pipeline_2") for m in (1, 4)],
-    ("mlp", "megatron", 1),
+CASES = [
+    *[("mlp", planner, m) for planner in PLANNERS for m in (1, 4)],
+    ("cnn", "auto", 4),
     ("gpt", "data_parallel", 4),
-    ("gpt", "zero_2", 1),
-    ("cnn", "data_parallel", 1),
-    ("cnn", "zero_2", 4),
+    ("gpt", "megatron", 1),
+    ("gpt", "fsdp", 4),
+    ("gpt", "hybrid", 4),
 ]
 
 
-@pytest.mark.parametrize(("model", "planner", "num_microbatches"), EQUAL)
-def test_collectives_of_the_executables_are_those_of_the_plan(
-    model: str, planner: str, num_microbatches: int, devices: Any
-) -> None:
-    compiled = _compile(model, planner, num_microbatches)
-    assert emitted(compiled) == planned(compiled.plan)
-
-
-@pytest.mark.parametrize(
-    ("model", "planner", "num_microbatches"),
-    [("mlp", "megatron", 4), ("gpt", "megatron", 1), ("gpt", "fsdp", 4), ("gpt", "hybrid", 4), ("cnn", "auto", 4)],
-)
-def test_xla_adds_no_collective_and_leaves_out_only_repeated_gathers(
+@pytest.mark.parametrize(("model", "planner", "num_microbatches"), CASES)
+def test_the_collectives_that_run_are_those_of_the_plan(
     model: str, planner: str, num_microbatches: int, devices: Any
 ) -> None:
     compiled = _compile(model, planner, num_microbatches, "momentum+clip")
-    got, want = emitted(compiled), planned(compiled.plan)
-    assert not got - want
-    # The plan prices forward and backward apart; what both gather is gathered once where they are one executable.
-    assert {kind for kind, _, _ in want - got} <= {"all_gather"}
-    assert sum((want - got).values()) <= 0.2 * sum(want.values())
+    plan = planned(compiled.plan)
+    assert handed_over(compiled) == plan
+    compiled_to = emitted(compiled)
+    assert not compiled_to - plan, "XLA added a collective"
+    merged = plan - compiled_to
+    assert {kind for kind, _, _ in merged} <= {"all_gather", "all_to_all"}
+    assert all(compiled_to[collective] > 0 for collective in merged)
 
 
 def test_zero_reduces_gradients_by_reduce_scatter_once_per_step(devices: Any) -> None:
-    compiled = _compile("mlp", "zero_2", 4)
-    kinds = Counter(kind for kind, _, _ in emitted(compiled).elements())
-    num_parameters = 8
-    assert kinds["reduce_scatter"] == num_parameters
-    assert kinds["all_reduce"] == 1  # the loss
+    compiled = _compile("mlp", "zero_2", 4, "momentum+clip")
+    found = emitted(compiled)
+    assert sum(n for (kind, _, _), n in found.items() if kind == "reduce_scatter") == 8  # parameters
+    # The loss, and the square of each gradient's norm.
+    assert {size for kind, size, _ in found if kind == "all_reduce"} == {4}
 
 
 def test_data_parallel_gradients_are_reduced_once_per_step_not_per_micro_batch(devices: Any) -> None:
-    once, often = (emitted(_compile("mlp", "data_parallel", m)) for m in (1, 4))
+    once, often = (emitted(_compile("mlp", "data_parallel", m, "momentum+clip")) for m in (1, 4))
     assert once == often and {kind for kind, _, _ in once} == {"all_reduce"}
+
+
+def test_parameters_split_by_fsdp_are_gathered_in_both_passes(devices: Any) -> None:
+    plan = planned(_compile("mlp", "fsdp", 4, "momentum+clip").plan)
+    gathered = sum(number for (kind, _, _), number in plan.items() if kind == "all_gather")
+    assert gathered > 4 * len(jax.tree.leaves(Training(model="mlp").start().params))
 
 
 def test_the_text_of_hlo_is_read_right() -> None:
