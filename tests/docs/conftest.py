@@ -1,4 +1,4 @@
-"""The environment in which a reader's Python runs: eight virtual CPU devices that cannot hang, this repository first."""
+"""The environment of a reader's Python: eight virtual CPU devices that cannot hang, this repository first."""
 
 import os
 from pathlib import Path

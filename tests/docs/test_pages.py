@@ -1,0 +1,81 @@
+"""The Python on every page runs, block after block in one process; links lead to files, and the contents list all pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+WITH_PYTHON = [page for page in PAGES if _BLOCK.search(page.read_text())]
+
+
+def test_the_pages_that_show_python_are_found() -> None:
+    shown = {_name(page) for page in WITH_PYTHON}
+    recipes = {f"docs/extend/{what}.md" for what in ("primitive", "planner", "solver", "schedule", "device")}
+    assert shown >= {"README.md", "docs/index.md", "docs/quickstart.md", "docs/cost-model.md"} | recipes
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=_name)
+def test_python_blocks_run_in_order(page: Path, python_environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(_BLOCK.findall(page.read_text())))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=python_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_command_of_the_quickstart_plans(python_environment: dict[str, str]) -> None:
+    """The `alpa-lite` line that plans an example, run as a module."""
+    lines = (ROOT / "docs" / "quickstart.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("alpa-lite plan plan_without_devices:example")]
+    done = subprocess.run(
+        [sys.executable, "-m", "alpa_lite.cli", *line.split()[1:]],
+        cwd=ROOT / "docs" / "examples",
+        env=python_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4-stage pipeline" in done.stdout
+
+
+def test_links_lead_to_files() -> None:
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    links = [(page, target) for page in pages for target in _LINK.findall(page.read_text())]
+    assert len(links) > 20
+    assert not [f"{_name(page)}: {target}" for page, target in links if not (page.parent / target).exists()]
+
+
+def test_the_contents_list_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    docs = ROOT / "docs"
+    assert listed == {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+
+
+def test_no_page_speaks_of_a_place_on_one_machine() -> None:
+    home = os.path.expanduser("~")
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.py")]
+    assert not [_name(page) for page in pages if str(ROOT) in page.read_text() or f"{home}/" in page.read_text()]

@@ -1,0 +1,212 @@
+"""Ways to run one op: all of them, none twice, each one reachable; what manual plans leave of them; followers."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+from typing import Any
+
+import pytest
+
+from alpa_lite.graph.ir import Value
+from alpa_lite.rules import FactorKind, Rule, rule_of
+from alpa_lite.rules.registry import OpView
+from alpa_lite.sharding import Spec, divides, reshard
+from alpa_lite.spmd import operand_specs, raw_result_specs
+from alpa_lite.strategies import (
+    FREE_CHOICE,
+    AxisRole,
+    Restriction,
+    Split,
+    all_specs,
+    axis_choices,
+    factor_axes,
+    follow,
+    placements,
+    resolutions,
+)
+
+MESHES: list[dict[str, int]] = [{"x": 1}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3}]
+
+
+def _values(*shapes: tuple[int, ...]) -> tuple[Value, ...]:
+    return tuple(Value(id=i, shape=shape, dtype="float32") for i, shape in enumerate(shapes))
+
+
+def _rule(primitive: str, operands: Any, results: Any, **params: Any) -> tuple[Rule, Any, Any]:
+    inputs, outputs = _values(*operands), _values(*results)
+    return rule_of(OpView(primitive=primitive, operands=inputs, results=outputs, params=params)), inputs, outputs
+
+
+def _product(b: int = 8, m: int = 12, k: int = 6, n: int = 4) -> tuple[Rule, Any, Any]:
+    """``[b, m, k] @ [k, n] -> [b, m, n]``."""
+    dims = (((2,), (0,)), ((), ()))
+    return _rule(
+        "dot_general", [(b, m, k), (k, n)], [(b, m, n)], dimension_numbers=dims, preferred_element_type="float32"
+    )
+
+
+def _batch_factor(rule: Rule) -> frozenset[int]:
+    return frozenset(rule.operands[0][0])
+
+
+# --- axis choices -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_axis_choices_are_all_assignments_of_axes_to_factors_that_divide(sizes: dict[str, int]) -> None:
+    rule, _, _ = _product()
+    found = axis_choices(rule, sizes, frozenset(), FREE_CHOICE, in_loop=True, takes_partial=False)
+    expected = {
+        combination
+        for combination in itertools.product([None, *range(len(rule.sizes))], repeat=len(sizes))
+        if all(
+            rule.sizes[f] % prod(n for n, c in zip(sizes.values(), combination, strict=True) if c == f) == 0
+            for f in set(combination) - {None}
+        )
+    }
+    assert set(found) == expected and len(found) == len(expected)
+
+
+def test_batch_axes_split_the_batch_and_nothing_else_in_the_loop() -> None:
+    rule, _, _ = _product()
+    data = Restriction(roles={"x": AxisRole.BATCH})
+    (factor,) = _batch_factor(rule)
+    choices = axis_choices(rule, {"x": 4}, _batch_factor(rule), data, in_loop=True, takes_partial=False)
+    assert choices == [(factor,)]
+    without = axis_choices(rule, {"x": 4}, frozenset(), data, in_loop=True, takes_partial=False)
+    assert without == [(None,)]
+
+
+def test_model_axes_never_split_the_batch() -> None:
+    rule, _, _ = _product()
+    model = Restriction(roles={"x": AxisRole.MODEL})
+    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), model, in_loop=True, takes_partial=False)
+    assert {c for (c,) in choices} == {None, *range(len(rule.sizes))} - _batch_factor(rule)
+
+
+@pytest.mark.parametrize(("split", "free"), [(Split.NEVER, False), (Split.MAY, True), (Split.MUST, True)])
+def test_batch_axes_split_updates_only_under_zero(split: Split, free: bool) -> None:
+    rule, _, _ = _product()
+    zero = Restriction(roles={"x": AxisRole.BATCH}, optimizer=split)
+    choices = axis_choices(rule, {"x": 2}, frozenset(), zero, in_loop=False, takes_partial=False)
+    assert (len(choices) > 1) == free
+    assert zero.may_scatter("x") == free and zero.may_scatter("another")
+
+
+def test_axes_on_one_factor_stay_in_mesh_order() -> None:
+    rule, _, _ = _product()
+    assert factor_axes(rule, (0, 0), {"x": 2, "y": 2})[0] == ("x", "y")
+    assert factor_axes(rule, (None, -1), {"x": 2, "y": 2}) == ((),) * len(rule.sizes)
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_placement_can_be_carried_out_and_none_comes_twice(sizes: dict[str, int], keep: bool) -> None:
+    rule, operands, results = _product()
+    found = placements(rule, operands, results, sizes, keep_partial=keep)
+    assert len(set((p.factors, p.partial, p.results) for p in found)) == len(found)
+    for p in found:
+        for spec, value in zip(operand_specs(rule, operands, p), operands, strict=True):
+            assert divides(spec, value.shape, sizes)
+        (raw,), (result,) = raw_result_specs(rule, p), p.results
+        assert divides(result, results[0].shape, sizes)
+        assert reshard(raw, result, results[0].shape, sizes) is not None
+        assert keep or not result.partial
+
+
+def test_a_split_contraction_is_reduced_scattered_or_kept() -> None:
+    rule, operands, results = _product(b=8, m=8, k=8, n=8)
+    (k,) = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
+    for keep, scatter in itertools.product([False, True], repeat=2):
+        found = placements(rule, operands, results, {"x": 4}, keep_partial=keep, scatter=scatter)
+        ends = {str(p.results[0]) for p in found if p.factors[k]}
+        expected = {"[-, -, -]"}
+        expected |= {"[-, -, -]+x"} if keep else set()
+        expected |= {"[x, -, -]", "[-, x, -]", "[-, -, x]"} if scatter else set()
+        assert ends == expected
+
+
+def test_resolutions_are_the_product_over_axes() -> None:
+    raw = Spec(((), ()), ("x", "y"))
+    found = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=True, scatter=True)
+    # Each axis is kept, summed up, or scattered onto one of two dims.
+    assert len(found) == len(set(found)) == 16
+    only = resolutions(raw, (8, 8), {"x": 2, "y": 2}, keep=False, scatter=True, allowed=lambda a: a == "y")
+    assert {str(s) for s in only} == {"[-, -]", "[y, -]", "[-, y]"}
+
+
+def test_additions_take_partial_sums_only_jointly() -> None:
+    rule, operands, results = _rule("add", [(8, 4), (8, 4)], [(8, 4)])
+    found = placements(rule, operands, results, {"x": 4}, takes_partial=True, keep_partial=True)
+    joint = [p for p in found if p.partial]
+    assert joint and {p.results[0].partial for p in joint} == {("x",), ()}
+    for p in joint:
+        assert [s.partial for s in operand_specs(rule, operands, p)] == [("x",), ("x",)]
+    product, values, out = _rule("mul", [(8, 4), (8, 4)], [(8, 4)])
+    for p in placements(product, values, out, {"x": 4}, takes_partial=True, keep_partial=True):
+        assert sum(bool(s.partial) for s in operand_specs(product, values, p)) <= 1
+
+
+# --- specs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_all_specs_are_all_that_divide(sizes: dict[str, int]) -> None:
+    shape = (4, 6)
+    found = all_specs(shape, sizes, lambda axis, dim: True)
+    expected: set[Spec] = set()
+    for homes in itertools.product([-1, 0, 1], repeat=len(sizes)):
+        dims = tuple(tuple(a for a, h in zip(sizes, homes, strict=True) if h == d) for d in range(2))
+        if divides(Spec(dims), shape, sizes):
+            expected.add(Spec(dims))
+    assert set(found) == expected and len(found) == len(expected)
+
+
+def test_specs_can_be_filtered() -> None:
+    found = all_specs((4, 4), {"x": 2, "y": 2}, lambda axis, dim: (axis, dim) == ("x", 1))
+    assert {str(s) for s in found} == {"[-, -]", "[-, x]"}
+
+
+# --- followers --------------------------------------------------------------------------------------------------------
+
+
+def test_elementwise_ops_take_over_the_spec() -> None:
+    rule, _, results = _rule("tanh", [(8, 4)], [(8, 4)])
+    spec = Spec((("x",), ("y",)))
+    placement = follow(rule, results, 0, spec, {"x": 2, "y": 2}, keep_partial=False)
+    assert placement.results == (spec,)
+
+
+def test_a_transpose_carries_the_axes_along() -> None:
+    rule, _, results = _rule("transpose", [(8, 4)], [(4, 8)], permutation=(1, 0))
+    placement = follow(rule, results, 0, Spec((("x",), ())), {"x": 2}, keep_partial=False)
+    assert placement.results == (Spec(((), ("x",))),)
+
+
+def test_partial_sums_pass_linear_ops_and_no_others() -> None:
+    summed = Spec(((), ()), ("x",))
+    for primitive, params, passes in (
+        ("neg", {}, True),
+        ("tanh", {}, False),
+        ("transpose", {"permutation": (1, 0)}, True),
+    ):
+        rule, _, results = _rule(primitive, [(4, 4)], [(4, 4)], **params)
+        placement = follow(rule, results, 0, summed, {"x": 2}, keep_partial=False)
+        assert bool(placement.results[0].partial) == passes, primitive
+
+
+def test_axes_on_dims_that_must_be_whole_are_dropped() -> None:
+    rule, _, results = _rule("cumsum", [(8, 4)], [(8, 4)], axis=0, reverse=False)
+    placement = follow(rule, results, 0, Spec((("x",), ("y",))), {"x": 2, "y": 2}, keep_partial=False)
+    assert placement.results == (Spec(((), ("y",))),)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_followed_reduction_is_summed_up_unless_its_sum_may_wait(keep: bool) -> None:
+    rule, _, results = _rule("reduce_sum", [(8, 4)], [(4,)], axes=(0,))
+    placement = follow(rule, results, 0, Spec((("x",), ())), {"x": 2}, keep_partial=keep)
+    assert placement.results == (Spec(((),), ("x",) if keep else ()),)
