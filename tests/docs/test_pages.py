@@ -1,7 +1,8 @@
-"""The Python on every page runs, block after block in one process; links lead to files, and the contents list all pages."""
+"""The Python on every page runs, block after block in one process; links lead to files; the contents list all pages."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.run_pages import BLOCK
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -20,7 +22,7 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-WITH_PYTHON = [page for page in PAGES if _BLOCK.search(page.read_text())]
+WITH_PYTHON = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
 def test_the_pages_that_show_python_are_found() -> None:
@@ -29,20 +31,25 @@ def test_the_pages_that_show_python_are_found() -> None:
     assert shown >= {"README.md", "docs/index.md", "docs/quickstart.md", "docs/cost-model.md"} | recipes
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=_name)
-def test_python_blocks_run_in_order(page: Path, python_environment: dict[str, str], tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(_BLOCK.findall(page.read_text())))
+@pytest.fixture(scope="module")
+def outcome(python_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Page → traceback, all pages run."""
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
+        [sys.executable, str(ROOT / "tests" / "docs" / "run_pages.py"), *map(str, WITH_PYTHON)],
+        cwd=tmp_path_factory.mktemp("pages"),
         env=python_environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=_name)
+def test_python_blocks_run_in_order(page: Path, outcome: dict[str, str]) -> None:
+    assert outcome[str(page)] == "", outcome[str(page)]
 
 
 def test_the_command_of_the_quickstart_plans(python_environment: dict[str, str]) -> None:
