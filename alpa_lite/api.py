@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
@@ -120,6 +121,7 @@ class PlannedFunction:
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, unroll=plan.unrolled)
         plan.verify(step.step)
+        step = replace(step, step=read_originals_across(step.step, plan.op_layers))
         graph = step.step.graph
         pairs = {graph.outputs[o]: graph.inputs[i] for o, i in self.function.traced.aliases.items()}
         aliases = {out: into for out, into in pairs.items() if graph.producer[out] is not None}
@@ -315,9 +317,12 @@ def plan(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device."""
+    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device.
+
+    `fun` may be decorated already; the options given here count, not those of the decorator.
+    """
     function = parallelize(
-        fun,
+        fun.fun if isinstance(fun, ParallelFunction) else fun,
         cluster=cluster,
         planner=planner,
         num_microbatches=num_microbatches,

@@ -1,13 +1,16 @@
 """Layers: the unit that the stage search moves about. Forward ops are clustered, everything else follows the data.
 
-forward    contiguous clusters that cut where little data flows, balanced by FLOPs          (cluster_contiguous)
-backward   the earliest layer among the loop values that an op reads                        (_backward_layers)
-update     the layer of the largest value that an op reads: gradients stay where they arose  (_update_layers)
-invariant  no layer: these ops are repeated wherever they are read
+forward      contiguous clusters that cut where little data flows, balanced by FLOPs   (cluster_contiguous)
+backward     where its cotangent meets the forward values that it reads                 (_backward_layers)
+             recomputed ops: where they were computed first                             (recomputation)
+gradients    with their parameters, unless large forward values would have to move      (_gradient_layers)
+update       with the parameter; optimizer state is what it is combined with elementwise (_update_layers)
+invariant    no layer: these ops are repeated wherever they are read
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +19,7 @@ from alpa_lite.clustering import cluster_contiguous
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.recomputation import originals
 from alpa_lite.rules import rule_of, view_of
 from alpa_lite.rules.graph_facts import free_values
 
@@ -40,8 +44,9 @@ def op_flops(step: StepGraph) -> tuple[float, ...]:
 
 def _flops(graph: Graph, op: Op) -> float:
     if op.bodies:
-        inner = sum(_flops(body, o) for body in op.bodies for o in body.ops)
-        return inner * op.params.get("length", 1)
+        bodies = [sum(_flops(body, o) for o in body.ops) for body in op.bodies]
+        once = max(bodies) if op.primitive == "cond" else sum(bodies)
+        return once * op.params.get("length", 1)
     return rule_of(view_of(graph, op)).flops
 
 
@@ -85,21 +90,36 @@ def make_layers(step: StepGraph, num_layers: int | None = None, *, imbalance: fl
         for op, layer in zip(forward, cluster_contiguous(flops, flows, count, imbalance=imbalance), strict=True):
             of_op[op.id] = layer
     _backward_layers(step, of_op, count)
-    _update_layers(step, of_op)
-    return Layers(num_layers=count, of_op=tuple(of_op), of_input=_input_layers(step, of_op))
+    homes = _homes_by_parameter(step, of_op)
+    _gradient_layers(step, of_op, homes)
+    _update_layers(step, of_op, homes)
+    return Layers(num_layers=count, of_op=tuple(of_op), of_input=_input_layers(step, of_op, homes))
 
 
 def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> None:
-    graph = step.graph
-    backward = [op for op in graph.ops if step.phases[op.id] is Phase.BACKWARD]
+    """The last layer that holds all that an op reads: a forward value reaches from its own to its last reader's."""
+    graph, backward = step.graph, [op for op in step.graph.ops if step.phases[op.id] is Phase.BACKWARD]
+    reach, twins = _forward_reach(step, of_op), originals(step)
     for op in backward:
-        origins = [p for v in op.operands if (p := graph.producer[v]) is not None and step.phases[p].in_loop]
-        if step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results):
-            # A weight gradient arises where its cotangent is (and the weight); its residual was an input there.
-            origins = [p for p in origins if step.phases[p] is Phase.BACKWARD] or origins
-        known = [of_op[p] for p in origins]
-        layers = [layer for layer in known if layer is not None]
-        of_op[op.id] = min(layers) if layers else None
+        known = [layer for v in op.operands if (layer := reach.get(v)) is not None]
+        layer = min(known) if known else None
+        if op.primitive == "optimization_barrier":
+            # It holds back what it is read for: it runs with its readers, below.
+            reach.update({r: reach[v] for r, v in zip(op.results, op.operands, strict=True) if v in reach})
+            continue
+        twin = graph.producer[twins[op.results[0]][0]] if op.results and op.results[0] in twins else None
+        if twin is not None and of_op[twin] is not None:
+            layer = of_op[twin]
+        for v in op.operands:
+            # What descends with the cotangents cannot be read above; what is only computed again can (recomputation).
+            producer = graph.producer[v]
+            made = of_op[producer] if producer is not None and step.phases[producer] is Phase.BACKWARD else None
+            if layer is not None and made is not None and made < layer and v not in twins:
+                layer = made
+        of_op[op.id] = layer
+        if layer is not None:
+            for r in op.results:
+                reach[r] = max(reach.get(v, layer) for v in twins.get(r, (r,)))
     # An op that reads only batch data and parameters runs where it is needed first: in the last of its readers' layers.
     for op in reversed(backward):
         if of_op[op.id] is None:
@@ -108,16 +128,107 @@ def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> No
             of_op[op.id] = max(layers) if layers else count - 1
 
 
-def _update_layers(step: StepGraph, of_op: list[int | None]) -> None:
+def _forward_reach(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """The last layer of the forward pass that holds a value: that of its last reader, or of the op that computed it."""
+    graph, reach = step.graph, dict[int, int]()
+    for value in graph.values:
+        producer = graph.producer[value.id]
+        made = of_op[producer] if producer is not None else None
+        if value.literal is not None or (producer is not None and not _is_forward_or_invariant(step, producer)):
+            continue
+        readers = (of_op[c] for c in _readers(step, value.id) if step.phases[c] is Phase.FORWARD)
+        layers = [layer for layer in (made, *readers) if layer is not None]
+        if not layers and producer is not None:
+            layers = [min(found)] if (found := [reach[v] for v in graph.ops[producer].operands if v in reach]) else []
+        if layers:
+            reach[value.id] = max(layers)
+    return reach
+
+
+def _is_forward_or_invariant(step: StepGraph, op: int) -> bool:
+    return step.phases[op] in (Phase.FORWARD, Phase.INVARIANT)
+
+
+def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """Home of each value that the update combines elementwise with a parameter: gradients, moments, new parameters.
+
+    Such values have as many elements as the parameter; scalars (learning rates, norms) are combined with everything.
+    """
+    graph = step.graph
+    group = list(range(len(graph.values)))
+
+    def root(v: int) -> int:
+        while group[v] != v:
+            group[v] = group[group[v]]
+            v = group[v]
+        return v
+
+    for op in graph.ops:
+        if step.phases[op.id] is Phase.UPDATE:
+            size = max((graph.values[r].num_elements for r in op.results), default=1)
+            tied = [v for v in (*op.operands, *op.results) if graph.values[v].num_elements == size > 1]
+            for v in tied[1:]:
+                group[root(v)] = root(tied[0])
+    homes: dict[int, int] = {}
+    for v, home in zip(graph.inputs, _loop_homes(step, of_op), strict=True):
+        if home is not None:
+            homes[root(v)] = min(home, homes.get(root(v), home))
+    return {v.id: homes[root(v.id)] for v in graph.values if root(v.id) in homes}
+
+
+def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
+    """Move gradients down to their parameter, as far as what they are computed from is held there too."""
+    graph, lowest = step.graph, _lowest_reads(step, of_op)
+    alone = _leading_to_updates_alone(step)
+    for op_id in alone:
+        op, here = graph.ops[op_id], of_op[op_id]
+        if here is None:
+            continue
+        readers = {c for r in op.results for c in graph.consumers[r] if step.phases[c] is Phase.BACKWARD}
+        wanted = [homes[r] for r in op.results if r in homes]
+        wanted += [layer for c in readers if (layer := of_op[c]) is not None]
+        held = [lowest[v] for v in op.operands if v in lowest and graph.producer[v] not in alone]
+        if wanted:
+            of_op[op_id] = min(here, max(*wanted, *held, 0))
+
+
+def _leading_to_updates_alone(step: StepGraph) -> dict[int, None]:
+    """Backward ops whose results were summed over the batch and are read by updates in the end, last first."""
+    graph, alone = step.graph, dict[int, None]()
+    for op in reversed(graph.ops):
+        readers = {c for r in op.results for c in graph.consumers[r]}
+        summed = step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results)
+        if step.phases[op.id] is Phase.BACKWARD and summed and readers:
+            if all(step.phases[c] is Phase.UPDATE or c in alone for c in readers):
+                alone[op.id] = None
+    return alone
+
+
+def _lowest_reads(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """The lowest layer that holds a value anyway: where a forward value is computed, where a cotangent is read."""
+    graph, lowest = step.graph, dict[int, int]()
+    for value in graph.values:
+        producer = graph.producer[value.id]
+        made = of_op[producer] if producer is not None else None
+        if made is None or producer is None:
+            continue
+        if step.phases[producer] is Phase.BACKWARD:
+            readers = [of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.BACKWARD]
+            made = min((layer for layer in readers if layer is not None), default=made)
+        lowest[value.id] = made
+    return lowest
+
+
+def _update_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
+    """With the parameter of the largest result or operand; ops on scalars where the first of those is computed."""
     graph = step.graph
     updates = [op for op in graph.ops if step.phases[op.id] is Phase.UPDATE]
-    homes = dict(zip(graph.inputs, _input_layers(step, of_op, known_only=True), strict=True))
     for op in updates:
         votes: list[tuple[int, int]] = []
-        for v in op.operands:
+        for v in (*op.results, *op.operands):
             producer = graph.producer[v]
-            layer = homes.get(v) if producer is None else of_op[producer]
-            if layer is not None and layer >= 0:
+            layer = homes[v] if v in homes else of_op[producer] if producer is not None else None
+            if layer is not None:
                 votes.append((-graph.values[v].bytes, layer))
         of_op[op.id] = min(votes)[1] if votes else None
     for op in reversed(updates):
@@ -126,19 +237,27 @@ def _update_layers(step: StepGraph, of_op: list[int | None]) -> None:
             of_op[op.id] = min((layer for layer in readers if layer is not None), default=0)
 
 
-def _input_layers(step: StepGraph, of_op: list[int | None], *, known_only: bool = False) -> tuple[int, ...]:
-    """Home of each input: the first layer whose loop reads it, else the first whose update does (-1 = unknown)."""
-    graph = step.graph
-    homes: list[int] = []
-    for v in graph.inputs:
+def _input_layers(step: StepGraph, of_op: Sequence[int | None], homes: Mapping[int, int]) -> tuple[int, ...]:
+    """Home of each input: the first layer whose loop reads it, its parameter's, or the first whose update reads it."""
+    table: list[int] = []
+    for v, home in zip(step.graph.inputs, _loop_homes(step, of_op), strict=True):
+        readers = (of_op[c] for c in _readers(step, v))
+        later = min((layer for layer in readers if layer is not None), default=0)
+        table.append(home if home is not None else homes.get(v, later))
+    return tuple(table)
+
+
+def _loop_homes(step: StepGraph, of_op: Sequence[int | None]) -> Iterator[int | None]:
+    """For each input the first layer whose forward pass reads it, else whose backward pass does."""
+    for v in step.graph.inputs:
         readers = _readers(step, v)
-        loop = [of_op[c] for c in readers if step.phases[c] is Phase.FORWARD]
-        loop = loop or [of_op[c] for c in readers if step.phases[c] is Phase.BACKWARD]
-        layers = [layer for layer in loop if layer is not None]
-        if not layers and not known_only:
-            layers = [layer for c in readers if (layer := of_op[c]) is not None]
-        homes.append(min(layers) if layers else (-1 if known_only else 0))
-    return tuple(homes)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            layers = [layer for c in readers if step.phases[c] is phase and (layer := of_op[c]) is not None]
+            if layers:
+                yield min(layers)
+                break
+        else:
+            yield None
 
 
 def _readers(step: StepGraph, value: int) -> set[int]:

@@ -18,7 +18,7 @@ from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.graph_facts import fused_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
-from alpa_lite.spmd import Application, Walk, scan_body_output_specs
+from alpa_lite.spmd import Application, Walk, replicated_placement, scan_body_output_specs
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
 from cost_models.work import Work
@@ -88,12 +88,28 @@ class Pricer:
             dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
         )
 
+    def compute(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[float, float]:
+        """Seconds and FLOPs of one device for one op: of a `while` one trip, of a `cond` its longest branch."""
+        if op.bodies:
+            bodies = [self._replicated_body(body) for body in op.bodies]
+            return max(bodies) if op.primitive == "cond" else (sum(s for s, _ in bodies), sum(f for _, f in bodies))
+        work = self.op_work(graph, op, placement)
+        if not (work.flops or work.bytes):
+            return 0.0, 0.0
+        return self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices), work.flops
+
+    def _replicated_body(self, body: Graph) -> tuple[float, float]:
+        """Seconds and FLOPs of a body that runs whole on every device."""
+        parts = [self.compute(body, op, replicated_placement(body, op)) for op in body.ops]
+        trips = [op.params.get("length", 1) for op in body.ops]
+        return (
+            sum(seconds * n for (seconds, _), n in zip(parts, trips, strict=True)),
+            sum(flops * n for (_, flops), n in zip(parts, trips, strict=True)),
+        )
+
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
-        work = self.op_work(graph, op, placement)
-        seconds = 0.0
-        if work.flops or work.bytes:
-            seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
+        seconds, _ = self.compute(graph, op, placement)
         for axis, buffer in eager_reductions(rule_of_op(graph, op.id), placement, graph.results(op), self.sizes):
             seconds += self.collective_seconds("all_reduce", buffer, axis)
         return seconds
@@ -160,12 +176,9 @@ class Estimator:
     def apply(self, application: Application, operands: list[None]) -> list[None]:
         """Price one op."""
         op, graph = application.op, application.graph
-        work = self.pricer.op_work(graph, op, application.placement)
-        if work.flops or work.bytes:
-            active = self.pricer.mesh.num_devices
-            seconds = self.pricer.cost_model.compute_seconds(work, num_active_devices=active)
-            self.compute_seconds += seconds * self.trips
-            self.flops += work.flops * self.trips
+        seconds, flops = self.pricer.compute(graph, op, application.placement)
+        self.compute_seconds += seconds * self.trips
+        self.flops += flops * self.trips
         for axis, buffer in eager_reductions(
             application.rule, application.placement, graph.results(op), self.pricer.sizes
         ):

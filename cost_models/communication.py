@@ -6,6 +6,7 @@
                                   + max(bytes / rate inside, bytes / rate between)
     rate between hosts  min(rate of the host's link / num_concurrent, members * rate inside)       (_between_hosts)
     shared processor    rate / (members * num_concurrent), latency * (members * num_concurrent)    (_inside_host)
+                        and one round, since all members meet in shared memory
     transfer            seconds = latency + bytes / min(num_links * rate inside, hosts * rate between)
                                                                                                    (transfer_seconds)
 
@@ -99,7 +100,7 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     size_between = size * group.devices_per_host if collective.kind == "all_to_all" else size
     algorithms = ALGORITHMS[collective.kind]
     return min(
-        first.latency_seconds(inside)
+        (inside.latency_seconds if cluster.shared_processor else first.latency_seconds(inside))
         + second.latency_seconds(between)
         + max(first.bandwidth_seconds(inside), second.bandwidth_seconds(between))
         for first, second in product(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.recomputation import originals, read_originals_across
 from alpa_lite.layers import default_num_layers, make_layers, op_flops
 from alpa_lite.microbatch import split_step
+from alpa_lite.rules.graph_facts import free_values
 from alpa_lite.trace import trace
 from tests.end_to_end.cases import MODELS, Training, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
 
 
+@cache
 def _step_of(model: str, *, num_microbatches: int = 4, unroll: bool = True) -> StepGraph:
     training = Training(model=model, optimizer="adamw+clip")
     args = training.start(), make_batch(MODELS[model], 0), jax.random.key(0)
@@ -31,10 +36,12 @@ def _small_step() -> StepGraph:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("model", ["mlp", "gpt", "gpt_scan", "cnn"])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "gpt_scan", "gpt_remat", "cnn"])
 def test_data_flows_up_through_the_layers_and_down_again(model: str, count: int) -> None:
     step = _step_of(model)
-    layers, graph = make_layers(step, count), step.graph
+    layers = make_layers(step, count)
+    graph = read_originals_across(step, layers.of_op).graph
+    free = free_values(graph)
     assert layers.num_layers == count
     for op in graph.ops:
         layer = layers.of_op[op.id]
@@ -42,15 +49,17 @@ def test_data_flows_up_through_the_layers_and_down_again(model: str, count: int)
         for v in op.operands:
             producer = graph.producer[v]
             before = layers.of_op[producer] if producer is not None else None
-            if layer is None or before is None:
+            if layer is None or before is None or v in free:
                 continue
             pair = step.phases[producer or 0], step.phases[op.id]
             if pair == (Phase.FORWARD, Phase.FORWARD):
                 assert before <= layer
             if pair == (Phase.BACKWARD, Phase.BACKWARD):
                 assert before >= layer
-            if pair == (Phase.FORWARD, Phase.BACKWARD) and all(step.batch_dims[r] is not None for r in op.results):
-                assert before >= layer
+            if pair == (Phase.FORWARD, Phase.BACKWARD):
+                # No forward value climbs for the backward pass only.
+                forward = [layers.of_op[c] for c in graph.consumers[v] if step.phases[c] is Phase.FORWARD]
+                assert max(f for f in (before, *forward) if f is not None) >= layer
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt_scan"])
@@ -100,3 +109,43 @@ def test_more_layers_than_forward_ops_are_refused() -> None:
 def test_flops_count_loops_by_their_trips() -> None:
     looped, unrolled = (sum(op_flops(_step_of("gpt_scan", unroll=u))) for u in (False, True))
     assert looped == pytest.approx(unrolled, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_is_recomputed_stays_with_its_weights(count: int) -> None:
+    step = _step_of("gpt_remat")
+    layers, graph = make_layers(step, count), step.graph
+    homes = dict(zip(graph.inputs, layers.of_input, strict=True))
+    contractions = 0
+    for op in graph.ops:
+        if op.primitive != "dot_general" or op.results[0] not in originals(step):
+            continue
+        contractions += 1
+        barriers = [graph.ops[p] for v in op.operands if (p := graph.producer[v]) is not None]
+        weights = [v for b in barriers if b.primitive == "optimization_barrier" for v in b.operands if v in homes]
+        for v in weights:
+            assert layers.of_op[op.id] == homes[v], graph.values[v].name
+    assert contractions == 10, "five of each block; the one that XLA could drop is dropped by JAX"
+
+
+def test_originals_are_recomputed_values_and_nothing_else() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        def block(w: Any, h: Any) -> Any:
+            return jnp.sin(h @ w)
+
+        def loss(p: Any) -> Any:
+            h = jax.checkpoint(block)(p["w1"], x)
+            return jnp.sum((block(p["w2"], h) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+    weights = {"w1": PARAMS["w1"], "w2": jnp.ones((PARAMS["w1"].shape[1], 3))}
+    cut = split_step(trace(step, (weights, X, jnp.ones((len(X), 3)))), 2).step
+    again = {cut.graph.ops[cut.graph.producer[v] or 0].primitive for v in originals(cut)}
+    assert again == {"dot_general", "optimization_barrier"}
+    for copy, found in originals(cut).items():
+        (original,) = found
+        producer = cut.graph.producer[original]
+        assert producer is None or cut.phases[producer] is Phase.FORWARD
+        assert cut.graph.values[copy].shape == cut.graph.values[original].shape

@@ -26,6 +26,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
 from alpa_lite.pricing import Pricer
+from alpa_lite.schedule import Schedule
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
@@ -139,18 +140,27 @@ def _batch_divides(step: StepGraph, shape: tuple[int, ...]) -> bool:
     return step.batch_size is not None and step.batch_size // step.num_microbatches % shape[0] == 0
 
 
-def configurations_of(costs: StageCosts, kind: tuple[int, int]) -> tuple[Configuration, ...]:
-    """The logical shapes of a submesh, each for one micro-batch in flight and for as many as there can be stages."""
+def configurations_of(costs: StageCosts, schedule: Schedule, kind: tuple[int, int]) -> tuple[Configuration, ...]:
+    """The logical shapes of a submesh, each for the micro-batches in flight on the last stage and on the first of many.
+
+    The fewest in flight come first.
+    """
     shapes = [shape for shape in logical_shapes(*kind) if _batch_divides(costs.step, shape)]
-    most = min(costs.step.num_microbatches, costs.layers.num_layers)
-    return tuple(Configuration(shape=s, in_flight=n) for n in sorted({1, most}) for s in shapes)
+    held = sorted({_in_flight(costs, schedule, following) for following in (0, costs.layers.num_layers - 1)})
+    return tuple(Configuration(shape=s, in_flight=n) for n in held for s in shapes)
 
 
-def stage_options(costs: StageCosts, inflow_seconds: NDArray[np.float64]) -> StageOptions:
+def _in_flight(costs: StageCosts, schedule: Schedule, following: int) -> int:
+    """Micro-batches in flight on a stage that is followed by so many others."""
+    return schedule.in_flight(0, following + 1, costs.step.num_microbatches)
+
+
+def stage_options(costs: StageCosts, schedule: Schedule, inflow_seconds: NDArray[np.float64]) -> StageOptions:
     """Solve all stages that can occur. `inflow_seconds[i]`: time to receive what layer i reads from earlier layers."""
     cluster, num_layers = costs.cost_model.cluster, costs.layers.num_layers
     kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
-    configurations = tuple(configurations_of(costs, kind) for kind in kinds)
+    configurations = tuple(configurations_of(costs, schedule, kind) for kind in kinds)
+    fewest = _in_flight(costs, schedule, 0)
     size = (num_layers, num_layers, len(kinds), max(map(len, configurations)))
     seconds, following = np.full(size, np.inf), np.full(size, -1, dtype=int)
     shares = _flops_shares(costs.step, costs.layers)
@@ -159,14 +169,14 @@ def stage_options(costs: StageCosts, inflow_seconds: NDArray[np.float64]) -> Sta
         if last < first or not _worthwhile(cluster, first, last, num_layers, devices, shares[first : last + 1].sum()):
             continue
         for c, configuration in enumerate(configurations[k]):
-            loose = configurations[k].index(Configuration(shape=configuration.shape, in_flight=1))
+            loose = configurations[k].index(Configuration(shape=configuration.shape, in_flight=fewest))
             if loose != c and following[first, last, k, loose] == num_layers - 1:
                 continue  # the best sharding has room for all micro-batches anyway
             submesh = Submesh(first_device=0, num_hosts=kinds[k][0], devices_per_host=kinds[k][1])
             solution = costs.solution(first, last, submesh, configuration.mesh, in_flight=configuration.in_flight)
             if solution.choice is not None:
                 seconds[first, last, k, c] = _seconds(costs, solution, float(inflow_seconds[first]))
-                following[first, last, k, c] = _stages_that_may_follow(costs, solution)
+                following[first, last, k, c] = _stages_that_may_follow(costs, schedule, solution)
     devices_of = tuple(hosts * devices for hosts, devices in kinds)
     table = StageTable(seconds=seconds, max_following_stages=following, submesh_devices=devices_of)
     return StageOptions(table=table, kinds=kinds, configurations=configurations)
@@ -187,10 +197,12 @@ def _seconds(costs: StageCosts, solution: StageSolution, inflow: float) -> float
     return loop + (solution.update_seconds + launch) / costs.step.num_microbatches
 
 
-def _stages_that_may_follow(costs: StageCosts, solution: StageSolution) -> int:
-    """A stage followed by k others holds k + 1 micro-batches (1F1B), but never more than there are."""
-    num_layers = costs.layers.num_layers
-    spare = float(costs.cost_model.cluster.device.memory_bytes) - solution.bytes_in_flight(0)
-    if spare >= costs.step.num_microbatches * solution.activation_bytes:
-        return num_layers - 1
-    return min(int(spare // solution.activation_bytes), num_layers) - 1
+def _stages_that_may_follow(costs: StageCosts, schedule: Schedule, solution: StageSolution) -> int:
+    """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none at all."""
+    limit = float(costs.cost_model.cluster.device.memory_bytes)
+    fits = (
+        following
+        for following in reversed(range(costs.layers.num_layers))
+        if solution.bytes_in_flight(_in_flight(costs, schedule, following)) <= limit
+    )
+    return next(fits, -1)

@@ -19,6 +19,7 @@ import numpy as np
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts, StageOptions, stage_options
 from alpa_lite.inter_op.stage_dp import StageAssignment
 from alpa_lite.inter_op.stage_dp import solve as solve_stages
@@ -92,6 +93,7 @@ class Auto(Planner):
         started = time.perf_counter()
         pipelines = step.num_microbatches > 1 or request.cluster.shared_processor
         layers = make_layers(step, self.num_layers if pipelines else 1)
+        step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
             layers=layers,
@@ -99,7 +101,7 @@ class Auto(Planner):
             cost_model=request.cost_model,
             progress=request.progress,
         )
-        options = stage_options(costs, _inflow_seconds(request, step, layers))
+        options = stage_options(costs, self.schedule, _inflow_seconds(request, step, layers))
         found = solve_stages(
             options.table,
             num_devices=request.cluster.num_devices,

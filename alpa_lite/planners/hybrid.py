@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers, make_layers
@@ -52,6 +53,7 @@ class Hybrid(Planner):
         step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=self.pipeline > 1)
         check_batch(self, step, mesh)
         layers = stage_layers(step, self.pipeline)
+        step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
             layers=layers,

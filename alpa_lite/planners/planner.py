@@ -128,7 +128,7 @@ def assemble(
             gap=max(0.0, (objective - bound) / objective) if objective > 0 else 0.0,
             seconds=time.perf_counter() - started,
         ),
-        fingerprint=fingerprint(step),
+        fingerprint=fingerprint(request.step_at(step.num_microbatches, step.unrolled)),
     )
 
 

@@ -1,7 +1,7 @@
 """This machine's devices as a `Cluster`, measured in about two seconds.
 
-A handful of small programs is timed: a matrix product, an element-wise pass, an all_reduce at two sizes, a program
-that does nothing. Rates are set so that the cost model reproduces those timings. Virtual CPU devices share one
+A handful of small programs is timed: a matrix product, an element-wise pass, a chain of all_reduces at two sizes, a
+program that does nothing. Rates are set so that the cost model reproduces those timings. Virtual CPU devices share one
 processor and are described as such (`Cluster.shared_processor`): their work adds up in time instead of running side
 by side.
 """
@@ -30,7 +30,8 @@ _ARRAYS_PER_TASK = 32
 _SMALL_PRODUCTS = 32
 _PASSES = 4
 _TRANSCENDENTAL_FLOPS = 18.0
-_SMALL, _LARGE = 1 << 10, 1 << 20
+_SMALL, _LARGE = 1 << 8, 1 << 18
+_LINKED = 8
 
 
 def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
@@ -133,28 +134,32 @@ def _memory_bytes(device: Any, sharers: int) -> float:
 
 
 def _link(devices: tuple[Any, ...], shared: bool) -> Link:
-    """Bandwidth and latency that reproduce a small and a large all_reduce over all devices.
+    """Bandwidth and latency that reproduce a small and a large all_reduce over all devices, between other work.
 
-    With n devices a ring or halving-doubling all_reduce of b bytes takes r·α + 2(n-1)/n · b/β; on a shared processor
-    the work of all n devices adds up.
+    With n devices a ring or halving-doubling all_reduce of b bytes takes r·α + 2(n-1)/n · b/β with r = 2 log2 n; on a
+    shared processor it takes n·α and the bytes of all n devices add up.
     """
     n = len(devices)
-    mesh = Mesh(np.array(devices), ("x",))
-    spec = PartitionSpec("x")
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
-    )
-    function = jax.jit(total)
+
+    def reduced(x: jax.Array) -> jax.Array:
+        for _ in range(_LINKED):
+            x = jax.lax.psum(x, "x") * 0.1 + 0.5
+        return x
+
+    def alone(x: jax.Array) -> jax.Array:
+        for _ in range(_LINKED):
+            x = x * 0.1 + 0.5
+        return x
 
     def seconds(elements: int) -> float:
-        array = jax.device_put(jnp.ones((n * elements,), jnp.float32), NamedSharding(mesh, spec))
-        return _median_seconds(function, array)
+        together = _sharded_seconds(reduced, devices, (elements,)) - _sharded_seconds(alone, devices, (elements,))
+        return max(together, 1e-7) / _LINKED
 
     small, large = seconds(_SMALL), seconds(_LARGE)
     share = 2.0 * (n - 1) / n * (n if shared else 1)
     bandwidth = share * 4.0 * (_LARGE - _SMALL) / max(large - small, 1e-6)
-    rounds = 2.0 * np.log2(n) * (n if shared else 1)
-    return Link(bandwidth_bytes_per_second=float(bandwidth), latency_seconds=float(max(1e-7, 0.5 * small / rounds)))
+    rounds = n if shared else 2.0 * np.log2(n)
+    return Link(bandwidth_bytes_per_second=float(bandwidth), latency_seconds=float(max(1e-7, small / rounds)))
 
 
 def _dispatch_seconds(devices: tuple[Any, ...]) -> float:

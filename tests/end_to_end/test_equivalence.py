@@ -39,6 +39,7 @@ QUICK = [
     ("gpt_scan", "fsdp", 4, "mean", "momentum"),
     ("gpt_scan", "pipeline_2", 4, "mean", "momentum"),
     ("gpt_remat", "gpipe_2", 4, "mean", "momentum+clip"),
+    ("gpt_remat", "pipeline_4", 4, "mean", "momentum"),
 ]
 """Every planner on the smallest model; every other model under planners that differ in kind."""
 

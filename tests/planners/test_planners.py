@@ -19,7 +19,7 @@ import alpa_lite as al
 from alpa_lite.graph.phases import Phase
 from alpa_lite.planners import FSDP, MANUAL_PLANNERS, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from alpa_lite.planners.planner import PlanRequest
-from alpa_lite.schedule import GPipe
+from alpa_lite.schedule import GPipe, OneFOneB, Schedule
 from alpa_lite.sharding import divides
 from alpa_lite.spmd import free_values
 from benchmarks.models.gpt import GPT
@@ -273,6 +273,27 @@ def test_the_first_number_that_works_is_taken() -> None:
     assert _request(step_at=step_at).best_step((12, 6, 4, 2), unroll=True) == 4
     with pytest.raises(al.errors.NonAdditiveError):
         _request(step_at=step_at, num_microbatches=12).best_step((4,), unroll=True)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()])
+def test_the_search_leaves_room_for_what_its_schedule_holds(schedule: Schedule) -> None:
+    free = traced("mlp").plan(cluster=eager_cluster(), planner=Pipeline(num_stages=2), num_microbatches=4).last_plan
+    limit = max(free.prediction.peak_bytes) * 0.9
+    device = dataclasses.replace(eager_cluster().device, memory_bytes=limit)
+    tight = dataclasses.replace(eager_cluster(), device=device)
+    planner = Auto(num_layers=2, schedule=schedule, manual=())
+    plan = traced("mlp").plan(cluster=tight, planner=planner, num_microbatches=4).last_plan
+    assert max(plan.prediction.peak_bytes) <= limit
+
+
+def test_a_decorated_step_is_planned_like_the_plain_one() -> None:
+    training = Training(model="mlp", optimizer="momentum")
+    args = training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)
+    plans = [
+        al.plan(step, *args, cluster=eager_cluster(), planner=Hybrid(pipeline=2))
+        for step in (training.step(), al.parallelize(training.step()))
+    ]
+    assert plans[0].fingerprint == plans[1].fingerprint and plans[0].stages == plans[1].stages
 
 
 # --- without devices --------------------------------------------------------------------------------------------------

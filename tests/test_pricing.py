@@ -1,0 +1,82 @@
+"""Prices of single ops: work of one device, bodies of control flow, collectives of split reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.graph.from_jaxpr import from_jaxpr
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.plan import OpPlacement
+from alpa_lite.pricing import Pricer
+from alpa_lite.spmd import replicated_placement
+from cost_models.cluster import load_cluster
+from cost_models.composed import ComposedCostModel
+
+PRICER = Pricer(
+    cost_model=ComposedCostModel(load_cluster("p3.16xlarge")),
+    submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
+    mesh=LogicalMesh(axis_names=("x",), shape=(8,)),
+)
+N = 256
+SQUARE = jax.ShapeDtypeStruct((N, N), jnp.float32)
+
+
+def _op(function: Callable[..., Any], primitive: str, *args: Any) -> tuple[Graph, Op]:
+    graph = from_jaxpr(jax.make_jaxpr(function)(*args), [f"arg{i}" for i in range(len(args))]).graph
+    return graph, next(op for op in graph.ops if op.primitive == primitive)
+
+
+def _replicated(function: Callable[..., Any], primitive: str, *args: Any) -> tuple[float, float]:
+    graph, op = _op(function, primitive, *args)
+    return PRICER.compute(graph, op, replicated_placement(graph, op))
+
+
+def test_a_matrix_product_costs_two_flops_per_multiplication_and_splits_evenly() -> None:
+    graph, op = _op(jnp.matmul, "dot_general", SQUARE, SQUARE)
+    whole = PRICER.compute(graph, op, replicated_placement(graph, op))
+    split = PRICER.compute(graph, op, OpPlacement(factors=(("x",), (), ())))
+    assert whole[1] == 2 * N**3 and split[1] == 2 * N**3 / 8
+    assert split[0] < whole[0]
+
+
+def test_a_loop_of_unknown_length_costs_one_trip() -> None:
+    seconds, flops = _replicated(
+        lambda x: jax.lax.while_loop(lambda y: jnp.sum(y) < 1.0, lambda y: y @ y, x), "while", SQUARE
+    )
+    product = _replicated(jnp.matmul, "dot_general", SQUARE, SQUARE)
+    assert 2 * N**3 <= flops <= 2 * N**3 + 2 * N**2  # and the sum of the condition
+    assert seconds > product[0]
+
+
+def test_a_branch_costs_what_its_longest_side_costs() -> None:
+    def choose(flag: Any, x: Any) -> Any:
+        return jax.lax.cond(flag, lambda y: y @ y @ y, lambda y: y @ y, x)
+
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    seconds, flops = _replicated(choose, "cond", flag, SQUARE)
+    product = _replicated(jnp.matmul, "dot_general", SQUARE, SQUARE)
+    assert flops == 2 * product[1]
+    assert seconds >= 2 * product[0]
+
+
+def test_a_loop_inside_a_loop_counts_its_trips() -> None:
+    def inner(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
+
+    _, flops = _replicated(lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1.0, inner, x), "while", SQUARE)
+    assert 5 * 2 * N**3 <= flops <= 5 * 2 * N**3 + 10
+
+
+@pytest.mark.parametrize(("function", "reduces"), [(jnp.max, True), (jnp.sum, False)])
+def test_only_reductions_that_cannot_stay_partial_are_combined_at_once(function: Any, reduces: bool) -> None:
+    graph, op = _op(function, f"reduce_{function.__name__}", SQUARE)
+    placement = OpPlacement(factors=(("x",), ()))
+    combined = PRICER.collective_seconds("all_reduce", 4.0, "x") if reduces else 0.0
+    seconds, _ = PRICER.compute(graph, op, placement)
+    assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + combined)
