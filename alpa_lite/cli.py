@@ -24,7 +24,7 @@ from typing import Any
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.diff import compare
-from alpa_lite.inspection.doctor import diagnose, virtual_cpu_environment
+from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, virtual_cpu_environment
 from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
@@ -180,7 +180,8 @@ def run_demo(given: argparse.Namespace) -> int:
     """`alpa-lite demo`: `benchmarks.demo` in a process of its own, with virtual CPU devices that cannot hang."""
     forwarded = [*given.rest, *(["--json"] if given.json else [])]
     command = [sys.executable, "-m", "benchmarks.demo", *forwarded]
-    return subprocess.run(command, env={**os.environ, **virtual_cpu_environment(given.devices)}, check=False).returncode
+    environment = {**os.environ, **virtual_cpu_environment(given.devices), **steady_memory_environment()}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -98,6 +98,19 @@ def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
     }
 
 
+def steady_memory_environment() -> dict[str, str]:
+    """Environment variables under which timings on CPU compare plans, not what the C library does with freed memory.
+
+    glibc gives large arrays back to the system and pages them in again at the next step, which costs a step of tens of
+    milliseconds up to half of its time, more or less by chance. Other C libraries do not read these variables.
+    """
+    return {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
+
+
 def device_advice(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """What to change about the devices: how to get virtual ones, and settings under which they cannot hang."""
     if not all(device.startswith("cpu") for device in devices):

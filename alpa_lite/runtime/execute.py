@@ -101,6 +101,7 @@ class Executor:
                 self.zeros[number] = emit_zeros(task, step, mesh)
         self.indices = self._microbatch_indices()
         self.bound_launches = all(d.platform == "cpu" for m in self.meshes for d in m.devices.flat)
+        self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
         self.concat = jax.jit(lambda parts, dim: jax.numpy.concatenate(parts, dim), static_argnums=1)
 
     def _microbatch_indices(self) -> list[list[Any]]:
@@ -148,12 +149,12 @@ class Executor:
     def input_sharding(self, value: int) -> NamedSharding:
         """Where a graph input lives between steps."""
         stage, spec = self.program.homes[value]
-        return NamedSharding(self.meshes[stage], boundary_spec(spec))
+        return self._sharding(stage, spec)
 
     def output_sharding(self, index: int) -> NamedSharding:
         """Where output number `index` of the step is returned."""
         buffer, spec = self.program.outputs[index], self.program.output_specs[index]
-        return NamedSharding(self.meshes[buffer.stage], boundary_spec(spec))
+        return self._sharding(buffer.stage, spec)
 
     def __call__(self, inputs: Sequence[Any], record: list[TaskTime] | None = None) -> list[Any]:
         """One step. With `record`, every instruction is awaited and its measured span appended."""
@@ -193,14 +194,14 @@ class Executor:
             arrays[instruction.writes[0]] = self._place(instruction, inputs)
         elif kind == "SEND":
             sharding = self._sharding(instruction.stage, instruction.spec)
-            arrays[instruction.writes[0]] = jax.device_put(arrays[instruction.reads[0]], sharding)
+            arrays[instruction.writes[0]] = _put(arrays[instruction.reads[0]], sharding)
         elif kind == "ZEROS":
             arrays.update(zip(instruction.writes, self.zeros[instruction.task](), strict=True))
         elif kind == "CONCAT":
             parts = [arrays[b] for b in instruction.reads]
             dim = self.step.batch_dims[instruction.writes[0].value] or 0
             whole = self.concat(parts, dim)
-            arrays[instruction.writes[0]] = jax.device_put(whole, self._sharding(instruction.stage, instruction.spec))
+            arrays[instruction.writes[0]] = _put(whole, self._sharding(instruction.stage, instruction.spec))
         else:
             for buffer in instruction.reads:
                 arrays.pop(buffer, None)
@@ -214,7 +215,11 @@ class Executor:
         arrays.update(zip(instruction.writes, results, strict=True))
 
     def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
-        return NamedSharding(self.meshes[stage], boundary_spec(spec) if spec is not None else PartitionSpec())
+        key = (stage, spec)
+        if key not in self._shardings:
+            partition = boundary_spec(spec) if spec is not None else PartitionSpec()
+            self._shardings[key] = NamedSharding(self.meshes[stage], partition)
+        return self._shardings[key]
 
     def _place(self, instruction: Instruction, inputs: Sequence[Any]) -> Any:
         buffer = instruction.writes[0]
@@ -225,7 +230,7 @@ class Executor:
             index = [slice(None)] * np.ndim(array)
             index[dim] = slice(buffer.microbatch * size, (buffer.microbatch + 1) * size)
             array = array[tuple(index)]
-        return jax.device_put(array, self._sharding(instruction.stage, instruction.spec))
+        return _put(array, self._sharding(instruction.stage, instruction.spec))
 
     def place_inputs(self, inputs: Sequence[Any], only: Mapping[int, bool] | None = None) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""
@@ -234,3 +239,10 @@ class Executor:
             jax.device_put(x, self.input_sharding(v)) if only is None or only.get(i, False) else x
             for i, (v, x) in enumerate(zip(graph_inputs, inputs, strict=True))
         ]
+
+
+def _put(array: Any, sharding: NamedSharding) -> Any:
+    """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
+    if isinstance(array, jax.Array) and array.committed and array.sharding == sharding:
+        return array
+    return jax.device_put(array, sharding)
