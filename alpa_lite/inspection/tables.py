@@ -99,9 +99,9 @@ def stages_table(plan: Plan) -> Table:
         "layers",
         "devices",
         "mesh",
-        "forward ms",
-        "backward ms",
-        "update ms",
+        "forward",
+        "backward",
+        "update",
         "peak memory",
         "collectives",
     )
@@ -110,7 +110,8 @@ def stages_table(plan: Plan) -> Table:
         columns=columns,
         rows=tuple(rows),
         numeric=frozenset(columns[4:]),
-        note=f"forward, backward {per}; update, collectives per step; memory per device, of {show_bytes(capacity)}",
+        note=f"forward, backward: ms {per}; update: ms per step; collectives per step; memory per device, "
+        f"of {show_bytes(capacity)}",
     )
 
 
