@@ -149,3 +149,20 @@ def test_originals_are_recomputed_values_and_nothing_else() -> None:
         producer = cut.graph.producer[original]
         assert producer is None or cut.phases[producer] is Phase.FORWARD
         assert cut.graph.values[copy].shape == cut.graph.values[original].shape
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt", "gpt_remat"])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_gradients_of_weights_arise_where_the_weights_are_updated(model: str, count: int) -> None:
+    step = _step_of(model)
+    layers, graph = make_layers(step, count), step.graph
+    # A tied embedding is read in the first and in the last layer: its gradients arise in both.
+    tied = {tuple(sorted(graph.values[v].shape)) for v in graph.inputs if "embedding" in graph.values[v].name}
+    apart: list[str] = []
+    for op in graph.ops:
+        if op.primitive != "dot_general" or step.phases[op.id] is not Phase.BACKWARD:
+            continue
+        (gradient,) = op.results
+        if step.batch_dims[gradient] is None and tuple(sorted(graph.values[gradient].shape)) not in tied:
+            apart += [op.source for c in graph.consumers[gradient] if layers.of_op[c] != layers.of_op[op.id]]
+    assert not apart
