@@ -15,5 +15,6 @@ from alpa_lite.api import parallelize as parallelize
 from alpa_lite.api import plan as plan
 from alpa_lite.errors import AlpaLiteError as AlpaLiteError
 from alpa_lite.plan import Plan as Plan
+from alpa_lite.rules import register_rule as register_rule
 
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@
     ├── PlanError             no plan can be made, or a plan does not belong to what it is used on
     │   ├── InfeasibleError   nothing fits into memory
     │   └── MismatchError     a plan made for another function, shape or cluster
+    ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
     └── ExecutionError        the devices at hand cannot run the plan
 """
@@ -40,6 +41,10 @@ class InfeasibleError(PlanError):
 
 class MismatchError(PlanError):
     """A plan that was made for another function, other shapes or another cluster."""
+
+
+class RuleError(AlpaLiteError, ValueError):
+    """A sharding rule that does not fit the op it is asked about, or a second one for the same primitive."""
 
 
 class VerificationError(AlpaLiteError, AssertionError):

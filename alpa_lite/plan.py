@@ -62,6 +62,19 @@ class CollectiveUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpaqueUse:
+    """Ops of one primitive that run whole on every device, as it has no sharding rule: number, bytes of results, lines.
+
+    `bytes` counts the whole results of all of them, once each.
+    """
+
+    primitive: str
+    num_ops: int
+    bytes: float
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. Value and op numbers refer to the traced graph.
 
@@ -140,6 +153,7 @@ class Plan:
     solver: SolverReport
     fingerprint: str
     alternatives: tuple[tuple[str, float], ...] = ()
+    opaque: tuple[OpaqueUse, ...] = ()
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""

@@ -67,7 +67,13 @@ def plan_text(plan: Plan) -> str:
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
     """The tables of a plan in reading order; empty ones are left out."""
-    tables = (stages_table(plan), parameters_table(plan), collectives_table(plan), alternatives_table(plan))
+    tables = (
+        stages_table(plan),
+        parameters_table(plan),
+        collectives_table(plan),
+        opaque_table(plan),
+        alternatives_table(plan),
+    )
     return tuple(table for table in tables if table.rows)
 
 
@@ -225,6 +231,28 @@ def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...],
     )
 
 
+def opaque_table(plan: Plan) -> Table:
+    """Primitives that no rule can split, and where they stand in the user's code."""
+    rows = tuple(
+        (
+            use.primitive,
+            str(use.num_ops),
+            show_bytes(use.bytes),
+            ", ".join(dict.fromkeys(map(short_source, use.sources))),
+        )
+        for use in plan.opaque
+    )
+    columns = ("primitive", "ops", "bytes of results", "source")
+    note = "give them a rule with al.register_rule, if they can be split: docs/extend/primitive.md"
+    return Table(
+        title="Run whole on every device, without a sharding rule",
+        columns=columns,
+        rows=rows,
+        numeric=frozenset(columns[1:3]),
+        note=note,
+    )
+
+
 def alternatives_table(plan: Plan) -> Table:
     """The other plans that the search priced; no rows for a manual plan."""
     chosen = plan.prediction.step_seconds
@@ -264,6 +292,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             for stage, peak in zip(plan.stages, prediction.peak_bytes, strict=True)
         ],
         "alternatives": [{"name": name, "step_seconds": seconds} for name, seconds in plan.alternatives],
+        "opaque": [
+            {"primitive": use.primitive, "num_ops": use.num_ops, "bytes": use.bytes, "sources": list(use.sources)}
+            for use in plan.opaque
+        ],
     }
 
 

@@ -14,8 +14,8 @@ from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.plan import Plan, Prediction, SolverReport, StagePlan, fingerprint
-from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, fingerprint
+from alpa_lite.rules.graph_facts import free_values, opaque_ops
 from alpa_lite.schedule import Schedule, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
@@ -128,8 +128,27 @@ def assemble(
             gap=max(0.0, (objective - bound) / objective) if objective > 0 else 0.0,
             seconds=time.perf_counter() - started,
         ),
+        opaque=opaque_uses(step),
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.unrolled)),
     )
+
+
+def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
+    """The ops of a step that no rule can split, by primitive, the largest first."""
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for graph, op in opaque_ops(step.graph):
+        size = float(sum(v.bytes for v in graph.results(op)))
+        groups.setdefault(op.primitive, []).append((size, op.source))
+    uses = (
+        OpaqueUse(
+            primitive=primitive,
+            num_ops=len(members),
+            bytes=sum(size for size, _ in members),
+            sources=tuple(dict.fromkeys(source for _, source in members if source)),
+        )
+        for primitive, members in groups.items()
+    )
+    return tuple(sorted(uses, key=lambda use: -use.bytes))
 
 
 def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: PlacedStage) -> StagePlan:

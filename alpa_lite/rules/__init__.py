@@ -4,9 +4,11 @@ from alpa_lite.rules import contraction, convolution, elementwise, indexing, lay
 from alpa_lite.rules.registry import FactorKind as FactorKind
 from alpa_lite.rules.registry import OpView as OpView
 from alpa_lite.rules.registry import Rule as Rule
+from alpa_lite.rules.registry import RuleBuilder as RuleBuilder
 from alpa_lite.rules.registry import has_rule as has_rule
 from alpa_lite.rules.registry import known_primitives as known_primitives
 from alpa_lite.rules.registry import opaque_rule as opaque_rule
+from alpa_lite.rules.registry import register_rule as register_rule
 from alpa_lite.rules.registry import rule_of as rule_of
 from alpa_lite.rules.registry import view_of as view_of
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from alpa_lite.rules.elementwise import can_add, ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 
 #: Linear-algebra ops and how many trailing dims of their first operand are not batch dims.
 _CORE_RANK = {
@@ -24,7 +24,7 @@ _CORE_RANK = {
 }
 
 
-@rule("dot_general")
+@register_rule("dot_general")
 def dot_general(view: OpView) -> Rule:
     """Batch and free dims pass, contracted dims reduce; the result is batch ‖ lhs free ‖ rhs free."""
     lhs, rhs = view.operands
@@ -57,7 +57,7 @@ def _single(factors: list[int]) -> Dims:
     return tuple((f,) for f in factors)
 
 
-@rule("ragged_dot_general")
+@register_rule("ragged_dot_general")
 def ragged_dot_general(view: OpView) -> Rule:
     """Grouped products; `group_sizes` stays whole, each device finds its rows and groups in it."""
     numbers = view.params["ragged_dot_dimension_numbers"]
@@ -113,7 +113,7 @@ def _ragged_contracted(view: OpView, lhs_contract: int, rhs_contract: int) -> Ru
     )
 
 
-@rule(*_CORE_RANK)
+@register_rule(*_CORE_RANK)
 def linear_algebra(view: OpView) -> Rule:
     """Leading batch dims pass, matrix dims must be whole. Cubic work per matrix."""
     batch_shape = view.operands[0].shape[: view.operands[0].rank - _CORE_RANK[view.primitive]]

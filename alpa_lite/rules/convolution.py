@@ -24,7 +24,7 @@ from typing import Any
 
 from alpa_lite.rules.elementwise import ints, linear_groups
 from alpa_lite.rules.reduction import Window
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
 
 _Factors = tuple[int, ...]
 
@@ -112,7 +112,7 @@ def _placed(places: Sequence[int], factors: Sequence[_Factors]) -> Dims:
     return tuple(dims)
 
 
-@rule("conv_general_dilated")
+@register_rule("conv_general_dilated")
 def conv_general_dilated(view: OpView) -> Rule:
     """Roles come from the dimension numbers; see the module docstring."""
     params = view.params

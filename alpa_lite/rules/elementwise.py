@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from alpa_lite.graph.ir import Value
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
 
 #: Floating-point operations that one transcendental function counts for.
 TRANSCENDENTAL_FLOPS = 8.0
@@ -87,32 +87,32 @@ def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...]
     )
 
 
-@rule(*_ARITHMETIC)
+@register_rule(*_ARITHMETIC)
 def arithmetic(view: OpView) -> Rule:
     """One operation per element."""
     return pointwise(view)
 
 
-@rule("integer_pow")
+@register_rule("integer_pow")
 def integer_pow(view: OpView) -> Rule:
     """Repeated squaring: two multiplications per binary digit of the exponent at most."""
     exponent = abs(int(view.params.get("y", 2)))
     return pointwise(view, flops=float(max(1, 2 * (exponent.bit_length() - 1))))
 
 
-@rule(*_TRANSCENDENTAL)
+@register_rule(*_TRANSCENDENTAL)
 def transcendental(view: OpView) -> Rule:
     """A few operations per element."""
     return pointwise(view, flops=TRANSCENDENTAL_FLOPS)
 
 
-@rule(*_SERIES)
+@register_rule(*_SERIES)
 def series(view: OpView) -> Rule:
     """Special functions: many operations per element."""
     return pointwise(view, flops=SERIES_FLOPS)
 
 
-@rule(*_FREE)
+@register_rule(*_FREE)
 def free(view: OpView) -> Rule:
     """Ops that compute nothing; all of them are linear unless they change between number kinds."""
     same_kind = view.operands[0].dtype == view.results[0].dtype
@@ -120,37 +120,37 @@ def free(view: OpView) -> Rule:
     return pointwise(view, flops=0.0, linear=linear_groups(view, (0,)) if same_kind or floats else ())
 
 
-@rule("neg")
+@register_rule("neg")
 def neg(view: OpView) -> Rule:
     """Linear in its operand."""
     return pointwise(view, linear=linear_groups(view, (0,)))
 
 
-@rule("add", "sub", "add_any", "complex")
+@register_rule("add", "sub", "add_any", "complex")
 def add(view: OpView) -> Rule:
     """Jointly linear: a sum of two partial sums is a partial sum."""
     return pointwise(view, linear=linear_groups(view, (0, 1)))
 
 
-@rule("mul")
+@register_rule("mul")
 def mul(view: OpView) -> Rule:
     """Linear in either factor while the other is whole."""
     return pointwise(view, linear=linear_groups(view, (0,), (1,)))
 
 
-@rule("div")
+@register_rule("div")
 def div(view: OpView) -> Rule:
     """Linear in the numerator, except among integers, which round."""
     return pointwise(view, linear=linear_groups(view, (0,)) if view.results[0].is_float else ())
 
 
-@rule("select_n")
+@register_rule("select_n")
 def select_n(view: OpView) -> Rule:
     """Jointly linear in its cases."""
     return pointwise(view, linear=linear_groups(view, tuple(range(1, len(view.operands)))))
 
 
-@rule("optimization_barrier", "device_put")
+@register_rule("optimization_barrier", "device_put")
 def barrier(view: OpView) -> Rule:
     """Values pass independently of each other."""
     b = RuleBuilder()
@@ -158,7 +158,7 @@ def barrier(view: OpView) -> Rule:
     return b.build(dims, dims, linear=linear_groups(view, tuple(range(len(view.operands)))))
 
 
-@rule("bitcast_convert_type")
+@register_rule("bitcast_convert_type")
 def bitcast(view: OpView) -> Rule:
     """Same width: element-wise; otherwise the narrower side has a further minor dim, which must be whole."""
     b = RuleBuilder()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.rules import Rule, rule_of, view_of
 
 
@@ -23,6 +23,17 @@ def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
     bodies = tuple(id(body) for body in op.bodies)
     results += tuple(r in fused_values(graph) for r in op.results)
     return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
+
+
+def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
+    """Ops on arrays that have no rule, each with its graph: whole on every device. Bodies of scans are looked into."""
+    found: list[tuple[Graph, Op]] = []
+    for op in graph.ops:
+        if op.primitive == "scan":
+            found += opaque_ops(op.bodies[0])
+        elif rule_of_op(graph, op.id).opaque and any(v.rank > 0 for v in (*graph.operands(op), *graph.results(op))):
+            found.append((graph, op))
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)

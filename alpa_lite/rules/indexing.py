@@ -18,7 +18,7 @@ from math import isnan
 from typing import Any
 
 from alpa_lite.rules.elementwise import ints, is_key, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 
 #: What happens to indices out of bounds; lowering keeps each of these for split dims.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
@@ -64,7 +64,7 @@ def _roles(view: OpView) -> _Roles:
     )
 
 
-@rule("gather")
+@register_rule("gather")
 def gather(view: OpView) -> Rule:
     """Looking up rows by index; a split looked-up dim is a masked look-up, summed over devices."""
     if view.params["mode"] not in _MODES:
@@ -106,7 +106,7 @@ def _fill_adds_up(view: OpView) -> bool:
     return fill == 0 or (isinstance(fill, float) and isnan(fill))
 
 
-@rule("scatter", *_SCATTERS)
+@register_rule("scatter", *_SCATTERS)
 def scatter(view: OpView) -> Rule:
     """Updating rows by index: operand, indices, updates."""
     if view.params["mode"] not in _MODES:
@@ -140,7 +140,7 @@ def scatter(view: OpView) -> Rule:
     )
 
 
-@rule("dynamic_slice")
+@register_rule("dynamic_slice")
 def dynamic_slice(view: OpView) -> Rule:
     """Dims taken whole pass; the others must be whole, since the start is known at run time only."""
     b = RuleBuilder()
@@ -154,7 +154,7 @@ def dynamic_slice(view: OpView) -> Rule:
     return b.build((tuple(operand_dims), *starts), (tuple(result_dims),), linear=linear_groups(view, (0,)))
 
 
-@rule("dynamic_update_slice")
+@register_rule("dynamic_update_slice")
 def dynamic_update_slice(view: OpView) -> Rule:
     """All dims of the operand pass: each device overwrites what lies in its block; a partial update must be whole."""
     b = RuleBuilder()

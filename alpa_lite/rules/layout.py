@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from math import gcd
 
 from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
 
 
-@rule("iota", "empty")
+@register_rule("iota", "empty")
 def source(view: OpView) -> Rule:
     """Arrays made from nothing: every dim may be split."""
     b = RuleBuilder()
     return b.build((), (b.factors(view.results[0].shape),))
 
 
-@rule("broadcast_in_dim")
+@register_rule("broadcast_in_dim")
 def broadcast_in_dim(view: OpView) -> Rule:
     """Mapped dims pass; new and expanded dims have a factor of their own."""
     b = RuleBuilder()
@@ -38,7 +38,7 @@ def broadcast_in_dim(view: OpView) -> Rule:
     return b.build((dims, *(() for _ in view.operands[1:])), (result,), linear=linear_groups(view, (0,)))
 
 
-@rule("transpose")
+@register_rule("transpose")
 def transpose(view: OpView) -> Rule:
     """Dims change places."""
     b = RuleBuilder()
@@ -48,7 +48,7 @@ def transpose(view: OpView) -> Rule:
     )
 
 
-@rule("squeeze")
+@register_rule("squeeze")
 def squeeze(view: OpView) -> Rule:
     """Dims of size 1 go."""
     b = RuleBuilder()
@@ -58,7 +58,7 @@ def squeeze(view: OpView) -> Rule:
     return b.build((dims,), (kept,), linear=linear_groups(view, (0,)))
 
 
-@rule("expand_dims")
+@register_rule("expand_dims")
 def expand_dims(view: OpView) -> Rule:
     """Dims of size 1 come."""
     b = RuleBuilder()
@@ -68,7 +68,7 @@ def expand_dims(view: OpView) -> Rule:
     return b.build((kept,), (result,), linear=linear_groups(view, (0,)))
 
 
-@rule("reshape")
+@register_rule("reshape")
 def reshape(view: OpView) -> Rule:
     """Factors by greatest common divisors; a factor may be split when it is major in every dim that holds it."""
     b = RuleBuilder()
@@ -151,27 +151,27 @@ def _partly(view: OpView, touched: Callable[[int], bool], linear: Sequence[tuple
     return b.build((tuple(operand_dims), *rest), (tuple(result_dims),), linear=linear_groups(view, *linear))
 
 
-@rule("slice")
+@register_rule("slice")
 def slice_(view: OpView) -> Rule:
     """A dim that is taken whole passes."""
     operand, result = view.operands[0].shape, view.results[0].shape
     return _partly(view, lambda d: operand[d] != result[d], [(0,)])
 
 
-@rule("pad")
+@register_rule("pad")
 def pad(view: OpView) -> Rule:
     """A dim without padding passes. Linear in the operand alone when the padding is the number 0."""
     config = view.params["padding_config"]
     return _partly(view, lambda d: tuple(config[d]) != (0, 0, 0), [(0, 1)])
 
 
-@rule("rev")
+@register_rule("rev")
 def rev(view: OpView) -> Rule:
     """Reversed dims move as a whole."""
     return _partly(view, lambda d: d in view.params["dimensions"], [(0,)])
 
 
-@rule("concatenate", "split")
+@register_rule("concatenate", "split")
 def concatenate(view: OpView) -> Rule:
     """The joined dim is whole in every part; jointly linear."""
     joined: int = view.params["dimension" if view.primitive == "concatenate" else "axis"]
@@ -192,7 +192,7 @@ def concatenate(view: OpView) -> Rule:
     )
 
 
-@rule("stack", "unstack")
+@register_rule("stack", "unstack")
 def stack(view: OpView) -> Rule:
     """The new (or vanishing) dim is whole; the others pass. Jointly linear."""
     whole, part = (
@@ -211,7 +211,7 @@ def stack(view: OpView) -> Rule:
     )
 
 
-@rule("tile")
+@register_rule("tile")
 def tile(view: OpView) -> Rule:
     """The repetition is the major factor of a tiled dim and may be split; the repeated dim itself must be whole."""
     b = RuleBuilder()

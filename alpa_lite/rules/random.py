@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from alpa_lite.graph.ir import Value
 from alpa_lite.rules.elementwise import pointwise
-from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, rule
+from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 
 #: Integer operations per number drawn: twenty rounds of add, rotate and xor.
 THREEFRY_OPERATIONS = 100.0
@@ -23,7 +23,7 @@ def _key_kind(value: Value) -> FactorKind:
     return FactorKind.PASS if value.dtype == "key<fry>" else FactorKind.REPLICATED
 
 
-@rule("random_bits", "random_split")
+@register_rule("random_bits", "random_split")
 def random_bits(view: OpView) -> Rule:
     """Drawn dims are free factors; the dims of a batch of keys come first."""
     b = RuleBuilder()
@@ -34,7 +34,7 @@ def random_bits(view: OpView) -> Rule:
     return b.build((key_dims,), ((*key_dims, *drawn),), flops=flops)
 
 
-@rule("rng_bit_generator")
+@register_rule("rng_bit_generator")
 def rng_bit_generator(view: OpView) -> Rule:
     """The key is whole, the bits are free."""
     b = RuleBuilder()
@@ -43,7 +43,7 @@ def rng_bit_generator(view: OpView) -> Rule:
     return b.build((key_dims,), (key_dims, b.factors(bits.shape)), flops=THREEFRY_OPERATIONS * bits.num_elements)
 
 
-@rule("random_wrap", "random_unwrap")
+@register_rule("random_wrap", "random_unwrap")
 def random_wrap(view: OpView) -> Rule:
     """Between typed keys and their words."""
     b = RuleBuilder()
@@ -54,7 +54,7 @@ def random_wrap(view: OpView) -> Rule:
     return b.build(*(((word_dims,), (key_dims,)) if view.primitive == "random_wrap" else ((key_dims,), (word_dims,))))
 
 
-@rule("random_seed", "random_clone", "random_fold_in")
+@register_rule("random_seed", "random_clone", "random_fold_in")
 def per_key(view: OpView) -> Rule:
     """One key from one key and one number."""
     if any(v.shape != view.results[0].shape and v.rank for v in view.operands):
@@ -62,13 +62,13 @@ def per_key(view: OpView) -> Rule:
     return pointwise(view, flops=THREEFRY_OPERATIONS)
 
 
-@rule("threefry2x32")
+@register_rule("threefry2x32")
 def threefry2x32(view: OpView) -> Rule:
     """Element-wise in the two words of the key and of the counter."""
     return pointwise(view, flops=THREEFRY_OPERATIONS)
 
 
-@rule("random_gamma")
+@register_rule("random_gamma")
 def random_gamma(view: OpView) -> Rule:
     """Rejection loops: dims shared by the keys and the shape parameter pass, those drawn from one key are whole."""
     b = RuleBuilder()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import log2, prod
 
 from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, rule
+from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
 
 _COMBINER = {
     "reduce_sum": "sum",
@@ -33,7 +33,7 @@ def _reduced(view: OpView, axes: frozenset[int], kind: FactorKind) -> tuple[Rule
     return b, dims, tuple(f for d, f in enumerate(dims) if d not in axes)
 
 
-@rule(*_COMBINER)
+@register_rule(*_COMBINER)
 def reduce_(view: OpView) -> Rule:
     """Kept dims pass, reduced dims are reductions; only the sum may stay partial."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REDUCTION)
@@ -42,14 +42,14 @@ def reduce_(view: OpView) -> Rule:
     return b.build((dims,), (kept,), reduction=_COMBINER[view.primitive], linear=linear, flops=flops)
 
 
-@rule("argmax", "argmin")
+@register_rule("argmax", "argmin")
 def argmax(view: OpView) -> Rule:
     """The searched dim must be whole."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REPLICATED)
     return b.build((dims,), (kept,), flops=float(view.operands[0].num_elements))
 
 
-@rule("reduce")
+@register_rule("reduce")
 def reduce_generic(view: OpView) -> Rule:
     """A reduction by a function of the user's has no collective: reduced dims must be whole."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["dimensions"])), FactorKind.REPLICATED)
@@ -75,14 +75,14 @@ def _along(view: OpView, axes: frozenset[int], *, flops: float, linear: tuple[tu
     return b.build(tuple(dims for _ in view.operands), results, flops=flops, linear=linear)
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+@register_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(view: OpView) -> Rule:
     """The scanned dim must be whole."""
     linear = linear_groups(view, (0,)) if view.primitive == "cumsum" else ()
     return _along(view, frozenset([view.params["axis"]]), flops=float(view.operands[0].num_elements), linear=linear)
 
 
-@rule("sort")
+@register_rule("sort")
 def sort(view: OpView) -> Rule:
     """The sorted dim must be whole; n log n comparisons."""
     axis = int(view.params["dimension"])
@@ -91,7 +91,7 @@ def sort(view: OpView) -> Rule:
     return _along(view, frozenset([axis]), flops=flops)
 
 
-@rule("top_k", "approx_top_k")
+@register_rule("top_k", "approx_top_k")
 def top_k(view: OpView) -> Rule:
     """The searched dim and the k found must be whole."""
     axis = int(view.params.get("axis", view.params.get("reduction_dimension", -1)))
@@ -100,7 +100,7 @@ def top_k(view: OpView) -> Rule:
     return _along(view, frozenset([axis % view.operands[0].rank]), flops=flops)
 
 
-@rule("fft")
+@register_rule("fft")
 def fft(view: OpView) -> Rule:
     """Transformed (trailing) dims must be whole; 5 n log2 n operations."""
     lengths = ints(view.params["fft_lengths"])
@@ -165,7 +165,7 @@ def _window_dims(b: RuleBuilder, view: OpView, wide: tuple[int, ...], narrow: tu
     return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
 
 
-@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
+@register_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
 def reduce_window(view: OpView) -> Rule:
     """Pooling: windows that do not overlap or reach into padding pass."""
     b = RuleBuilder()
@@ -180,7 +180,7 @@ def reduce_window(view: OpView) -> Rule:
     )
 
 
-@rule("select_and_scatter_add", "select_and_scatter")
+@register_rule("select_and_scatter_add", "select_and_scatter")
 def select_and_scatter(view: OpView) -> Rule:
     """Gradient of max-pooling: operands are the cotangent (one per window) and the pooled array."""
     b = RuleBuilder()

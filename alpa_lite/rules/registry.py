@@ -22,8 +22,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from math import prod
 from typing import Any
 
+from alpa_lite.errors import RuleError
 from alpa_lite.graph.ir import Graph, Op, Value
 from cost_models.work import WorkKind
 
@@ -91,7 +93,7 @@ def _factor_name(index: int) -> str:
 
 
 class RuleBuilder:
-    """Collects factors while a rule is written: `factor(size)` makes one, `build` checks that dims multiply up."""
+    """Collects factors while a rule is written: `factor(size)` makes one, `build` makes the rule."""
 
     def __init__(self) -> None:
         """Start without factors."""
@@ -117,13 +119,20 @@ RuleFunction = Callable[[OpView], Rule]
 _RULES: dict[str, RuleFunction] = {}
 
 
-def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for primitives by name; a second registration of one name is an error."""
+def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: a function from `OpView` to `Rule` is the rule of these primitives, by name, in traces from now on.
+
+    Raises `RuleError` for a primitive that has a rule already.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
         for primitive in primitives:
             if primitive in _RULES:
-                raise ValueError(f"The primitive {primitive!r} has a rule already ({_RULES[primitive].__name__}).")
+                known = _RULES[primitive]
+                raise RuleError(
+                    f"The primitive {primitive!r} has a rule already, {known.__module__}.{known.__qualname__}. "
+                    "A second one cannot be registered; give your own primitive a name of its own."
+                )
             _RULES[primitive] = function
         return function
 
@@ -149,8 +158,22 @@ def opaque_rule(view: OpView) -> Rule:
 
 
 def rule_of(view: OpView) -> Rule:
-    """The rule of an op; opaque when the primitive is unknown."""
-    return _RULES.get(view.primitive, opaque_rule)(view)
+    """The rule of an op; opaque when the primitive is unknown. Raises `RuleError` when it does not fit the shapes."""
+    found = _RULES.get(view.primitive, opaque_rule)(view)
+    tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]
+    fits = len(found.operands) == len(view.operands) and len(found.results) == len(view.results)
+    if not fits or any(_shape(dims, found.sizes) != value.shape for value, dims in tensors):
+        shapes = [[list(v.shape) for v in values] for values in (view.operands, view.results)]
+        raise RuleError(
+            f"The rule of {view.primitive!r} says {found} with factors of sizes {list(found.sizes)}, but its operands "
+            f"have the shapes {shapes[0]} and its results {shapes[1]}. The factors of each dim must multiply up to its "
+            "size."
+        )
+    return found
+
+
+def _shape(dims: Dims, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(sizes[f] for f in factors) for factors in dims)
 
 
 def view_of(graph: Graph, op: Op) -> OpView:
