@@ -97,7 +97,6 @@ class TracedFunction:
             alias_leaves=traced.aliases,
             batch_size=traced.batch_size,
             cluster=cluster,
-            cost_model=ComposedCostModel(cluster),
             cost_model_for=ComposedCostModel,
             num_microbatches=num_microbatches,
             progress=self.options.progress,

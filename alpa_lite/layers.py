@@ -21,7 +21,7 @@ from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
 from alpa_lite.rules import rule_of, view_of
-from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.rules.graph_facts import free_values, over_bodies
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -44,9 +44,7 @@ def op_flops(step: StepGraph) -> tuple[float, ...]:
 
 def _flops(graph: Graph, op: Op) -> float:
     if op.bodies:
-        bodies = [sum(_flops(body, o) for o in body.ops) for body in op.bodies]
-        once = max(bodies) if op.primitive == "cond" else sum(bodies)
-        return once * op.params.get("length", 1)
+        return over_bodies(op, [sum(_flops(body, o) for o in body.ops) for body in op.bodies])
     return rule_of(view_of(graph, op)).flops
 
 
@@ -134,19 +132,19 @@ def _forward_reach(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, in
     for value in graph.values:
         producer = graph.producer[value.id]
         made = of_op[producer] if producer is not None else None
-        if value.literal is not None or (producer is not None and not _is_forward_or_invariant(step, producer)):
+        phase = step.phases[producer] if producer is not None else Phase.INVARIANT
+        if value.literal is not None or phase not in (Phase.FORWARD, Phase.INVARIANT):
             continue
         readers = (of_op[c] for c in _readers(step, value.id) if step.phases[c] is Phase.FORWARD)
         layers = [layer for layer in (made, *readers) if layer is not None]
-        if not layers and producer is not None:
-            layers = [min(found)] if (found := [reach[v] for v in graph.ops[producer].operands if v in reach]) else []
+        operands = graph.ops[producer].operands if producer is not None else ()
+        known = [reach[v] for v in operands if v in reach]
         if layers:
             reach[value.id] = max(layers)
+        elif known:
+            # An invariant value that only the backward pass reads (a transposed weight) is made from these.
+            reach[value.id] = min(known)
     return reach
-
-
-def _is_forward_or_invariant(step: StepGraph, op: int) -> bool:
-    return step.phases[op] in (Phase.FORWARD, Phase.INVARIANT)
 
 
 def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:

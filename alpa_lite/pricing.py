@@ -16,7 +16,7 @@ from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
-from alpa_lite.rules.graph_facts import fused_values, rule_of_op
+from alpa_lite.rules.graph_facts import fused_values, over_bodies, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, replicated_placement, scan_body_output_specs
 from cost_models.collective import Collective, Group
@@ -89,10 +89,10 @@ class Pricer:
         )
 
     def compute(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[float, float]:
-        """Seconds and FLOPs of one device for one op: of a `while` one trip, of a `cond` its longest branch."""
+        """Seconds and FLOPs of one device for one op; bodies run whole on every device."""
         if op.bodies:
-            bodies = [self._replicated_body(body) for body in op.bodies]
-            return max(bodies) if op.primitive == "cond" else (sum(s for s, _ in bodies), sum(f for _, f in bodies))
+            seconds, flops = zip(*map(self._replicated_body, op.bodies), strict=True)
+            return over_bodies(op, seconds), over_bodies(op, flops)
         work = self.op_work(graph, op, placement)
         if not (work.flops or work.bytes):
             return 0.0, 0.0
@@ -101,11 +101,7 @@ class Pricer:
     def _replicated_body(self, body: Graph) -> tuple[float, float]:
         """Seconds and FLOPs of a body that runs whole on every device."""
         parts = [self.compute(body, op, replicated_placement(body, op)) for op in body.ops]
-        trips = [op.params.get("length", 1) for op in body.ops]
-        return (
-            sum(seconds * n for (seconds, _), n in zip(parts, trips, strict=True)),
-            sum(flops * n for (_, flops), n in zip(parts, trips, strict=True)),
-        )
+        return sum(seconds for seconds, _ in parts), sum(flops for _, flops in parts)
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""

@@ -21,9 +21,9 @@ def random_flows(num_ops: int, num_flows: int) -> list[tuple[int, int, float]]:
     return [(first, second, float(rng.integers(1, 10**9))) for first, second in pairs]
 
 
-def random_table(num_layers: int, num_configurations: int = 8) -> StageTable:
+def random_table(num_layers: int, *, num_configurations: int = 8, seed: int = 1) -> StageTable:
     """Stage times that follow the work and the number of devices, with noise."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     kinds = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
     ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_layers))])
     work = np.abs(ends[None, 1:] - ends[:-1, None])[:, :, None, None]

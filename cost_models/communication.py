@@ -100,7 +100,7 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     size_between = size * group.devices_per_host if collective.kind == "all_to_all" else size
     algorithms = ALGORITHMS[collective.kind]
     return min(
-        (inside.latency_seconds if cluster.shared_processor else first.latency_seconds(inside))
+        (_one_round(first) if cluster.shared_processor else first).latency_seconds(inside)
         + second.latency_seconds(between)
         + max(first.bandwidth_seconds(inside), second.bandwidth_seconds(between))
         for first, second in product(
@@ -149,6 +149,11 @@ def _inside_host(group: Group, cluster: Cluster) -> Link:
         bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / turns,
         latency_seconds=link.latency_seconds * turns,
     )
+
+
+def _one_round(traffic: Traffic) -> Traffic:
+    """The same bytes in one message, if there is any."""
+    return replace(traffic, num_serial_messages=min(1, traffic.num_serial_messages))
 
 
 def _between_hosts(group: Group, cluster: Cluster) -> Link:

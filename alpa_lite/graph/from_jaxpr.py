@@ -13,6 +13,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -255,7 +256,7 @@ class _Builder:
         """Op for `value[index]`; the element itself when the value is a known stack."""
         if value in self.stacks:
             return self.stacks[value][index]
-        take = lambda x: jax.lax.index_in_dim(x, index, 0, keepdims=False)  # noqa: E731
+        take = partial(jax.lax.index_in_dim, index=index, axis=0, keepdims=False)
         return self.call(jax.make_jaxpr(take)(_struct(self.values[value])), [value], stack=stack, source=source)[0]
 
     def stack_of(self, elements: list[int], *, stack: str, source: str) -> int:

@@ -59,7 +59,7 @@ class LocalMachine:
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
-        self.moved: set[tuple[int, tuple[Step, ...]]] = set()
+        self.moved: set[tuple[Value, tuple[Step, ...]]] = set()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
         self.equations[graph] = equations
@@ -73,7 +73,7 @@ class LocalMachine:
 
     def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
         """The collectives of a resharding; a barrier keeps XLA from merging a later one with an earlier one."""
-        key = (id(array), steps)
+        key = (value, steps)
         if key in self.moved and any(step.kind != "slice" for step in steps):
             array = lax.optimization_barrier(array)
         self.moved.add(key)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     mode = type(op.params["mode"]).CLIP
     (rows,) = op.bind([operand, local], slice_sizes=sizes, mode=mode, fill_value=None)
     batch_dims = tuple(d for d in range(rows.ndim) if d not in numbers.offset_dims)
-    over_rows = lambda mask: lax.broadcast_in_dim(mask, rows.shape, batch_dims)  # noqa: E731
+    over_rows = partial(lax.broadcast_in_dim, shape=rows.shape, broadcast_dimensions=batch_dims)
     rows = jnp.where(over_rows(here), rows, _zero(rows))
     if op.params["mode"].name == "FILL_OR_DROP":
         first = block_index(op.reduced_axes, op.axis_sizes) == 0

@@ -71,7 +71,10 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     starts = [op.result_start(0, d) for d in drawn]
     counters = block_counters(shape[keys.ndim :], starts, full)
     words = jax.random.key_data(keys)
-    over_block = lambda x, dims: lax.broadcast_in_dim(x, shape, tuple(dims))  # noqa: E731
+
+    def over_block(x: jax.Array, dims: range) -> jax.Array:
+        return lax.broadcast_in_dim(x, shape, tuple(dims))
+
     first, second = threefry2x32_p.bind(
         over_block(words[..., 0], range(keys.ndim)),
         over_block(words[..., 1], range(keys.ndim)),

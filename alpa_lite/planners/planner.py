@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
@@ -29,7 +30,7 @@ class PlanRequest:
     input_names                         path of each graph input that is an argument
     alias_leaves                        output number → number of the input that it replaces
     num_microbatches                    a number, or "auto"
-    cost_model_for(cluster)             a cost model of the same kind for another cluster
+    cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
     """
 
@@ -39,11 +40,15 @@ class PlanRequest:
     alias_leaves: Mapping[int, int]
     batch_size: int | None
     cluster: Cluster
-    cost_model: CostModel
     cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
     advise: bool = True
     progress: Callable[[str], None] = field(default=lambda _: None)
+
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """The cost model of the cluster to plan for."""
+        return self.cost_model_for(self.cluster)
 
     def aliases(self, step: StepGraph) -> dict[int, int]:
         """Graph output value → the graph input value that it replaces in the next step."""

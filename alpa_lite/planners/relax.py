@@ -34,9 +34,8 @@ def more_hosts(planner: Planner, request: PlanRequest) -> Iterator[Change]:
     """The same planner on two, four, … times as many hosts."""
     for doubling in range(1, MAX_TRIES + 1):
         cluster = replace(request.cluster, num_hosts=request.cluster.num_hosts << doubling)
-        model = request.cost_model_for(cluster)
         text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
-        yield Change(text=text, planner=planner, request=replace(request, cluster=cluster, cost_model=model))
+        yield Change(text=text, planner=planner, request=replace(request, cluster=cluster))
 
 
 def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Change]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
@@ -23,6 +24,12 @@ def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
     bodies = tuple(id(body) for body in op.bodies)
     results += tuple(r in fused_values(graph) for r in op.results)
     return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
+
+
+def over_bodies(op: Op, amounts: Sequence[float]) -> float:
+    """Seconds or FLOPs of an op from its bodies': all trips of a scan, one of a while, the longest branch of a cond."""
+    once = max(amounts) if op.primitive == "cond" else sum(amounts)
+    return once * op.params.get("length", 1)
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,13 +232,10 @@ class Executor:
             array = array[tuple(index)]
         return _put(array, self._sharding(instruction.stage, instruction.spec))
 
-    def place_inputs(self, inputs: Sequence[Any], only: Mapping[int, bool] | None = None) -> list[Any]:
+    def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""
         graph_inputs = self.step.graph.inputs[: len(inputs)]
-        return [
-            jax.device_put(x, self.input_sharding(v)) if only is None or only.get(i, False) else x
-            for i, (v, x) in enumerate(zip(graph_inputs, inputs, strict=True))
-        ]
+        return [_put(x, self.input_sharding(v)) for v, x in zip(graph_inputs, inputs, strict=True)]
 
 
 def _put(array: Any, sharding: NamedSharding) -> Any:

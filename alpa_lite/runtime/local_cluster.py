@@ -1,4 +1,4 @@
-"""This machine's devices as a `Cluster`, measured in about two seconds.
+"""This machine's devices as a `Cluster`, measured in about three seconds.
 
 A handful of small programs is timed: a matrix product, an element-wise pass, a chain of all_reduces at two sizes, a
 program that does nothing. Rates are set so that the cost model reproduces those timings. Virtual CPU devices share one
@@ -24,14 +24,17 @@ from cost_models.cluster import Cluster, Device, Link
 from cost_models.compute import compute_seconds
 from cost_models.work import Work
 
+#: Sizes of the timed programs in float32 elements: side of a matrix, vector beyond the caches, ends of the link's line.
 _MATRIX = 256
 _VECTOR = 1 << 21
-_ARRAYS_PER_TASK = 32
+_SMALL, _LARGE = 1 << 8, 1 << 18
+#: How often a program repeats what is timed.
 _SMALL_PRODUCTS = 32
 _PASSES = 4
-_TRANSCENDENTAL_FLOPS = 18.0
-_SMALL, _LARGE = 1 << 8, 1 << 18
 _LINKED = 8
+#: Arrays that a task of a plan usually takes, and FLOPs per element of `_transcendental_passes`.
+_ARRAYS_PER_TASK = 32
+_TRANSCENDENTAL_FLOPS = 18.0
 
 
 def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:

@@ -197,6 +197,12 @@ def test_a_shared_processor_moves_the_bytes_of_all_members(shared_cluster: Clust
     assert seconds(shared_cluster, "all_reduce", 100 * MB, 2, 2, 4) == pytest.approx(8 * (1e-6 + 1e-3))
 
 
+def test_a_shared_processor_adds_nothing_where_one_device_of_each_host_takes_part(shared_cluster: Cluster):
+    hosts = replace(shared_cluster, num_hosts=2)
+    across = seconds(replace(hosts, shared_processor=False), "all_reduce", 1 * MB, 2, 1)
+    assert seconds(hosts, "all_reduce", 1 * MB, 2, 1) == pytest.approx(across)
+
+
 def test_a_group_larger_than_the_cluster_is_refused(cluster: Cluster):
     for counts in ((33, 8), (9, 9)):
         with pytest.raises(CostModelError, match="has 32 devices, 8 on each host: describe a larger cluster"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,5 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path: Path, python_environment: dict[str, str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=python_environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert SHOWN[path.stem] in done.stdout
+def test_example_runs(path: Path, printed_by_python: Callable[..., str], tmp_path: Path) -> None:
+    assert SHOWN[path.stem] in printed_by_python(str(path), cwd=tmp_path, timeout=180)

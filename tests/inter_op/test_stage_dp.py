@@ -15,6 +15,7 @@ from alpa_lite.inter_op.stage_dp import (
     evaluate,
     solve,
 )
+from benchmarks.search import random_table
 
 
 def brute_force(table, *, num_devices, num_microbatches, min_stages=1, max_stages=None, serialized=False):
@@ -103,20 +104,10 @@ def test_early_stop_loses_nothing(problem):
     assert quick.num_evaluated <= max(full.num_evaluated, 1)
 
 
-def realistic(num_layers: int, seed: int) -> StageTable:
-    rng = np.random.default_rng(seed)
-    kinds = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
-    ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_layers))])
-    work = np.abs(ends[None, 1:] - ends[:-1, None])[:, :, None, None]
-    shape = (num_layers, num_layers, len(kinds), 8)
-    seconds = work / np.array(kinds)[:, None] ** 0.9 * rng.uniform(1.0, 1.3, shape)
-    return StageTable(seconds=seconds, max_following_stages=rng.integers(-1, 12, shape), submesh_devices=kinds)
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 8, 64])
 def test_early_stop_tries_few_of_many_bottlenecks(num_microbatches):
-    quick = solve(realistic(8, 0), num_devices=64, num_microbatches=num_microbatches)
-    full = solve(realistic(8, 0), num_devices=64, num_microbatches=num_microbatches, early_stop=False)
+    quick = solve(random_table(8, seed=0), num_devices=64, num_microbatches=num_microbatches)
+    full = solve(random_table(8, seed=0), num_devices=64, num_microbatches=num_microbatches, early_stop=False)
     assert quick.seconds == full.seconds
     assert full.num_evaluated == full.num_bottlenecks > 500
     assert quick.num_evaluated < 50

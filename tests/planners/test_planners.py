@@ -251,7 +251,6 @@ def _request(**changes: Any) -> PlanRequest:
         "alias_leaves": {},
         "batch_size": 12,
         "cluster": eager_cluster(),
-        "cost_model": None,
         "cost_model_for": lambda cluster: None,
     }
     return PlanRequest(**{**defaults, **changes})
