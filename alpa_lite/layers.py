@@ -20,8 +20,9 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
+from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.rules import rule_of, view_of
-from alpa_lite.rules.graph_facts import free_values, over_bodies
+from alpa_lite.rules.graph_facts import free_values
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -43,8 +44,9 @@ def op_flops(step: StepGraph) -> tuple[float, ...]:
 
 
 def _flops(graph: Graph, op: Op) -> float:
-    if op.bodies:
-        return over_bodies(op, [sum(_flops(body, o) for o in body.ops) for body in op.bodies])
+    wiring = wiring_of(op)
+    if wiring is not None:
+        return wiring.trips * sum(_flops(body, o) for body in op.bodies for o in body.ops)
     return rule_of(view_of(graph, op)).flops
 
 

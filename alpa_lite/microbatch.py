@@ -30,6 +30,7 @@ from alpa_lite.graph.phases import (
     require_same_position,
 )
 from alpa_lite.graph.verify import verify
+from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.trace import Traced
 
@@ -95,7 +96,7 @@ def _with_batch(
         phases=assign_phases(graph, loop),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
-        bodies=body_scopes(graph, full.graph, other.graph),
+        bodies=body_scopes(graph, full.graph, other.graph, allow_pairs=num_microbatches == 1),
         local_iotas=iotas,
         unrolled=unroll,
     )
@@ -147,11 +148,12 @@ def check_additive(
     for op in full.ops:
         if op.id not in loop:
             continue
-        if op.primitive == "scan":
-            _check_scan(full, op, other.ops[op.id], batch)
+        wiring = wiring_of(op)
+        if wiring is None:
+            _check_op(full, op, batch, positions)
+        else:
+            _check_bodies(full, op, other.ops[op.id], wiring)
             _check_unreduced(full, op, batch, loop)
-            continue
-        _check_op(full, op, batch, positions)
 
 
 def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: set[int]) -> None:
@@ -228,26 +230,39 @@ def is_zero(graph: Graph, value: int) -> bool:
     )
 
 
-def _check_scan(graph: Graph, op: Op, other: Op, batch: tuple[int | None, ...]) -> None:
-    """A loop whose body sums over the batch: the sums must start from zero and stay linear to its end."""
-    body, small = op.bodies[0], other.bodies[0]
-    inner = batch_dims(body, small)
-    consts, carry = op.params["num_consts"], op.params["num_carry"]
-    summed: set[int] = set()
+def _check_bodies(graph: Graph, op: Op, other: Op, wiring: Wiring) -> None:
+    """Control flow whose bodies sum over the batch: carried sums start from zero and stay linear to the end."""
+    summed: set[int] = set()  # numbers of the carried operands that turn into sums
     while True:
-        sums = _sums_in_body(body, small, inner, set(summed), all_known=False)
-        new = {body.inputs[consts + i] for i in range(carry) if body.outputs[i] in sums} - summed
+        made = _made_of_sums(op, other, wiring, summed, all_known=False)
+        new = {wiring.carried[r] for body in made for r in body if r is not None and r in wiring.carried} - summed
         if not new:
             break
         summed |= new
-    _sums_in_body(body, small, inner, set(summed), all_known=True)
-    for i in range(carry):
-        if body.inputs[consts + i] in summed and not is_zero(graph, op.operands[consts + i]):
-            _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
+    made = _made_of_sums(op, other, wiring, summed, all_known=True)
+    if any(None in body for body in made):
+        _refuse(graph, op, "decides by a sum over the batch how to go on")
+    for body, outputs, own in zip(op.bodies, wiring.outputs, made, strict=True):
+        # A gradient is zero where the other branch was taken; anything else would be counted once per micro-batch.
+        unlike = {r for sums in made for r in sums} - wiring.carried.keys() - own
+        if any(r in unlike and not is_zero(body, v) for v, r in zip(body.outputs, outputs, strict=True)):
+            _refuse(graph, op, "sums over the batch in one branch and makes something else in another")
+    if not all(is_zero(graph, op.operands[i]) for i in summed):
+        _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
+
+
+def _made_of_sums(op: Op, other: Op, wiring: Wiring, summed: set[int], *, all_known: bool) -> list[set[int | None]]:
+    """Per body the results that are sums over the batch (None: a predicate), when the operands `summed` are."""
+    found: list[set[int | None]] = []
+    for body, small, inputs, outputs in zip(op.bodies, other.bodies, wiring.inputs, wiring.outputs, strict=True):
+        entering = {v for v, i in zip(body.inputs, inputs, strict=True) if i in summed}
+        sums = _sums_in_body(body, small, batch_dims(body, small), entering, all_known=all_known)
+        found.append({r for v, r in zip(body.outputs, outputs, strict=True) if v in sums})
+    return found
 
 
 def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: set[int]) -> None:
-    """What a loop makes without looking at the batch is the same for each micro-batch: it must not be summed up."""
+    """What a loop or branch makes without the batch is the same for each micro-batch: it must not be summed up."""
     same = set(op.results) - set(reduced_results(op, batch)) - {r for r in op.results if batch[r] is not None}
     for r in same:
         if r in graph.outputs or any(c not in loop for c in graph.consumers[r]):
@@ -257,7 +272,7 @@ def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: 
 def _sums_in_body(
     body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int], *, all_known: bool
 ) -> set[int]:
-    """Values of a loop body that are sums over the batch, given those that enter as such.
+    """Values of a body that are sums over the batch, given those that enter as such.
 
     What is not linear in sums is refused once `all_known`: an accumulator may turn out to be a sum only later.
     """
@@ -266,10 +281,11 @@ def _sums_in_body(
         if any(batch[v] is not None for v in (*op.operands, *op.results)):
             if partial:
                 _refuse(body, op, "uses a sum over the batch again per sample")
-            if op.primitive == "scan":
-                _check_scan(body, op, small.ops[op.id], batch)
-            else:
+            wiring = wiring_of(op)
+            if wiring is None:
                 _check_op(body, op, batch, set())
+            else:
+                _check_bodies(body, op, small.ops[op.id], wiring)
             if any(batch[v] is not None for v in op.operands):
                 sums.update(reduced_results(op, batch))
         elif partial:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,20 +22,21 @@ from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
-FORMAT = 1
+FORMAT = 2
 """Version of the plan file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:
     """How one op runs: mesh axes per factor of its rule, axes over which its linear operands are partial sums, the
-    spec of each result after its reductions, and the placements inside a loop body (with the specs of its inputs)."""
+    spec of each result after its reductions. For control flow also the placements inside each body, and the spec in
+    which the bodies read each operand (of a scanned one: each slice)."""
 
     factors: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
     results: tuple[Spec, ...] = ()
-    body: Mapping[int, OpPlacement] = field(default_factory=dict[int, "OpPlacement"])
-    body_inputs: tuple[Spec, ...] = ()
+    bodies: tuple[Mapping[int, OpPlacement], ...] = ()
+    body_operands: tuple[Spec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,16 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveUse:
-    """One collective of the plan: what it moves, how often per step, what it costs, and the user's line."""
+    """One collective of the plan: what it moves, how often per step, what it costs, and the user's line.
+
+    Collectives in a branch of a `cond` count as if all branches were equally likely, those in a `while` once.
+    """
 
     kind: str
     bytes: float
     axis: str
     num_devices: int
-    count: int
+    count: float
     seconds: float
     stage: int
     phase: str

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from math import prod
 
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
-from alpa_lite.rules.graph_facts import fused_values, over_bodies, rule_of_op
+from alpa_lite.rules.graph_facts import fused_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
-from alpa_lite.spmd import Application, Walk, replicated_placement, scan_body_output_specs
+from alpa_lite.spmd import Application, Walk, body_walk
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
 from cost_models.work import Work
@@ -89,19 +90,11 @@ class Pricer:
         )
 
     def compute(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[float, float]:
-        """Seconds and FLOPs of one device for one op; bodies run whole on every device."""
-        if op.bodies:
-            seconds, flops = zip(*map(self._replicated_body, op.bodies), strict=True)
-            return over_bodies(op, seconds), over_bodies(op, flops)
+        """Seconds and FLOPs of one device for one op without bodies."""
         work = self.op_work(graph, op, placement)
         if not (work.flops or work.bytes):
             return 0.0, 0.0
         return self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices), work.flops
-
-    def _replicated_body(self, body: Graph) -> tuple[float, float]:
-        """Seconds and FLOPs of a body that runs whole on every device."""
-        parts = [self.compute(body, op, replicated_placement(body, op)) for op in body.ops]
-        return sum(seconds for seconds, _ in parts), sum(flops for _, flops in parts)
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
@@ -135,7 +128,7 @@ class Estimator:
         self.stage = stage
         self.phase = phase
         self.runs = runs
-        self.trips = 1
+        self.trips: float = 1
         self.compute_seconds = 0.0
         self.flops = 0.0
         self.collectives: list[CollectiveUse] = []
@@ -181,19 +174,16 @@ class Estimator:
             self._use("all_reduce", buffer, axis, op)
         return [None] * len(op.results)
 
-    def scan(self, application: Application, operands: list[None], walk: Walk[None]) -> list[None]:
-        """Price the body once and multiply by its trip count."""
-        op, placement = application.op, application.placement
-        body, trips = op.bodies[0], op.params["length"]
-        inner = Walk(body, placement.body, walk.sizes, self)
-        for value, spec in zip(body.inputs, placement.body_inputs, strict=True):
-            inner.put(value, spec, None)
-        self.trips *= trips
-        inner.run(range(len(body.ops)))
-        for value, spec in zip(body.outputs, scan_body_output_specs(op, placement), strict=True):
-            inner.get(value, spec, op)
-        self.trips //= trips
-        return [None] * len(op.results)
+    def control_flow(
+        self, application: Application, operands: list[None], wiring: Wiring, walk: Walk[None]
+    ) -> list[None]:
+        """Price each body once and multiply by its trips."""
+        before = self.trips
+        self.trips *= wiring.trips
+        for number in range(len(application.op.bodies)):
+            body_walk(application, wiring, number, walk, operands)
+        self.trips = before
+        return [None] * len(application.op.results)
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
@@ -51,8 +52,8 @@ class Machine(Protocol[A]):
         """Run one op on local blocks; results are in `raw_specs`."""
         ...
 
-    def scan(self, application: Application, operands: list[A], walk: Walk[A]) -> list[A]:
-        """Run a loop; results are in the placement's specs."""
+    def control_flow(self, application: Application, operands: list[A], wiring: Wiring, walk: Walk[A]) -> list[A]:
+        """Run a loop or branches, body by body on walks of their own; results are in the placement's specs."""
         ...
 
 
@@ -176,19 +177,19 @@ class Walk(Generic[A]):
         """Run one op and bring its results into their planned specs."""
         rule = rule_of_op(self.graph, op.id)
         values = self.graph.operands(op)
-        if op.primitive == "scan":
-            specs = scan_operand_specs(op, placement, values)
-            raw = placement.results
-        else:
+        wiring = wiring_of(op)
+        if wiring is None:
             specs, raw = operand_specs(rule, values, placement), raw_result_specs(rule, placement)
+        else:
+            specs, raw = body_operand_specs(wiring, placement), placement.results
         application = Application(
             graph=self.graph, op=op, rule=rule, placement=placement, operand_specs=specs, raw_specs=raw
         )
         operands = [self.get(v, s, op) for v, s in zip(op.operands, specs, strict=True)]
-        if op.primitive == "scan":
-            results = self.machine.scan(application, operands, self)
-        else:
+        if wiring is None:
             results = self.machine.apply(application, operands)
+        else:
+            results = self.machine.control_flow(application, operands, wiring, self)
         for result, array, made, wanted in zip(op.results, results, raw, placement.results, strict=True):
             if made != wanted:
                 value = self.graph.values[result]
@@ -219,18 +220,17 @@ def is_major(rule: Rule, factor: int) -> bool:
 def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
     """The op runs whole on every device."""
     results = tuple(replicated(v.rank) for v in graph.results(op))
-    if op.primitive == "scan":
-        body = op.bodies[0]
-        inputs = tuple(replicated(body.values[v].rank) for v in body.inputs)
-        return OpPlacement(factors=(), results=results, body_inputs=inputs)
+    wiring = wiring_of(op)
+    if wiring is not None:
+        inside = tuple(replicated(v.rank - (i in wiring.scanned)) for i, v in enumerate(graph.operands(op)))
+        return OpPlacement(factors=(), results=results, bodies=({},) * len(op.bodies), body_operands=inside)
     rule = rule_of_op(graph, op.id)
     return OpPlacement(factors=((),) * len(rule.sizes), results=results)
 
 
-def scan_operand_specs(op: Op, placement: OpPlacement, operands: Sequence[Value]) -> tuple[Spec, ...]:
-    """Specs of a scan's operands from those of its body's inputs; scanned operands have a whole leading dim."""
-    first_scanned = op.params["num_consts"] + op.params["num_carry"]
-    return tuple(stacked(spec) if i >= first_scanned else spec for i, spec in enumerate(placement.body_inputs))
+def body_operand_specs(wiring: Wiring, placement: OpPlacement) -> tuple[Spec, ...]:
+    """Specs of the operands of control flow, from those inside; scanned operands have a whole leading dim."""
+    return tuple(stacked(s) if i in wiring.scanned else s for i, s in enumerate(placement.body_operands))
 
 
 def stacked(spec: Spec) -> Spec:
@@ -238,8 +238,30 @@ def stacked(spec: Spec) -> Spec:
     return Spec(((), *spec.dims), spec.partial)
 
 
-def scan_body_output_specs(op: Op, placement: OpPlacement) -> tuple[Spec, ...]:
-    """Specs in which the body must hand its outputs on: carries as they came in, scanned ones as the results are."""
-    consts, carry = op.params["num_consts"], op.params["num_carry"]
-    carried = placement.body_inputs[consts : consts + carry]
-    return (*carried, *(Spec(s.dims[1:], s.partial) for s in placement.results[carry:]))
+def body_output_specs(wiring: Wiring, placement: OpPlacement, number: int) -> tuple[Spec, ...]:
+    """Specs in which body `number` must hand its outputs on: carried values as they came in, others as the result is.
+
+    A predicate is a whole scalar.
+    """
+
+    def spec_of(result: int | None) -> Spec:
+        if result is None:
+            return replicated(0)
+        if result in wiring.carried:
+            return placement.body_operands[wiring.carried[result]]
+        spec = placement.results[result]
+        return Spec(spec.dims[1:], spec.partial) if result in wiring.stacked else spec
+
+    return tuple(map(spec_of, wiring.outputs[number]))
+
+
+def body_walk(application: Application, wiring: Wiring, number: int, walk: Walk[A], operands: Sequence[A]) -> list[A]:
+    """Walk body `number` on what it reads of the operands (numbered as the op's); returns its outputs."""
+    op, placement = application.op, application.placement
+    body = op.bodies[number]
+    inner: Walk[A] = Walk(body, placement.bodies[number], walk.sizes, walk.machine)
+    for value, i in zip(body.inputs, wiring.inputs[number], strict=True):
+        inner.put(value, placement.body_operands[i], operands[i])
+    inner.run(range(len(body.ops)))
+    specs = body_output_specs(wiring, placement, number)
+    return [inner.get(value, spec, op) for value, spec in zip(body.outputs, specs, strict=True)]

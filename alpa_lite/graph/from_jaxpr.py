@@ -14,6 +14,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -33,6 +34,9 @@ _CALLS = {
     "custom_vjp_call_jaxpr",
 }
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+#: Parameters that hold the bodies of control flow, and those that count the constants of each.
+_BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+_NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 #: Longer loops are never unrolled: they are loops over time or samples, not over layers.
@@ -197,12 +201,9 @@ class _Builder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, stack=stack, source=source) for v in operands]
                 return self.call(inner, operands, stack=stack, source=source)
-        if name == "scan":
-            return self.scan(eqn, operands, stack=stack, source=source)
-        bodies = tuple(_body(b) for b in eqn.params.get("branches", ())) if name == "cond" else ()
-        if name == "while":
-            bodies = (_body(eqn.params["cond_jaxpr"]), _body(eqn.params["body_jaxpr"]))
-        return self.append(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], bodies, stack, source)
+        if name in _BODIES:
+            return self.control_flow(eqn, operands, stack=stack, source=source)
+        return self.append(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], (), stack, source)
 
     def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         jaxpr = _jax.open_jaxpr(inner)
@@ -219,23 +220,39 @@ class _Builder:
         eqn = _jax.barrier_equation(aval)
         return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
 
-    def scan(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
-        if self.unroll and eqn.params["length"] <= MAX_UNROLLED and _has_contraction(eqn.params["jaxpr"]):
+    def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        name, params = eqn.primitive.name, dict(eqn.params)
+        if name == "scan" and self.unroll and params["length"] <= MAX_UNROLLED and _has_contraction(params["jaxpr"]):
             return self.unrolled_scan(eqn, operands, stack=stack, source=source)
-        body = _body(eqn.params["jaxpr"])
-        params = dict(eqn.params)
-        if body.constants:
-            # Arrays captured by the body become loop constants, which come first among a scan's operands.
-            captured = [
-                self.capture(body.graph.values[i], c)
-                for i, c in zip(body.graph.inputs[-len(body.constants) :], body.constants, strict=True)
-            ]
-            split = len(body.graph.inputs) - len(captured)
-            inputs = body.graph.inputs[split:] + body.graph.inputs[:split]
-            body = dataclasses.replace(body, graph=dataclasses.replace(body.graph, inputs=inputs), constants=())
-            operands = captured + operands
-            params["num_consts"] += len(captured)
-        return self.append(eqn.primitive, params, operands, [v.aval for v in eqn.outvars], (body,), stack, source)
+        closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
+        bodies = [_body(c) for c in closed]
+        # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
+        captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in bodies]
+        if name == "cond":
+            operands = [*operands, *chain.from_iterable(captured)]
+            bodies = [self.taking_all(b, captured, number) for number, b in enumerate(bodies)]
+        else:
+            counts = [params[key] for key in _NUM_CONSTS[name]]
+            places = [sum(counts[:i]) for i in range(len(counts))]
+            for place, values in reversed(list(zip(places, captured, strict=True))):
+                operands = operands[:place] + values + operands[place:]
+            bodies = [_captured_first(b) for b in bodies]
+            params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
+        return self.append(eqn.primitive, params, operands, [v.aval for v in eqn.outvars], tuple(bodies), stack, source)
+
+    def taking_all(self, branch: GraphWithEquations, captured: list[list[int]], number: int) -> GraphWithEquations:
+        """Branch `number`, which captured its own arrays, as one that also takes those of the others, unread."""
+        own = len(branch.graph.inputs) - len(branch.constants)
+        values, inputs = list(branch.graph.values), list(branch.graph.inputs[:own])
+        for other, arrays in enumerate(captured):
+            if other == number:
+                inputs += branch.graph.inputs[own:]
+                continue
+            for v in arrays:
+                inputs.append(len(values))
+                values.append(dataclasses.replace(self.values[v], id=len(values)))
+        graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
+        return dataclasses.replace(branch, graph=graph, constants=())
 
     def unrolled_scan(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         params = eqn.params
@@ -311,3 +328,15 @@ def _has_contraction(closed: Any) -> bool:
 def _body(closed: Any) -> GraphWithEquations:
     jaxpr = _jax.open_jaxpr(closed)
     return from_jaxpr(closed, [f"body input {i}" for i in range(len(jaxpr.invars))], is_body=True)
+
+
+def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:
+    """The inputs of a body that stand for captured arrays (its last ones), and the arrays."""
+    first = len(body.graph.inputs) - len(body.constants)
+    return list(zip(body.graph.inputs[first:], body.constants, strict=True))
+
+
+def _captured_first(body: GraphWithEquations) -> GraphWithEquations:
+    inputs, first = body.graph.inputs, len(body.graph.inputs) - len(body.constants)
+    graph = dataclasses.replace(body.graph, inputs=inputs[first:] + inputs[:first])
+    return dataclasses.replace(body, graph=graph, constants=())

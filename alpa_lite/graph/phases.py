@@ -21,6 +21,7 @@ from math import prod
 
 from alpa_lite.errors import NonAdditiveError, TraceError
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.wiring import reached_results, wiring_of
 
 
 class Phase(Enum):
@@ -45,7 +46,7 @@ class StepGraph:
     full_shapes  shape of each value in the full-batch step
     batch_dims   for each value the dim that carries the batch, or None
     phases       for each op its phase
-    bodies       the same of the values of each loop body, at any depth
+    bodies       the same of the values of each body of control flow, at any depth
     local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
     unrolled     whether loops over layers were unrolled
     """
@@ -73,14 +74,14 @@ class Scope:
     batch_dims: tuple[int | None, ...]
 
 
-def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, Scope]:
-    """The scope of each loop body of `graph`, from the traces at the full batch and at another size."""
+def body_scopes(graph: Graph, full: Graph, other: Graph, *, allow_pairs: bool) -> dict[Graph, Scope]:
+    """The scope of each body in `graph`, from the traces at the full batch and at another size; see `batch_dims`."""
     table: dict[Graph, Scope] = {}
     for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
         for body, large, small in zip(a.bodies, b.bodies, c.bodies, strict=True):
             shapes = tuple(v.shape for v in large.values)
-            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small))
-            table.update(body_scopes(body, large, small))
+            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small, allow_pairs=allow_pairs))
+            table.update(body_scopes(body, large, small, allow_pairs=allow_pairs))
     return table
 
 
@@ -172,20 +173,11 @@ def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
 
     A loop over layers hands on other things too (keys, slices of weights); those do not depend on the batch at all.
     """
-    if op.primitive != "scan":
+    wiring = wiring_of(op)
+    if wiring is None:
         return tuple(r for r in op.results if batch[r] is None)
-    body, consts, carry = op.bodies[0], op.params["num_consts"], op.params["num_carry"]
-    depends = {v for o, v in zip(op.operands, body.inputs, strict=True) if batch[o] is not None}
-    while True:
-        reached = set(depends)
-        for o in body.ops:
-            if any(v in reached for v in o.operands):
-                reached.update(o.results)
-        carried = {body.inputs[consts + i] for i in range(carry) if body.outputs[i] in reached}
-        if carried <= depends:
-            break
-        depends |= carried
-    return tuple(r for r, v in zip(op.results, body.outputs, strict=True) if batch[r] is None and v in reached)
+    reached = reached_results(op, wiring, {i for i, v in enumerate(op.operands) if batch[v] is not None})
+    return tuple(r for i, r in enumerate(op.results) if batch[r] is None and i in reached)
 
 
 def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.wiring import wiring_of
 
 
 def verify(graph: Graph) -> Graph:
     """The graph itself, if it is well formed; else `VerificationError`.
 
     Numbers are dense and in order; every value has one origin (input, literal, or one op) and is made before it is
-    read; loops hand their operands to their bodies one by one.
+    read; control flow feeds each input of its bodies, and each output becomes a result or decides.
     """
     for numbered, what in ((graph.values, "value"), (graph.ops, "op")):
         for position, item in enumerate(numbered):
@@ -25,13 +26,19 @@ def verify(graph: Graph) -> Graph:
         if twice:
             raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) makes {twice}, which exist already.")
         known.update(op.results)
-        for body in op.bodies:
-            verify(body)
-        if op.primitive == "scan" and len(op.bodies[0].inputs) != len(op.operands):
-            raise VerificationError(
-                f"The loop op {op.id} has {len(op.operands)} operands, its body takes another number."
-            )
+        _verify_bodies(op)
     missing = [str(graph.values[v]) for v in graph.outputs if v not in known]
     if missing:
         raise VerificationError(f"The outputs {missing} are never made.")
     return graph
+
+
+def _verify_bodies(op: Op) -> None:
+    wiring = wiring_of(op)
+    for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True) if wiring else ():
+        verify(body)
+        if (len(body.inputs), len(body.outputs)) != (len(inputs), len(outputs)):
+            raise VerificationError(
+                f"A body of the {op.primitive} op {op.id} takes {len(body.inputs)} values and makes "
+                f"{len(body.outputs)}, where {len(inputs)} and {len(outputs)} are handed over."
+            )

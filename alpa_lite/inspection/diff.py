@@ -8,7 +8,7 @@ from typing import Any
 
 from alpa_lite.inspection.parameters import Argument, arguments_of, group_arguments
 from alpa_lite.inspection.tables import Table, render
-from alpa_lite.inspection.units import show_bytes, show_range, show_seconds
+from alpa_lite.inspection.units import show_bytes, show_number, show_range, show_seconds
 from alpa_lite.plan import CollectiveUse, Plan
 from alpa_lite.sharding import Spec
 
@@ -147,7 +147,7 @@ def _kind_text(uses: Sequence[CollectiveUse], kind: str) -> str:
     if not mine:
         return "none"
     moved, seconds = sum(u.bytes * u.count for u in mine), sum(u.seconds * u.count for u in mine)
-    return f"{sum(u.count for u in mine)}, {show_bytes(moved)}, {show_seconds(seconds)}"
+    return f"{show_number(sum(u.count for u in mine))}, {show_bytes(moved)}, {show_seconds(seconds)}"
 
 
 def _buys(before: float, after: float) -> str:

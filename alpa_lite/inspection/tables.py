@@ -20,6 +20,7 @@ from alpa_lite.inspection.units import (
     show_bytes,
     show_count,
     show_milliseconds,
+    show_number,
     show_numbers,
     show_percent,
     show_range,
@@ -55,7 +56,7 @@ class CollectiveGroup:
     phase: str
     source: str
     stages: tuple[int, ...]
-    count: int
+    count: float
     bytes: float
     seconds: float
 
@@ -125,7 +126,7 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tu
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     peak = plan.prediction.peak_bytes[number]
     devices = stage.submesh.devices
-    moved = sum(use.bytes * use.count for use in uses)
+    moved, count = sum(use.bytes * use.count for use in uses), sum(use.count for use in uses)
     return (
         str(number),
         show_range(*stage.layers),
@@ -135,9 +136,7 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tu
         show_milliseconds(stage.backward_seconds),
         show_milliseconds(stage.update_seconds),
         f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
-        f"{sum(use.count for use in uses)} × {show_bytes(moved / max(1, sum(use.count for use in uses)))}"
-        if uses
-        else "none",
+        f"{show_number(count)} × {show_bytes(moved / count)}" if uses else "none",
     )
 
 
@@ -222,8 +221,8 @@ def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...],
             group.axis,
             group.phase,
             show_numbers(group.stages),
-            str(group.count),
-            show_bytes(group.bytes / max(1, group.count)),
+            show_number(group.count),
+            show_bytes(group.bytes / group.count),
             show_milliseconds(group.seconds),
             group.source,
         )

@@ -59,9 +59,14 @@ def show_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(show_range(first, last) for first, last in runs)
 
 
-def show_count(number: int, noun: str) -> str:
+def show_number(number: float) -> str:
+    """`12`, or `0.5` for what runs every other step."""
+    return f"{number:.10g}"
+
+
+def show_count(number: float, noun: str) -> str:
     """`1 stage`, `2 stages`."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("sh", "ch")) else "s")
+    return f"{show_number(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith(("sh", "ch")) else "s")
 
 
 def short_source(source: str) -> str:

@@ -12,7 +12,8 @@ resharding between what a node offers and what an op demands:
     R[i, j] = runs × seconds(spec offered under i → spec demanded under j)                           (_add_edge)
 
 Costs are seconds per step: what runs in the loop counts once per micro-batch. A loop's body is laid out in the same
-problem, with its cost multiplied by the trip count and its carried values tied to the specs that they came in.
+problem, with its cost multiplied by its trips and its carried values tied to the specs that they came in; so is each
+branch of a `cond`, and what the branches make has one spec.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
@@ -51,11 +53,28 @@ class Offer:
 
 @dataclass(slots=True, kw_only=True)
 class Placed:
-    """An op with one placement per strategy of its node; `body_scope` is the scope of a loop's body."""
+    """An op with one placement per strategy of its node."""
 
     node: int
     options: tuple[OpPlacement, ...]
-    body_scope: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacedBodies:
+    """Control flow: the scopes of its bodies, and who decides on its operands (inside) and results."""
+
+    scopes: tuple[int, ...]
+    operands: tuple[Offer, ...]
+    results: tuple[Offer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """One graph of the stage: the step's own (number 0) or that of a body."""
+
+    graph: Graph
+    batch_dims: tuple[int | None, ...]
+    in_loop: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +98,10 @@ class Builder:
         self.costs: list[FloatArray] = [np.zeros(1)]
         self.edges: dict[tuple[int, int], FloatArray] = {}
         self.offers: dict[Key, Offer] = {}
-        self.placed: dict[Key, Placed] = {}
+        self.placed: dict[Key, Placed | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, tuple[Accumulator, ...]]] = {}
         self.usages: list[Usage] = []
-        self.scopes: list[Graph] = [view.graph]
+        self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.crossing_values = frozenset(view.crossing)
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
 
@@ -122,23 +141,16 @@ class Builder:
 
     def _placement(self, key: Key, choices: Sequence[int]) -> OpPlacement:
         placed = self.placed[key]
-        placement = placed.options[choices[placed.node]]
-        if placed.body_scope < 0:
-            return placement
-        scope, body = placed.body_scope, self.scopes[placed.body_scope]
-        inner = {o.id: self._placement((scope, o.id), choices) for o in body.ops if (scope, o.id) in self.placed}
-        specs = tuple(self._chosen((scope, v), body, choices) for v in body.inputs)
-        op = self.scopes[key[0]].ops[key[1]]
-        carry = op.params["num_carry"]
-        first = op.params["num_consts"]
-        ys = [stacked(self._chosen((scope, v), body, choices)) for v in body.outputs[carry:]]
-        return OpPlacement(factors=(), results=(*specs[first : first + carry], *ys), body=inner, body_inputs=specs)
-
-    def _chosen(self, key: Key, graph: Graph, choices: Sequence[int]) -> Spec:
-        offer = self.offers.get(key)
-        if offer is None:
-            return replicated(graph.values[key[1]].rank)
-        return offer.specs[choices[offer.node]]
+        if isinstance(placed, Placed):
+            return placed.options[choices[placed.node]]
+        bodies = [
+            {o.id: self._placement((n, o.id), choices) for o in self.scopes[n].graph.ops if (n, o.id) in self.placed}
+            for n in placed.scopes
+        ]
+        results, operands = (
+            tuple(offer.specs[choices[offer.node]] for offer in offers) for offers in (placed.results, placed.operands)
+        )
+        return OpPlacement(factors=(), results=results, bodies=tuple(bodies), body_operands=operands)
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -149,7 +161,7 @@ class Builder:
     def _add_input(self, v: int) -> None:
         value = self.view.graph.values[v]
         if value.rank == 0 or value.dtype.startswith("key<"):
-            self.offers[(0, v)] = Offer(node=_UNIT, specs=(replicated(value.rank),))
+            self.offers[(0, v)] = self._whole(value)
             return
         specs = self.catalogue.value_specs(value, self.step.batch_dims[v], split=self._split_of(v))
         self.offers[(0, v)] = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
@@ -164,11 +176,12 @@ class Builder:
     def _add_op(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         if all(r in free_values(graph) for r in op.results):
             return
-        if op.primitive == "scan":
-            self._add_scan(scope, graph, op, runs)
+        wiring = wiring_of(op)
+        if wiring is not None:
+            self._add_control_flow(scope, graph, op, wiring, runs)
             return
         rule = rule_of_op(graph, op.id)
-        if rule.opaque or op.bodies or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
+        if rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
             self._add_fixed(scope, graph, op, runs)
         elif self._leads(scope, graph, op, rule):
             self._add_leader(scope, graph, op, rule, runs)
@@ -187,7 +200,7 @@ class Builder:
         return len(self._ranked(scope, graph, op)) >= 2
 
     def _in_loop(self, scope: int, op: Op) -> bool:
-        return scope > 0 or self.step.phases[op.id].in_loop
+        return self.scopes[scope].in_loop if scope > 0 else self.step.phases[op.id].in_loop
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
@@ -202,7 +215,7 @@ class Builder:
         options = self.catalogue.leader(
             graph,
             op,
-            batch_factors=batch_factors(rule, op, self._batch_dims(scope)),
+            batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self._in_loop(scope, op),
             only_crosses=self._only_crosses(scope, graph, op),
             may_wait=self._feeds_addition(scope, graph, op),
@@ -210,14 +223,6 @@ class Builder:
         node = self._node(options.seconds * runs)
         self._record(scope, op, node, options.placements)
         self._demand(scope, graph, op, node, options, runs)
-
-    def _batch_dims(self, scope: int) -> tuple[int | None, ...]:
-        """Batch dims of the values of a scope; unknown ones count as none."""
-        if scope == 0:
-            return self.step.batch_dims
-        body = self.scopes[scope]
-        known = self.step.bodies.get(body)
-        return known.batch_dims if known is not None else (None,) * len(body.values)
 
     def _only_crosses(self, scope: int, graph: Graph, op: Op) -> bool:
         """True when nothing inside the loop reads the result before it is summed up over micro-batches."""
@@ -280,50 +285,68 @@ class Builder:
         self.offers[(0, v)] = Offer(node=node, specs=tuple(o.resolved for o in options))
         self.computed.add(node)
 
-    # ------------------------------------------------------------------------------------------------ loops
+    # ------------------------------------------------------------------------------------------------ control flow
 
-    def _add_scan(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
-        body, trips = op.bodies[0], op.params["length"]
-        inner = len(self.scopes)
-        self.scopes.append(body)
-        consts, carry = op.params["num_consts"], op.params["num_carry"]
-        for i, (outer, v) in enumerate(zip(op.operands, body.inputs, strict=True)):
-            self._add_body_input(scope, graph, outer, inner, body.values[v], runs, scanned=i >= consts + carry)
-        for o in body.ops:
-            self._add_op(inner, body, o, runs * trips)
-        for i in range(carry):
-            offer = self.offers[(inner, body.inputs[consts + i])]
-            self._add_edge(
-                (inner, body.outputs[i]), body.values[body.outputs[i]], offer.node, offer.specs, runs * trips
-            )
-            self.offers[(scope, op.results[i])] = offer
-        for r, v in zip(op.results[carry:], body.outputs[carry:], strict=True):
-            offer = self.offers.get((inner, v))
-            if offer is None:
-                rank = body.values[v].rank
-                offer = Offer(node=_UNIT, specs=(replicated(rank),))
-                self.offers[(inner, v)] = offer
-            self.offers[(scope, r)] = Offer(node=offer.node, specs=tuple(stacked(s) for s in offer.specs))
-            self.computed.add(offer.node)
-        whole = replicated_placement(graph, op)
-        self.placed[(scope, op.id)] = Placed(node=_UNIT, options=(whole,), body_scope=inner)
+    def _add_control_flow(self, scope: int, graph: Graph, op: Op, wiring: Wiring, runs: float) -> None:
+        """Bodies are laid out in the same problem: operands, and results that are no operands, are nodes."""
+        first, in_loop = len(self.scopes), self._in_loop(scope, op)
+        for body in op.bodies:
+            known = self.step.bodies.get(body)
+            dims = known.batch_dims if known is not None else (None,) * len(body.values)
+            self.scopes.append(Scope(graph=body, batch_dims=dims, in_loop=in_loop))
+        scopes = tuple(range(first, len(self.scopes)))
+        operands = [self._add_operand(scope, graph, op, wiring, scopes, i, runs) for i in range(len(op.operands))]
+        results: dict[int, Offer] = {r: operands[i] for r, i in wiring.carried.items()}
+        for n, body, inputs, outputs in zip(scopes, op.bodies, wiring.inputs, wiring.outputs, strict=True):
+            self.offers.update({(n, v): operands[i] for v, i in zip(body.inputs, inputs, strict=True)})
+            for o in body.ops:
+                self._add_op(n, body, o, runs * wiring.trips)
+            for v, r in zip(body.outputs, outputs, strict=True):
+                if r in wiring.stacked:
+                    # The loop hands on what its body made, as a stack.
+                    offer = self.offers.get((n, v)) or self._whole(body.values[v])
+                    results[r] = replace(offer, specs=tuple(map(stacked, offer.specs)))
+                    self.computed.add(offer.node)
+                elif r is not None:
+                    if r not in results:
+                        results[r] = self._add_slot(body.values[v], self.scopes[n].batch_dims[v], in_loop=in_loop)
+                    self._add_edge((n, v), body.values[v], results[r].node, results[r].specs, runs * wiring.trips)
+        self.offers.update({(scope, v): results[r] for r, v in enumerate(op.results)})
+        ordered = tuple(results[r] for r in range(len(op.results)))
+        self.placed[(scope, op.id)] = PlacedBodies(scopes=scopes, operands=tuple(operands), results=ordered)
 
-    def _add_body_input(
-        self, scope: int, graph: Graph, outer: int, inner: int, value: Value, runs: float, *, scanned: bool
-    ) -> None:
+    def _add_operand(
+        self, scope: int, graph: Graph, op: Op, wiring: Wiring, scopes: Sequence[int], number: int, runs: float
+    ) -> Offer:
+        """The spec in which the bodies read an operand (each slice of a scanned one), and what it takes to have it."""
+        outer = graph.values[op.operands[number]]
+        readers = [
+            (n, inputs.index(number)) for n, inputs in zip(scopes, wiring.inputs, strict=True) if number in inputs
+        ]
+        if not readers:
+            return self._whole(outer)
+        n, place = readers[0]
+        value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
+        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], in_loop=self._in_loop(scope, op))
+        demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
+        self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
+        return offer
+
+    def _whole(self, value: Value) -> Offer:
+        return Offer(node=_UNIT, specs=(replicated(value.rank),))
+
+    def _add_slot(self, value: Value, batch_dim: int | None, *, in_loop: bool) -> Offer:
+        """A value inside control flow that keeps one spec of its own choice."""
         if value.rank == 0 or value.dtype.startswith("key<"):
-            self.offers[(inner, value.id)] = Offer(node=_UNIT, specs=(replicated(value.rank),))
-            specs: tuple[Spec, ...] = (replicated(value.rank),)
-            node = _UNIT
-        else:
-            batch_dim = self._batch_dims(inner)[value.id]
-            specs = self.catalogue.value_specs(value, batch_dim, split=self.catalogue.restriction.parameters)
-            node = self._node(np.zeros(len(specs)))
-            self.offers[(inner, value.id)] = Offer(node=node, specs=specs)
-            if batch_dim is not None:
-                self.computed.add(node)
-        demanded = tuple(stacked(s) for s in specs) if scanned else specs
-        self._add_edge((scope, outer), graph.values[outer], node, demanded, runs)
+            return self._whole(value)
+        restriction = self.catalogue.restriction
+        # An update may leave its values as they come: only what the loop reads is stored split at any price.
+        outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
+        specs = self.catalogue.value_specs(value, batch_dim, split=restriction.parameters if in_loop else outside)
+        offer = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
+        if batch_dim is not None:
+            self.computed.add(offer.node)
+        return offer
 
     # ------------------------------------------------------------------------------------------------ edges
 

@@ -23,11 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.graph.from_jaxpr import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.wiring import Wiring
+from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import OpPlacement
 from alpa_lite.sharding import Spec, Step
-from alpa_lite.spmd import Application, Walk, scan_body_output_specs
+from alpa_lite.spmd import Application, Walk, body_walk
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
 
@@ -128,33 +130,14 @@ class LocalMachine:
         start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
         return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
 
-    def scan(self, application: Application, operands: list[Any], walk: Walk[Any]) -> list[Any]:
-        """A `lax.scan` whose body walks the loop's graph on local blocks."""
-        op, placement = application.op, application.placement
-        body = op.bodies[0]
-        consts, carry = op.params["num_consts"], op.params["num_carry"]
-        output_specs = scan_body_output_specs(op, placement)
+    def control_flow(self, application: Application, operands: list[Any], wiring: Wiring, walk: Walk[Any]) -> list[Any]:
+        """The same control flow on local blocks."""
 
-        def run_body(carried: tuple[Any, ...], scanned: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            inner = Walk(body, placement.body, walk.sizes, self)
-            arrays = (*operands[:consts], *carried, *scanned)
-            for value, spec, array in zip(body.inputs, placement.body_inputs, arrays, strict=True):
-                inner.put(value, spec, array)
-            inner.run(range(len(body.ops)))
-            outputs = [inner.get(v, s, op) for v, s in zip(body.outputs, output_specs, strict=True)]
-            cast = [jax.numpy.asarray(o, i.dtype) for o, i in zip(outputs[:carry], carried, strict=True)]
-            return tuple(cast), tuple(outputs[carry:])
+        def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+            outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
+            return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
-        first = tuple(operands[consts : consts + carry])
-        last, stacked = lax.scan(
-            run_body,
-            first,
-            tuple(operands[consts + carry :]),
-            length=op.params["length"],
-            reverse=op.params["reverse"],
-            unroll=op.params["unroll"],
-        )
-        return [*last, *stacked]
+        return run_control_flow(application.op, wiring, body, operands)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
@@ -26,19 +25,15 @@ def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
     return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
 
 
-def over_bodies(op: Op, amounts: Sequence[float]) -> float:
-    """Seconds or FLOPs of an op from its bodies': all trips of a scan, one of a while, the longest branch of a cond."""
-    once = max(amounts) if op.primitive == "cond" else sum(amounts)
-    return once * op.params.get("length", 1)
-
-
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
-    """Ops on arrays that have no rule, each with its graph: whole on every device. Bodies of scans are looked into."""
+    """Ops on arrays that have no rule, each with its graph: whole on every device. Bodies are looked into."""
     found: list[tuple[Graph, Op]] = []
     for op in graph.ops:
-        if op.primitive == "scan":
-            found += opaque_ops(op.bodies[0])
-        elif rule_of_op(graph, op.id).opaque and any(v.rank > 0 for v in (*graph.operands(op), *graph.results(op))):
+        for body in op.bodies:
+            found += opaque_ops(body)
+        if op.bodies or not rule_of_op(graph, op.id).opaque:
+            continue
+        if any(v.rank > 0 for v in (*graph.operands(op), *graph.results(op))):
             found.append((graph, op))
     return tuple(found)
 

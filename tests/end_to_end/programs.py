@@ -207,6 +207,52 @@ def loop_in_update(p, x, y):
 
 
 @program(X, Y)
+def fixed_point(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        z = jax.lax.while_loop(lambda c: c[1] < 5, lambda c: (jnp.tanh(c[0] @ p["w2"] + h), c[1] + 1), (h, 0))[0]
+        return jnp.mean((jnp.tanh(jax.lax.stop_gradient(z) @ p["w2"]) @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y, 1)
+def skipped_layer(p, x, y, flag):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        h = jax.lax.cond(flag > 0, lambda h: jnp.tanh(h @ p["w2"]), lambda h: h, h)
+        return jnp.mean((h @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y, 2)
+def switched_update(p, x, y, count):
+    loss, grads = jax.value_and_grad(squared)(p, x, y)
+    rates = [lambda p, g, r=r: descend(p, g, r) for r in (0.0, 0.1, 0.5)]
+    return jax.lax.switch(count, rates, p, grads), loss
+
+
+@program(X, Y)
+def halved_until_small(p, x, y):
+    loss, grads = jax.value_and_grad(squared)(p, x, y)
+    norm = lambda g: sum(jnp.sum(a**2) for a in g.values())  # noqa: E731
+    grads = jax.lax.while_loop(lambda g: norm(g) > 1e-3, lambda g: jax.tree.map(lambda a: a / 2, g), grads)
+    return descend(p, grads), loss
+
+
+@program(SEQUENCE, Y)
+def decayed_sums(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+        h = jax.lax.associative_scan(combine, (jnp.full_like(h, 0.9), h), axis=1)[1]
+        return jnp.mean((jnp.tanh(h[:, -1] @ p["w2"]) @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y)
 def two_losses(p, x, y):
     new, loss = train(lambda p: squared(p, x, y), p)
     other = jax.grad(lambda p: jnp.mean((forward(p, 2 * x) - jax.lax.stop_gradient(forward(p, x))) ** 2))(p)
@@ -453,3 +499,30 @@ def shuffled_samples(p, x, y, key):
 def rows_by_numpy_arange(p, x, labels):
     rows = np.arange(x.shape[0])
     return train(lambda p: -jnp.mean(jax.nn.log_softmax(forward(p, x))[rows, labels]), p)  # refused
+
+
+@program(X, Y, refused=True)
+def branch_by_a_mean(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        h = jax.lax.cond(jnp.mean(h**2) > 0.1, lambda h: jnp.tanh(h @ p["w2"]), lambda h: h, h)  # refused
+        return jnp.mean((h @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y, refused=True)
+def halved_until_the_mean_is_small(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        h = jax.lax.while_loop(lambda h: jnp.mean(h**2) > 0.01, lambda h: h / 2, jax.lax.stop_gradient(h))  # refused
+        return jnp.mean((h @ p["w2"] @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y, 1, refused=True)
+def sum_in_one_branch(p, x, y, flag):
+    loss, grads = jax.value_and_grad(squared)(p, x, y)
+    size = jax.lax.cond(flag > 0, lambda x: jnp.sum(x**2), lambda x: jnp.float32(2.0), x)  # refused
+    return descend(p, grads), loss, size

@@ -1,0 +1,103 @@
+"""How the values outside an op of control flow meet the values inside its bodies.
+
+    op       operands                     bodies              results
+    scan     consts ‖ carry ‖ xs          (body,)             carry ‖ stacked ys
+    while    consts ‖ consts ‖ carry      (condition, body)   carry
+    cond     index ‖ arguments            one per branch      one each
+
+A *carried* result is an operand that the body hands from trip to trip: it keeps one spec throughout. Everything that
+looks into bodies (batch tracking, search, pricing, emission) goes through `wiring_of`, and knows no primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from alpa_lite.graph.ir import Graph, Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Who feeds whom in one op of control flow.
+
+    inputs    per body, for each of its inputs the number of the operand that feeds it
+    scanned   operands of which each trip reads one slice of the leading dim
+    outputs   per body, for each of its outputs the number of the result that it makes; None for a predicate
+    stacked   results that stack one element per trip along a new leading dim
+    carried   number of a result → number of the operand that it is the last state of
+    trips     how often each body runs: the length of a scan, once for a while (nobody knows), and a branch as often
+              as if all branches were equally likely
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    scanned: frozenset[int] = frozenset()
+    outputs: tuple[tuple[int | None, ...], ...]
+    stacked: frozenset[int] = frozenset()
+    carried: Mapping[int, int]
+    trips: float
+
+
+def wiring_of(op: Op) -> Wiring | None:
+    """The wiring of an op; None when it has no bodies."""
+    if not op.bodies:
+        return None
+    names = {"scan": ("num_consts", "num_carry", "length"), "while": ("cond_nconsts", "body_nconsts")}
+    numbers = [op.params[name] for name in names.get(op.primitive, ())] or [len(op.bodies)]
+    return _wiring(op.primitive, len(op.operands), len(op.results), tuple(numbers))
+
+
+@lru_cache(maxsize=10_000)
+def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[int, ...]) -> Wiring:
+    if primitive == "scan":
+        num_consts, num_carry, length = numbers
+        return Wiring(
+            inputs=(tuple(range(num_operands)),),
+            scanned=frozenset(range(num_consts + num_carry, num_operands)),
+            outputs=(tuple(range(num_results)),),
+            stacked=frozenset(range(num_carry, num_results)),
+            carried={i: num_consts + i for i in range(num_carry)},
+            trips=length,
+        )
+    if primitive == "while":
+        condition, body = numbers
+        carry = tuple(range(condition + body, num_operands))
+        return Wiring(
+            inputs=((*range(condition), *carry), tuple(range(condition, num_operands))),
+            outputs=((None,), tuple(range(num_results))),
+            carried=dict(enumerate(carry)),
+            trips=1.0,
+        )
+    (num_branches,) = numbers
+    return Wiring(
+        inputs=(tuple(range(1, num_operands)),) * num_branches,
+        outputs=(tuple(range(num_results)),) * num_branches,
+        carried={},
+        trips=1.0 / num_branches,
+    )
+
+
+def reached_results(op: Op, wiring: Wiring, outside: set[int]) -> set[int]:
+    """Numbers of the results that depend on the operands numbered `outside`, over any number of trips."""
+    entered = set(outside)
+    while True:
+        results: set[int] = set()
+        for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
+            reached = _reached(body, {v for v, i in zip(body.inputs, inputs, strict=True) if i in entered})
+            for v, r in zip(body.outputs, outputs, strict=True):
+                if v in reached:
+                    # What decides a predicate decides every result.
+                    results.update(range(len(op.results)) if r is None else (r,))
+        carried = {wiring.carried[r] for r in results if r in wiring.carried}
+        if carried <= entered:
+            return results
+        entered |= carried
+
+
+def _reached(body: Graph, start: set[int]) -> set[int]:
+    reached = set(start)
+    for op in body.ops:
+        if any(v in reached for v in op.operands):
+            reached.update(op.results)
+    return reached
