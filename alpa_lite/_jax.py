@@ -48,10 +48,17 @@ def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def barrier_equation(aval: Any) -> Any:
+def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+    """The abstract array of a shape and a dtype by its name, typed random keys (`key<...>`) included."""
+    if dtype.startswith("key<"):
+        implementation = {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
+        return jax.ShapeDtypeStruct(tuple(shape), jax.random.key(0, impl=implementation).dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+
+
+def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
     """An `optimization_barrier` equation for one value."""
-    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(struct)).eqns[0]
+    return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:

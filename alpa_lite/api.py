@@ -58,10 +58,10 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, bool], TracedStep] = field(default_factory=dict[tuple[int, bool], TracedStep], repr=False)
+    _steps: dict[tuple[int, int], TracedStep] = field(default_factory=dict[tuple[int, int], TracedStep], repr=False)
 
-    def step(self, num_microbatches: int = 1, *, unroll: bool = False) -> TracedStep:
-        """The step cut into phases; remembered."""
+    def step(self, num_microbatches: int = 1, *, unroll: int = 0) -> TracedStep:
+        """The step cut into phases, remembered; see `split_step`."""
         key = (num_microbatches, unroll)
         if key not in self._steps:
             self._steps[key] = split_step(self.traced, num_microbatches, unroll=unroll)
@@ -87,14 +87,13 @@ class TracedFunction:
         if num_microbatches not in ("auto", 1):
             self.step(int(num_microbatches))  # says what is wrong with the user's number before any search
 
-        def step_at(m: int, unroll: bool) -> StepGraph:
+        def step_at(m: int, unroll: int) -> StepGraph:
             return self.step(m, unroll=unroll).step
 
         return PlanRequest(
             function=traced.name,
             step_at=step_at,
-            input_names=traced.names,
-            alias_leaves=traced.aliases,
+            num_arguments=len(traced.leaves),
             batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=ComposedCostModel,
@@ -121,10 +120,7 @@ class PlannedFunction:
         step = self.function.step(plan.num_microbatches, unroll=plan.unrolled)
         plan.verify(step.step)
         step = replace(step, step=read_originals_across(step.step, plan.op_layers))
-        graph = step.step.graph
-        pairs = {graph.outputs[o]: graph.inputs[i] for o, i in self.function.traced.aliases.items()}
-        aliases = {out: into for out, into in pairs.items() if graph.producer[out] is not None}
-        return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step, aliases))
+        return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
 
     def __str__(self) -> str:
         return str(self.last_plan)
@@ -188,8 +184,8 @@ class CompiledFunction:
 
     def input_shardings(self) -> Any:
         """The arguments' pytrees with a `NamedSharding` in the place of each array."""
-        inputs = self.step.step.graph.inputs[: len(self.traced.leaves)]
-        return jax.tree.unflatten(self.traced.in_tree, [self.executor.input_sharding(v) for v in inputs])
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
+        return jax.tree.unflatten(self.traced.in_tree, shardings)
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         tree = flatten_arguments(args, kwargs, self.traced.static_argnums)

@@ -76,24 +76,52 @@ def make_layers(step: StepGraph, num_layers: int | None = None, *, imbalance: fl
             f"Ask for at most {max(1, len(forward))} layers or stages."
         )
     of_op: list[int | None] = [None] * len(graph.ops)
-    index, free = {op.id: i for i, op in enumerate(forward)}, free_values(graph)
+    index, free = _blocks(step, forward, count), free_values(graph)
     flows = [
         (index[producer], index[consumer], float(graph.values[v].bytes))
         for op in forward
         for v in op.results
         if (producer := op.id) in index and v not in free
         for consumer in graph.consumers[v]
-        if consumer in index
+        if consumer in index and index[consumer] != index[producer]
     ]
     if forward:
-        flops = np.array([_flops(graph, op) for op in forward]) + 1.0
-        for op, layer in zip(forward, cluster_contiguous(flops, flows, count, imbalance=imbalance), strict=True):
-            of_op[op.id] = layer
+        flops = np.zeros(max(index.values()) + 1)
+        for op in forward:
+            flops[index[op.id]] += _flops(graph, op) + 1.0
+        layers = cluster_contiguous(flops, flows, count, imbalance=imbalance)
+        for op in forward:
+            of_op[op.id] = layers[index[op.id]]
     _backward_layers(step, of_op, count)
     homes = _homes_by_parameter(step, of_op)
     _gradient_layers(step, of_op, homes)
     _update_layers(step, of_op, homes)
     return Layers(num_layers=count, of_op=tuple(of_op), of_input=_input_layers(step, of_op, homes))
+
+
+def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int]:
+    """Runs of forward ops that stay together, by op: those that read one part of stacked arguments, else single ops.
+
+    Single ops throughout when these runs are fewer than the layers to make.
+    """
+    graph = step.graph
+    rows = {v: part.rows for v, part in zip(graph.inputs, step.input_parts, strict=True) if part.rows is not None}
+    read: dict[int, set[tuple[int, int]]] = {}
+    for v, part in rows.items():
+        for c in _readers(step, v):
+            read.setdefault(c, set()).add(part)
+    reading = [i for i, op in enumerate(forward) if op.id in read]
+    index: dict[int, int] = {}
+    block, current = -1, set[tuple[int, int]]()
+    for i, op in enumerate(forward):
+        inside = bool(reading) and reading[0] < i <= reading[-1]
+        fresh = not read.get(op.id, current) & current
+        if not inside or fresh:
+            block += 1
+        if op.id in read:
+            current = read[op.id]
+        index[op.id] = block
+    return index if block + 1 >= count else {op.id: i for i, op in enumerate(forward)}
 
 
 def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> None:

@@ -16,6 +16,7 @@ from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.from_jaxpr import Equation, from_jaxpr
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import (
+    Part,
     StepGraph,
     assign_phases,
     batch_dims,
@@ -32,6 +33,7 @@ from alpa_lite.graph.phases import (
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.stacks import PartedProgram, part_stacks
 from alpa_lite.trace import Traced
 
 
@@ -44,27 +46,29 @@ class TracedStep:
     constants: tuple[Any, ...]
 
 
-def split_step(traced: Traced, num_microbatches: int, *, unroll: bool = False) -> TracedStep:
+def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> TracedStep:
     """The step cut into phases for `num_microbatches`.
+
+    `unroll` writes out loops over layers, with what they scan in at least so many parts; 0 keeps the loops.
 
     Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
     the meaning of the step.
     """
-    full = from_jaxpr(traced.jaxpr, traced.names, unroll=unroll)
-    verify(full.graph)
+    full = _parted(traced, traced.jaxpr, unroll)
+    verify(full.program.graph)
     if num_microbatches > 1 or traced.batch_size is not None:
         size = _microbatch_size(traced, num_microbatches)
         other_size = size if num_microbatches > 1 else _probe_size(traced.require_batch())
         try:
-            other = from_jaxpr(traced.at_batch_size(other_size), traced.names, unroll=unroll)
-            check_same_structure(full.graph, other.graph)
-            batch = batch_dims(full.graph, other.graph, allow_pairs=num_microbatches == 1)
+            other = _parted(traced, traced.at_batch_size(other_size), unroll)
+            check_same_structure(full.program.graph, other.program.graph)
+            batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
                 raise _as_trace_error(error, traced, other_size) from error
         else:
             return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    graph = full.graph
+    graph = full.program.graph
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in graph.values),
@@ -72,35 +76,70 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: bool = False) -
         phases=assign_phases(graph, loop_without_batch(graph)),
         num_microbatches=1,
         batch_size=None,
+        input_parts=full.input_parts,
+        output_parts=full.output_parts,
+        aliases=_aliases(traced, full),
         unrolled=unroll,
     )
-    return TracedStep(step=step, equations=full.equations, constants=full.constants)
+    return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
+
+
+def _parted(traced: Traced, jaxpr: Any, unroll: int) -> PartedProgram:
+    program = from_jaxpr(jaxpr, traced.names, unroll=unroll > 0)
+    if unroll > 0:
+        return part_stacks(program, traced.batch_leaves, unroll)
+    return PartedProgram(
+        program=program,
+        input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
+        output_parts=tuple(Part(leaf=i) for i in range(len(program.graph.outputs))),
+    )
+
+
+def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
+    """Graph output value → the graph input value that it replaces, part by part; what passes through has none."""
+    graph = parted.program.graph
+    inputs = {(part.leaf, part.rows): v for v, part in zip(graph.inputs, parted.input_parts, strict=True)}
+    pairs = {
+        v: inputs.get((traced.aliases.get(part.leaf, -1), part.rows))
+        for v, part in zip(graph.outputs, parted.output_parts, strict=True)
+        if graph.producer[v] is not None
+    }
+    return {out: into for out, into in pairs.items() if into is not None}
 
 
 def _with_batch(
-    traced: Traced, full: Any, other: Any, batch: tuple[int | None, ...], num_microbatches: int, unroll: bool
+    traced: Traced,
+    full: PartedProgram,
+    other: PartedProgram,
+    batch: tuple[int | None, ...],
+    num_microbatches: int,
+    unroll: int,
 ) -> TracedStep:
-    loop, feedbacks = loop_ops(full.graph, batch)
+    whole, small = full.program.graph, other.program.graph
+    loop, feedbacks = loop_ops(whole, batch)
     iotas = frozenset[int]()
     if num_microbatches > 1:
         _refuse_feedback(feedbacks)
-        require_same_position(full.graph, batch, batch_position(full.graph, batch))
-        iotas = local_iotas(full.graph, batch)
-        check_additive(full.graph, other.graph, batch, loop, iotas)
+        require_same_position(whole, batch, batch_position(whole, batch))
+        iotas = local_iotas(whole, batch)
+        check_additive(whole, small, batch, loop, iotas)
     chosen = other if num_microbatches > 1 else full
-    graph = merge_literals(chosen.graph, full.graph)
+    graph = merge_literals(chosen.program.graph, whole)
     step = StepGraph(
         graph=graph,
-        full_shapes=tuple(v.shape for v in full.graph.values),
+        full_shapes=tuple(v.shape for v in whole.values),
         batch_dims=batch,
         phases=assign_phases(graph, loop),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
-        bodies=body_scopes(graph, full.graph, other.graph, allow_pairs=num_microbatches == 1),
+        bodies=body_scopes(graph, whole, small, allow_pairs=num_microbatches == 1),
         local_iotas=iotas,
+        input_parts=full.input_parts,
+        output_parts=full.output_parts,
+        aliases=_aliases(traced, full),
         unrolled=unroll,
     )
-    return TracedStep(step=step, equations=chosen.equations, constants=full.constants)
+    return TracedStep(step=step, equations=chosen.program.equations, constants=full.program.constants)
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:

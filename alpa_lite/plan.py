@@ -141,7 +141,11 @@ class SolverReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A complete decision. `op_layers[i]` is the layer of op i (None: repeated where it is read)."""
+    """A complete decision.
+
+    `op_layers[i]` is the layer of op i (None: repeated where it is read); `unrolled` in how many parts at least loops
+    over layers are written out (0: they are kept).
+    """
 
     name: str
     function: str
@@ -151,7 +155,7 @@ class Plan:
     num_layers: int
     op_layers: tuple[int | None, ...]
     input_layers: tuple[int, ...]
-    unrolled: bool
+    unrolled: int
     cluster: Cluster
     prediction: Prediction
     solver: SolverReport

@@ -217,7 +217,7 @@ class _Builder:
         aval = self.values[value]
         if aval.dtype.startswith("key<"):
             return value
-        eqn = _jax.barrier_equation(aval)
+        eqn = _jax.barrier_equation(_struct(aval))
         return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
@@ -311,10 +311,7 @@ class _Builder:
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:
-    if value.dtype.startswith("key<"):
-        name = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
-        return jax.ShapeDtypeStruct(value.shape, jax.random.key(0, impl=name).dtype)
-    return jax.ShapeDtypeStruct(value.shape, jax.numpy.dtype(value.dtype))
+    return _jax.struct(value.shape, value.dtype)
 
 
 def _has_contraction(closed: Any) -> bool:

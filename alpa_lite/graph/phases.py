@@ -38,6 +38,17 @@ class Phase(Enum):
         return self in (Phase.FORWARD, Phase.BACKWARD)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a graph input (or output) is: an argument (or output) of the step, by number, or some rows of it.
+
+    `rows` are the first and last + 1 of the leading dim. Arrays that the function captured count after the arguments.
+    """
+
+    leaf: int
+    rows: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
     """A train step cut into phases, at the size of one micro-batch.
@@ -48,7 +59,10 @@ class StepGraph:
     phases       for each op its phase
     bodies       the same of the values of each body of control flow, at any depth
     local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
-    unrolled     whether loops over layers were unrolled
+    input_parts  what each graph input is; stacked arguments come in parts where loops were written out
+    output_parts what each graph output is
+    aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
+    unrolled     in how many parts at least loops over layers were written out; 0 when they were kept
     """
 
     graph: Graph
@@ -59,7 +73,10 @@ class StepGraph:
     batch_size: int | None
     bodies: Mapping[Graph, Scope] = field(default_factory=dict[Graph, "Scope"])
     local_iotas: frozenset[int] = frozenset()
-    unrolled: bool = False
+    input_parts: tuple[Part, ...]
+    output_parts: tuple[Part, ...]
+    aliases: Mapping[int, int]
+    unrolled: int = 0
 
     def runs_of(self, op: Op) -> int:
         """How often an op runs per step."""

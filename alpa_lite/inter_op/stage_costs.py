@@ -10,7 +10,7 @@ bought nothing on the models tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -49,7 +49,6 @@ class StageCosts:
 
     step: StepGraph
     layers: Layers
-    aliases: Mapping[int, int]
     cost_model: CostModel
     restriction: Restriction | None = None
     progress: Callable[[str], None] = field(default=lambda _: None)
@@ -62,7 +61,7 @@ class StageCosts:
         self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1
     ) -> StageSolution:
         """The best sharding of layers `first..last` on a logical mesh, within the memory of a device."""
-        view = StageView(step=self.step, layers=self.layers, first=first, last=last, aliases=self.aliases)
+        view = StageView(step=self.step, layers=self.layers, first=first, last=last)
         kind = (submesh.num_hosts, submesh.devices_per_host, mesh)
         key = (view.signature, kind, in_flight)
         if key not in self._solved:

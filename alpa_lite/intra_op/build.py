@@ -110,7 +110,7 @@ class Builder:
     def problem(self, *, limit_bytes: float | None, in_flight: int) -> Problem:
         """The problem of the whole stage; `in_flight` micro-batches are held when memory peaks."""
         graph = self.view.graph
-        aliased = {i: o for o, i in self.view.aliases.items()}
+        aliased = {i: o for o, i in self.step.aliases.items()}
         for v in self.view.external:
             self._add_input(v)
         for op_id in self.view.ops:

@@ -148,7 +148,7 @@ def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> N
             if producer is not None and phases[producer] is phase:
                 walk.get(v, accumulator.stored)
         return
-    for out, target in view.aliases.items():
+    for out, target in view.step.aliases.items():
         if out in walk.arrays and target in choice.inputs:
             walk.get(out, choice.inputs[target])
 

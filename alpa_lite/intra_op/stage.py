@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,16 +13,12 @@ from alpa_lite.rules.graph_facts import free_values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """Ops of layers `first..last` of a step, with the invariant ops that they read.
-
-    aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
-    """
+    """Ops of layers `first..last` of a step, with the invariant ops that they read."""
 
     step: StepGraph
     layers: Layers
     first: int
     last: int
-    aliases: Mapping[int, int]
 
     @property
     def graph(self) -> Graph:
@@ -173,5 +168,5 @@ class StageView:
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
             for v in self.external
         )
-        aliases = tuple((local(o), local(i)) for o, i in self.aliases.items() if o in number and i in number)
+        aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         return (tuple(rows), outer, aliases, tuple(sorted(local(v) for v in self.leaves)), self.step.num_microbatches)

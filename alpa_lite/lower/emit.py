@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph.from_jaxpr import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
@@ -157,14 +158,6 @@ class Executable:
         return jax.jit(self.function, donate_argnums=self.donated).lower(*self.avals).compile()
 
 
-def struct_of(value: Value, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The abstract array of a value at a boundary."""
-    if value.dtype.startswith("key<"):
-        impl = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
-        return jax.ShapeDtypeStruct(shape, jax.random.key(0, impl=impl).dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(value.dtype), sharding=sharding)
-
-
 def emit_task(
     task: TaskSpec,
     step: StepGraph,
@@ -247,7 +240,8 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _aval(value: Value, port: Port, mesh: Mesh, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
     shape = boundary_shape(value.shape, port.spec, sizes)
-    return struct_of(value, shape, NamedSharding(mesh, boundary_spec(port.spec)))
+    struct = _jax.struct(shape, value.dtype)
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, boundary_spec(port.spec)))
 
 
 def emit_zeros(task: TaskSpec, step: StepGraph, mesh: Mesh) -> Callable[[], tuple[Any, ...]]:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import jax
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower import local_contraction, local_indexing, local_layout, local_random
+from alpa_lite.lower import local_contraction, local_elementwise, local_indexing, local_layout, local_random
 from alpa_lite.lower.block import LocalOp as LocalOp
 from alpa_lite.lower.block import lowering_of
 from alpa_lite.lower.combine import combine as combine
 
-LOWERING_MODULES = (local_contraction, local_indexing, local_layout, local_random)
+LOWERING_MODULES = (local_contraction, local_elementwise, local_indexing, local_layout, local_random)
 """The modules that register local lowerings, so that a reader finds them all."""
 
 

@@ -139,6 +139,8 @@ def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     outside = jnp.asarray(jnp.iinfo(local.dtype).max, local.dtype)
     local = jnp.where(here[..., None], local, outside)
     mode = type(op.params["mode"]).FILL_OR_DROP
+    # Without the barrier, XLA reads beyond the block what a scatter of one update writes back when it is dropped.
+    operand = lax.optimization_barrier(operand)
     return op.bind([operand, local, updates], mode=mode, unique_indices=False, indices_are_sorted=False)
 
 
@@ -152,8 +154,24 @@ def _update_window(op: LocalOp) -> tuple[int, ...]:
 
 @local_lowering("dynamic_slice")
 def dynamic_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Split dims are taken whole: their start is clamped to 0 on the block as on the whole."""
-    return op.bind(operands, slice_sizes=op.local_result(0))
+    """Split dims are taken whole, from their start."""
+    operand, *starts = operands
+    return op.bind([operand, *_clamped(op, starts, op.result_shapes[0])], slice_sizes=op.local_result(0))
+
+
+def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[Any]:
+    """Starts in the bounds of the whole array; 0 for dims that the window takes whole.
+
+    XLA would clamp them too, but where the block was itself just sliced out of a larger array it merges the two slices
+    and forgets the inner bounds.
+    """
+    if not any(op.operand_specs[0].dims):
+        return list(starts)
+    columns = zip(starts, op.operand_shapes[0], window, strict=True)
+    return [
+        jnp.zeros((), jnp.int32) if n == size else jnp.clip(_Bounds.signed(jnp.asarray(start)), 0, n - size)
+        for start, n, size in columns
+    ]
 
 
 @local_lowering("dynamic_update_slice")
@@ -161,19 +179,19 @@ def dynamic_update_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     """Dims split under a partial update: the update is spread over the block and chosen where it hits."""
     operand, update, *starts = operands
     shape, window = op.operand_shapes[0], op.operand_shapes[1]
+    starts = _clamped(op, starts, window)
     axes = op.operand_specs[0].dims
     straddled = [d for d in range(operand.ndim) if axes[d] and shape[d] != window[d]]
     if not straddled:
-        return op.bind(operands)
+        return op.bind([operand, update, *starts])
     hit: Any = True
     for d in straddled:
-        start = jnp.clip(jnp.asarray(starts[d]).astype(jnp.int32), 0, shape[d] - window[d])
-        place = op.operand_offset(0, d) + jnp.arange(operand.shape[d]) - start
+        place = op.operand_offset(0, d) + jnp.arange(operand.shape[d]) - starts[d]
         inside = (place >= 0) & (place < window[d])
         hit &= lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
             [-1 if i == d else 1 for i in range(operand.ndim)]
         )
         update = jnp.take(update, jnp.clip(place, 0, window[d] - 1), axis=d)
-        starts[d] = jnp.zeros_like(starts[d])
+        starts[d] = jnp.zeros((), starts[d].dtype)
     current = lax.dynamic_slice(operand, starts, update.shape)
     return op.bind([operand, jnp.where(hit, update, current), *starts])

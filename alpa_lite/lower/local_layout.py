@@ -50,11 +50,12 @@ def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 @local_lowering("tile")
 def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     """Each device makes its share of the repetitions."""
-    reps = tuple(local // n for local, n in zip(op.local_result(0), op.local_operand(0), strict=True))
+    columns = zip(op.params["reps"], op.local_result(0), op.local_operand(0), strict=True)
+    reps = tuple(local // n if n else rep for rep, local, n in columns)
     return op.bind(operands, reps=reps)
 
 
-@local_lowering("sharding_constraint", "device_put")
+@local_lowering("sharding_constraint", "device_put", "layout_constraint")
 def identity(_: LocalOp, operands: Sequence[Any]) -> list[Any]:
     """The plan has decided where values lie; these ask for another place and compute nothing."""
     return list(operands)

@@ -75,9 +75,9 @@ class Program:
         return "\n".join(map(str, self.instructions))
 
 
-def build_program(plan: Plan, step: StepGraph, aliases: Mapping[int, int]) -> Program:
-    """The instructions of a plan. `aliases`: graph output value → graph input value that it replaces."""
-    return _ProgramBuilder(plan, step, Slicer(plan, step, aliases)).build()
+def build_program(plan: Plan, step: StepGraph) -> Program:
+    """The instructions of a plan."""
+    return _ProgramBuilder(plan, step, Slicer(plan, step)).build()
 
 
 class _ProgramBuilder:

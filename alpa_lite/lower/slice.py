@@ -8,7 +8,7 @@ Invariant ops and free values are repeated in every task that reads them. Every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,12 +66,11 @@ class Place:
 class Slicer:
     """Derives the tasks of a plan from the data flow of its step."""
 
-    def __init__(self, plan: Plan, step: StepGraph, aliases: Mapping[int, int]) -> None:
-        """`aliases`: graph output value → graph input value that it replaces."""
+    def __init__(self, plan: Plan, step: StepGraph) -> None:
+        """The step must be the one that the plan was made for."""
         self.plan = plan
         self.step = step
         self.graph: Graph = step.graph
-        self.aliases = aliases
         self.free = free_values(step.graph)
         self.homes = {
             v: plan.stage_of_layer(layer) for v, layer in zip(step.graph.inputs, plan.input_layers, strict=True)
@@ -202,7 +201,7 @@ class Slicer:
 
     def output_spec(self, v: int) -> Spec:
         """The spec in which a graph output is returned: state comes back as it went in."""
-        target = self.aliases.get(v)
+        target = self.step.aliases.get(v)
         stage = self.plan.stages[self.output_stage(v)]
         if target is not None and target in stage.inputs:
             return stage.inputs[target]
@@ -211,7 +210,7 @@ class Slicer:
 
     def output_stage(self, v: int) -> int:
         """The stage on which a graph output is returned."""
-        target = self.aliases.get(v)
+        target = self.step.aliases.get(v)
         if target is not None:
             return self.homes[target]
         return self._stage_of_value(v)

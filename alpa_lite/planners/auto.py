@@ -23,7 +23,7 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts, StageOptions, stage_options
 from alpa_lite.inter_op.stage_dp import StageAssignment
 from alpa_lite.inter_op.stage_dp import solve as solve_stages
-from alpa_lite.layers import Layers, make_layers
+from alpa_lite.layers import MAX_LAYERS, Layers, make_layers
 from alpa_lite.mesh import place
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
@@ -82,7 +82,7 @@ class Auto(Planner):
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        for step in candidate_steps(request, problems):
+        for step in candidate_steps(request, self.num_layers or MAX_LAYERS, problems):
             try:
                 yield self._search_step(request, step)
             except PlanError as error:
@@ -97,7 +97,6 @@ class Auto(Planner):
         costs = StageCosts(
             step=step,
             layers=layers,
-            aliases=request.aliases(step),
             cost_model=request.cost_model,
             progress=request.progress,
         )
@@ -122,13 +121,13 @@ class Auto(Planner):
                 problems.append(error)
 
 
-def candidate_steps(request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
+def candidate_steps(request: PlanRequest, num_layers: int, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
     """The step at each number of micro-batches worth trying; what cannot be split is left out, with its reason."""
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
     for m in request.microbatch_choices((1,) if request.cluster.shared_processor else MICROBATCHES):
         try:
             # Loops over layers are written out where a pipeline may cut them.
-            yield request.step_at(m, m > 1)
+            yield request.step_at(m, num_layers if m > 1 else 0)
         except (NonAdditiveError, TraceError) as error:
             if request.num_microbatches != "auto":
                 raise

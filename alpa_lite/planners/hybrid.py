@@ -50,14 +50,14 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         mesh = self.mesh(request)
-        step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=self.pipeline > 1)
+        unroll = self.pipeline if self.pipeline > 1 else 0
+        step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=unroll)
         check_batch(self, step, mesh)
         layers = stage_layers(step, self.pipeline)
         step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
             layers=layers,
-            aliases=request.aliases(step),
             cost_model=request.cost_model,
             restriction=self.restriction(),
             progress=request.progress,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Value
@@ -26,18 +26,17 @@ from cost_models.interface import CostModel
 class PlanRequest:
     """A step to plan for a cluster.
 
-    step_at(num_microbatches, unroll)   the step cut into phases; `unroll` writes out loops over layers
-    input_names                         path of each graph input that is an argument
-    alias_leaves                        output number → number of the input that it replaces
+    step_at(num_microbatches, unroll)   the step cut into phases; `unroll` > 0 writes out loops over layers, with what
+                                        they scan in at least so many parts
+    num_arguments                       how many arrays the step takes; the others are captured by the function
     num_microbatches                    a number, or "auto"
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
     """
 
     function: str
-    step_at: Callable[[int, bool], StepGraph]
-    input_names: Sequence[str]
-    alias_leaves: Mapping[int, int]
+    step_at: Callable[[int, int], StepGraph]
+    num_arguments: int
     batch_size: int | None
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
@@ -50,12 +49,6 @@ class PlanRequest:
         """The cost model of the cluster to plan for."""
         return self.cost_model_for(self.cluster)
 
-    def aliases(self, step: StepGraph) -> dict[int, int]:
-        """Graph output value → the graph input value that it replaces in the next step."""
-        graph = step.graph
-        pairs = {graph.outputs[o]: graph.inputs[i] for o, i in self.alias_leaves.items()}
-        return {out: into for out, into in pairs.items() if graph.producer[out] is not None}
-
     def microbatch_choices(self, default: Sequence[int]) -> tuple[int, ...]:
         """The numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""
         if self.num_microbatches != "auto":
@@ -65,7 +58,7 @@ class PlanRequest:
         size = self.batch_size
         return tuple(dict.fromkeys(m for m in default if m >= 1 and size % m == 0)) or (1,)
 
-    def best_step(self, default: Sequence[int], *, unroll: bool) -> StepGraph:
+    def best_step(self, default: Sequence[int], *, unroll: int) -> StepGraph:
         """The step at the first number of micro-batches that works; errors count only for the user's own number."""
         choices = self.microbatch_choices(default)
         for m in choices:
@@ -161,10 +154,15 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     if solution.choice is None:
         raise PlanError("A stage without a solution cannot become part of a plan.")
     choice = solution.choice
-    names = dict(zip(graph.inputs, request.input_names, strict=False))
-    homes = dict(zip(graph.inputs, layers.of_input, strict=True))
+    homes = {
+        v: home
+        for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
+        if part.leaf < request.num_arguments
+    }
     specs = {
-        names[v]: spec for v, spec in choice.inputs.items() if v in names and stage.first <= homes[v] <= stage.last
+        graph.values[v].name: spec
+        for v, spec in choice.inputs.items()
+        if v in homes and stage.first <= homes[v] <= stage.last
     }
     return StagePlan(
         layers=(stage.first, stage.last),
@@ -233,16 +231,43 @@ def predict(
     )
     updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
     update = sum(updates) if request.cluster.shared_processor else max(updates)
+    gathering = stacks_seconds(request, step, layers, stages)
     return Prediction(
-        step_seconds=timeline.makespan_seconds + update,
+        step_seconds=timeline.makespan_seconds + update + gathering,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
-        transfer_seconds=2.0 * m * sum(transfers),
+        transfer_seconds=2.0 * m * sum(transfers) + gathering,
         peak_bytes=tuple(s.bytes_in_flight(schedule.in_flight(i, count, m)) for i, s in enumerate(solutions)),
         flops_per_device=max(s.flops for s in solutions),
         bubble_fraction=timeline.bubble_fraction,
         collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
     )
+
+
+def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> float:
+    """Time to put stacked arrays together on one stage after the step, and to spread them before the next.
+
+    Nothing where all stages hold as many rows in one way: the array then lies over their devices as it is.
+    """
+    graph, moved = step.graph, 0.0
+    inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
+    for _, members in groupby(inputs, key=lambda member: member[0].leaf):
+        rows: dict[int, list[int]] = {}
+        forms = set[object]()
+        for _, v, home in (m for m in members if m[0].rows is not None):
+            number = next(i for i, s in enumerate(stages) if s.first <= home <= s.last)
+            rows.setdefault(number, []).append(v)
+            choice = stages[number].solution.choice
+            forms.add((stages[number].mesh, choice.inputs.get(v) if choice else None))
+        sizes = [sum(graph.values[v].bytes for v in parts) for parts in rows.values()]
+        if len(forms) > 1 or len(set(sizes)) > 1:
+            moved += sum(sizes[1:])
+    if not moved:
+        return 0.0
+    submeshes = [stage.submesh for stage in stages]
+    apart = any(crosses_hosts(request.cluster, submeshes[0], other) for other in submeshes[1:])
+    links = min(submesh.num_devices for submesh in submeshes)
+    return 2.0 * request.cost_model.transfer_seconds(moved, crosses_hosts=apart, num_links=links)
 
 
 def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:

@@ -3,6 +3,7 @@
     dot_general       ([b,i,k], [b,k,j]) -> ([b,i,j])           reduction={k}
     ragged_dot        ([m,k], [g,k,n], [h]) -> ([m,n])          reduction={k,g}: rows m are sorted by group g
     its gradient      ([k,m], [k,n], [h]) -> ([g,m,n])          reduction={k}:   the contracted rows are sorted by group
+    scaled_dot        ([b,i,ks], [b,ks,j], [b,i,k], [b,k,j]) -> ([b,i,j])    reduction={k}: one scale for s numbers
     factorisations    ([b,i,j]) -> ([b,i,j])                    batch dims pass, matrix dims whole
 
 FLOPs of a product: 2 · (elements of the result) · (elements contracted).
@@ -10,7 +11,7 @@ FLOPs of a product: 2 · (elements of the result) · (elements contracted).
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from alpa_lite.rules.elementwise import can_add, ints, linear_groups
@@ -19,7 +20,7 @@ from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder
 #: Linear-algebra ops and how many trailing dims of their first operand are not batch dims.
 _CORE_RANK = {
     **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product", "ormqr", "triangular_solve"), 2),
-    **dict.fromkeys(("eigh", "eig", "svd", "schur", "hessenberg", "tridiagonal", "symmetric_product"), 2),
+    **dict.fromkeys(("eigh", "geqp3", "eig", "svd", "schur", "hessenberg", "tridiagonal", "symmetric_product"), 2),
     **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), 1),
 }
 
@@ -46,6 +47,57 @@ def dot_general(view: OpView) -> Rule:
         flops=2.0 * view.results[0].num_elements * prod(lhs.shape[d] for d in lhs_contract),
         work_kind="matmul",
     )
+
+
+@register_rule("scaled_dot")
+def scaled_dot(view: OpView) -> Rule:
+    """A product of blocks of numbers with a scale each; a contracted dim is its blocks times the numbers in one."""
+    lhs, rhs, *scales = view.operands
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dot_dims(view.params["dimension_numbers"])
+    b = RuleBuilder()
+    known: tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]] = ({}, {})
+    for left, right in zip(lhs_batch, rhs_batch, strict=True):
+        known[0][left] = known[1][right] = (b.factor(lhs.shape[left]),)
+    for left, right in zip(lhs_contract, rhs_contract, strict=True):
+        whole = _numbers_per_block(lhs.shape[left], scales[0].shape[left], scales[1].shape[right])
+        blocks = lhs.shape[left] // whole
+        outer = b.factor(blocks, FactorKind.REDUCTION)
+        known[0][left] = known[1][right] = (outer, b.factor(whole, FactorKind.REPLICATED)) if whole > 1 else (outer,)
+
+    def free(shape: tuple[int, ...], side: dict[int, tuple[int, ...]]) -> Dims:
+        return tuple(side[d] if d in side else (b.factor(n),) for d, n in enumerate(shape))
+
+    def scaled(dims: Dims, shape: tuple[int, ...], scale: tuple[int, ...]) -> Dims:
+        return tuple(_scale_factors(b, f, n, m) for f, n, m in zip(dims, shape, scale, strict=True))
+
+    left, right = free(lhs.shape, known[0]), free(rhs.shape, known[1])
+    result = [left[d] for d in lhs_batch]
+    result += [f for side, dims in zip(known, (left, right), strict=True) for d, f in enumerate(dims) if d not in side]
+    return b.build(
+        (left, right, scaled(left, lhs.shape, scales[0].shape), scaled(right, rhs.shape, scales[1].shape)),
+        (tuple(result),),
+        flops=2.0 * view.results[0].num_elements * prod(lhs.shape[d] for d in lhs_contract),
+        work_kind="matmul",
+    )
+
+
+def _numbers_per_block(size: int, left: int, right: int) -> int:
+    """How many numbers of a contracted dim must stay together; a single scale belongs to all, wherever they are."""
+    blocks = [n for n in (left, right) if n > 1]
+    if blocks:
+        return size // gcd(*blocks)
+    # JAX wants two numbers at least for a scale.
+    return 2 if size % 2 == 0 else size
+
+
+def _scale_factors(b: RuleBuilder, factors: tuple[int, ...], size: int, scales: int) -> tuple[int, ...]:
+    """Factors of a dim of scales whose operand's dim of some size has `factors`."""
+    if scales == size:
+        return factors
+    if scales == 1:
+        return (b.factor(1),)
+    rest = scales // b.sizes[factors[0]]
+    return factors[:1] if rest == 1 else (factors[0], b.factor(rest, FactorKind.REPLICATED))
 
 
 def _dot_dims(numbers: Any) -> list[list[tuple[int, ...]]]:

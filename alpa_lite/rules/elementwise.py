@@ -2,7 +2,7 @@
 
     unary, binary, …     ([i,j], [i,j]) -> ([i,j])                       (pointwise)
     selection            ([], [i,j], [i,j]) -> ([i,j])                   (select_n: a scalar predicate holds no factor)
-    per-value identity   ([i], [j,k]) -> ([i], [j,k])                    (barrier)
+    per-value identity   ([i], [j,k]) -> ([i], [j,k])                    (barrier; tie keeps the second)
     bit casts            ([i,j]) -> ([i,j,k]), k whole                   (bitcast)
 
 Rank-0 operands and dims of size 1 broadcast implicitly: the first hold no factor, the second one of their own.
@@ -20,7 +20,17 @@ TRANSCENDENTAL_FLOPS = 8.0
 #: Operations per element of the special functions that are evaluated by long series or loops.
 SERIES_FLOPS = 100.0
 
-_FREE = ("conj", "real", "imag", "name", "sharding_constraint", "copy", "stop_gradient", "convert_element_type")
+_FREE = (
+    "conj",
+    "real",
+    "imag",
+    "name",
+    "sharding_constraint",
+    "copy",
+    "stop_gradient",
+    "convert_element_type",
+    "layout_constraint",
+)
 _ARITHMETIC = (
     "abs ceil clz floor is_finite not population_count reduce_precision round sign square "
     "and eq eq_to ge gt le le_to lt lt_to max min mulhi ne nextafter or rem "
@@ -156,6 +166,14 @@ def barrier(view: OpView) -> Rule:
     b = RuleBuilder()
     dims = tuple(b.factors(v.shape) for v in view.operands)
     return b.build(dims, dims, linear=linear_groups(view, tuple(range(len(view.operands)))))
+
+
+@register_rule("tie")
+def tie(view: OpView) -> Rule:
+    """The second value, once the first is there."""
+    b = RuleBuilder()
+    first, second = (b.factors(v.shape) for v in view.operands)
+    return b.build((first, second), (second,), linear=linear_groups(view, (1,)))
 
 
 @register_rule("bitcast_convert_type")

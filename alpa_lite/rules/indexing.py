@@ -130,7 +130,10 @@ def scatter(view: OpView) -> Rule:
     batch = iter(indices_dims[:-1])
     all_updates = tuple(update_dims[d] if d in update_dims else next(batch) for d in range(updates.rank))
     dims = tuple(operand_dims)
-    linear = linear_groups(view, (0, 2)) if view.primitive in ("scatter", "scatter-add", "scatter-sub") else ()
+    # A plain scatter with a function applies it to what it finds.
+    sets = view.primitive == "scatter" and view.params.get("update_jaxpr", view) is None
+    adds_up = sets or view.primitive in ("scatter-add", "scatter-sub")
+    linear = linear_groups(view, (0, 2)) if adds_up else ()
     return b.build(
         (dims, indices_dims, all_updates),
         (dims,),

@@ -17,6 +17,8 @@ from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaq
 
 #: Integer operations per number drawn: twenty rounds of add, rotate and xor.
 THREEFRY_OPERATIONS = 100.0
+#: Generators that fold a number into each key of a batch by itself; others may look at the first key of the batch.
+_FOLDED_ONE_BY_ONE = ("key<fry>", "key<rbg>")
 
 
 def _key_kind(value: Value) -> FactorKind:
@@ -58,6 +60,8 @@ def random_wrap(view: OpView) -> Rule:
 def per_key(view: OpView) -> Rule:
     """One key from one key and one number."""
     if any(v.shape != view.results[0].shape and v.rank for v in view.operands):
+        return opaque_rule(view)
+    if view.primitive == "random_fold_in" and view.results[0].dtype not in _FOLDED_ONE_BY_ONE:
         return opaque_rule(view)
     return pointwise(view, flops=THREEFRY_OPERATIONS)
 

@@ -23,6 +23,7 @@ from alpa_lite.lower.emit import Executable, boundary_spec, emit_task, emit_zero
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import Plan
+from alpa_lite.runtime.leaves import Leaves, put
 from alpa_lite.sharding import Spec
 
 #: Launches on virtual CPU devices that may be un-awaited at a time; their shared thread pool deadlocks far above this.
@@ -78,6 +79,7 @@ class Executor:
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
         self.input_number = {v: i for i, v in enumerate(step.graph.inputs)}
+        self.leaf = dict(zip(step.graph.inputs, (part.leaf for part in step.input_parts), strict=True))
         accumulate = step.num_microbatches > 1
         self.executables: list[Executable] = []
         self.zeros: dict[int, Callable[[], tuple[Any, ...]]] = {}
@@ -102,6 +104,9 @@ class Executor:
         self.indices = self._microbatch_indices()
         self.bound_launches = all(d.platform == "cpu" for m in self.meshes for d in m.devices.flat)
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
+        self.inputs = Leaves(step.input_parts, [self._sharding(*program.homes[v]) for v in step.graph.inputs])
+        output_homes = zip(program.outputs, program.output_specs, strict=True)
+        self.outputs = Leaves(step.output_parts, [self._sharding(buffer.stage, spec) for buffer, spec in output_homes])
         self.concat = jax.jit(lambda parts, dim: jax.numpy.concatenate(parts, dim), static_argnums=1)
 
     def _microbatch_indices(self) -> list[list[Any]]:
@@ -123,8 +128,8 @@ class Executor:
         result: dict[int, tuple[int, ...]] = {}
         returned = set(self.program.outputs)
         for buffer, (task, position) in last.items():
-            number = self.input_number.get(buffer.value)
-            if number is None or number >= len(donated) or not donated[number] or buffer in returned:
+            leaf = self.leaf.get(buffer.value)
+            if leaf is None or leaf >= len(donated) or not donated[leaf] or buffer in returned:
                 continue
             at_home = self.program.homes[buffer.value][0] == buffer.stage
             if task >= 0 and at_home and self.program.tasks[task].kind in ("update", "step"):
@@ -146,24 +151,19 @@ class Executor:
                 taken.append(position)
         return tuple(taken)
 
-    def input_sharding(self, value: int) -> NamedSharding:
-        """Where a graph input lives between steps."""
-        stage, spec = self.program.homes[value]
-        return self._sharding(stage, spec)
-
-    def output_sharding(self, index: int) -> NamedSharding:
-        """Where output number `index` of the step is returned."""
-        buffer, spec = self.program.outputs[index], self.program.output_specs[index]
-        return self._sharding(buffer.stage, spec)
+    def input_sharding(self, leaf: int) -> NamedSharding:
+        """Where an argument of the step lives between steps."""
+        return self.inputs.sharding(leaf)
 
     def __call__(self, inputs: Sequence[Any], record: list[TaskTime] | None = None) -> list[Any]:
         """One step. With `record`, every instruction is awaited and its measured span appended."""
         arrays: dict[Buffer, Any] = {}
+        parts = self.inputs.split(inputs)
         in_flight: deque[Any] = deque()
         began = time.perf_counter()
         for instruction in self.program.instructions:
             start = time.perf_counter() - began
-            self._execute(instruction, arrays, inputs)
+            self._execute(instruction, arrays, parts)
             if record is not None:
                 jax.block_until_ready([arrays[b] for b in instruction.writes])
                 record.append(self._time_of(instruction, start, time.perf_counter() - began))
@@ -173,7 +173,7 @@ class Executor:
                     oldest = in_flight.popleft()
                     if not oldest.is_deleted():
                         jax.block_until_ready(oldest)
-        return [arrays[buffer] for buffer in self.program.outputs]
+        return self.outputs.join([arrays[buffer] for buffer in self.program.outputs])
 
     def _time_of(self, instruction: Instruction, start: float, end: float) -> TaskTime:
         name = self.program.tasks[instruction.task].name if instruction.kind == "RUN" else instruction.kind
@@ -194,14 +194,14 @@ class Executor:
             arrays[instruction.writes[0]] = self._place(instruction, inputs)
         elif kind == "SEND":
             sharding = self._sharding(instruction.stage, instruction.spec)
-            arrays[instruction.writes[0]] = _put(arrays[instruction.reads[0]], sharding)
+            arrays[instruction.writes[0]] = put(arrays[instruction.reads[0]], sharding)
         elif kind == "ZEROS":
             arrays.update(zip(instruction.writes, self.zeros[instruction.task](), strict=True))
         elif kind == "CONCAT":
             parts = [arrays[b] for b in instruction.reads]
             dim = self.step.batch_dims[instruction.writes[0].value] or 0
             whole = self.concat(parts, dim)
-            arrays[instruction.writes[0]] = _put(whole, self._sharding(instruction.stage, instruction.spec))
+            arrays[instruction.writes[0]] = put(whole, self._sharding(instruction.stage, instruction.spec))
         else:
             for buffer in instruction.reads:
                 arrays.pop(buffer, None)
@@ -230,16 +230,8 @@ class Executor:
             index = [slice(None)] * np.ndim(array)
             index[dim] = slice(buffer.microbatch * size, (buffer.microbatch + 1) * size)
             array = array[tuple(index)]
-        return _put(array, self._sharding(instruction.stage, instruction.spec))
+        return put(array, self._sharding(instruction.stage, instruction.spec))
 
     def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""
-        graph_inputs = self.step.graph.inputs[: len(inputs)]
-        return [_put(x, self.input_sharding(v)) for v, x in zip(graph_inputs, inputs, strict=True)]
-
-
-def _put(array: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
-    if isinstance(array, jax.Array) and array.committed and array.sharding == sharding:
-        return array
-    return jax.device_put(array, sharding)
+        return [put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

@@ -247,8 +247,7 @@ def _request(**changes: Any) -> PlanRequest:
     defaults: dict[str, Any] = {
         "function": "f",
         "step_at": lambda m, unroll: (m, unroll),
-        "input_names": (),
-        "alias_leaves": {},
+        "num_arguments": 0,
         "batch_size": 12,
         "cluster": eager_cluster(),
         "cost_model_for": lambda cluster: None,

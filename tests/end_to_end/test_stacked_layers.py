@@ -1,0 +1,62 @@
+"""A model that scans over its layers is cut into stages as it is: each stage holds the weights of its own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners import Pipeline
+from alpa_lite.runtime.leaves import STAGE_AXIS
+from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
+
+TRAINING = Training(model="gpt_scan", optimizer="adamw+clip")
+
+
+@pytest.fixture(scope="module")
+def compiled(devices: Any) -> Any:
+    """Two stages of one layer, four micro-batches."""
+    step = al.parallelize(
+        TRAINING.step(),
+        cluster=eager_cluster(),
+        planner=Pipeline(num_stages=2),
+        num_microbatches=4,
+        donate_argnums=0,
+    )
+    return step.compiled(TRAINING.start(), make_batch(MODELS["gpt_scan"], 0), jax.random.key(0))
+
+
+def _stacked(tree: Any) -> list[Any]:
+    return [x for path, x in jax.tree_util.tree_leaves_with_path(tree) if "layers" in jax.tree_util.keystr(path)]
+
+
+def test_stages_hold_the_weights_of_their_layers_alone(compiled: Any) -> None:
+    names = [{n for n in stage.specs if "/layers/" in n} for stage in compiled.plan.stages]
+    assert {n.removesuffix("[0:1]") for n in names[0]} == {n.removesuffix("[1:2]") for n in names[1]}
+    assert all(n.endswith("[0:1]") for n in names[0]) and all(n.endswith("[1:2]") for n in names[1])
+    sent = {i.reads[0].value for i in compiled.executor.program.instructions if i.kind == "SEND"}
+    stacked = {
+        v for v, p in zip(compiled.step.step.graph.inputs, compiled.step.step.input_parts, strict=True) if p.rows
+    }
+    assert stacked and not stacked & sent
+
+
+def test_state_stays_where_it_is_from_step_to_step(compiled: Any) -> None:
+    state, metrics = TRAINING.run(compiled)
+    assert_same((state, metrics), reference(TRAINING))
+    wanted = compiled.input_shardings()[0][0]
+    for array, sharding in zip(_stacked(state), _stacked(wanted), strict=True):
+        assert STAGE_AXIS in sharding.mesh.axis_names and len(array.devices()) == 8
+        assert array.sharding == sharding
+        # Each device holds the rows of its stage.
+        assert {s.data.shape[0] for s in array.addressable_shards} == {1}
+
+
+def test_stacked_state_is_built_in_place(compiled: Any) -> None:
+    state = al.init_sharded(TRAINING.start, like=compiled)
+    for array, want in zip(_stacked(state), _stacked(TRAINING.start()), strict=True):
+        assert STAGE_AXIS in array.sharding.mesh.axis_names
+        np.testing.assert_allclose(array, want, rtol=1e-6)

@@ -1,0 +1,65 @@
+"""Arguments that a program holds in parts are single arrays for the caller, and do not move between steps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.graph.phases import Part
+from alpa_lite.runtime.leaves import Leaves
+
+SHAPE = (8, 4, 6)
+
+
+def _leaves(devices: Any, rows: list[int], spec: PartitionSpec, stages: list[int]) -> Leaves:
+    """One array in parts of so many rows on the given stages of two devices each, then a whole one."""
+    meshes = [Mesh(np.array(devices[2 * i : 2 * i + 2]), ("x",)) for i in range(4)]
+    ends = np.cumsum([0, *rows])
+    parts = [Part(leaf=0, rows=(int(a), int(b))) for a, b in pairwise(ends)]
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    return Leaves([*parts, Part(leaf=1)], [*(NamedSharding(meshes[s], spec) for s in stages), whole])
+
+
+ARRAY = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+
+LAYOUTS = {
+    "one part a stage": ([2, 2, 2, 2], PartitionSpec(), [0, 1, 2, 3]),
+    "two parts a stage": ([2, 2, 2, 2], PartitionSpec(None, "x"), [0, 0, 1, 1]),
+    "split along rows": ([4, 4], PartitionSpec("x"), [2, 3]),
+    "one stage": ([4, 4], PartitionSpec(None, "x"), [1, 1]),
+    "unequal": ([2, 2, 2, 2], PartitionSpec(None, "x"), [0, 0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_splitting_and_joining_are_inverse(name: str, devices: Any) -> None:
+    rows, spec, stages = LAYOUTS[name]
+    leaves = _leaves(devices, rows, spec, stages)
+    for array in (ARRAY, jax.device_put(ARRAY, leaves.sharding(0))):
+        *parts, other = leaves.split([array, ARRAY[0]])
+        ends = np.cumsum([0, *rows])
+        for part, (start, stop), stage in zip(parts, pairwise(ends), stages, strict=True):
+            np.testing.assert_array_equal(part, ARRAY[start:stop])
+            assert part.devices() == set(devices[2 * stage : 2 * stage + 2])
+        joined, same = leaves.join([*parts, other])
+        np.testing.assert_array_equal(joined, ARRAY)
+        assert joined.sharding == leaves.sharding(0) and same is other
+
+
+@pytest.mark.parametrize(
+    ("name", "together"), [("one part a stage", True), ("split along rows", True), ("unequal", False)]
+)
+def test_equal_stages_hold_their_rows_without_copies(name: str, together: bool, devices: Any) -> None:
+    leaves = _leaves(devices, *LAYOUTS[name])
+    array = jax.device_put(ARRAY, leaves.sharding(0))
+    *parts, _ = leaves.split([array, ARRAY])
+    where = lambda x: {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}  # noqa: E731
+    assert (where(array) == set().union(*map(where, parts))) == together
+    joined, _ = leaves.join([*parts, ARRAY])
+    assert (where(joined) == set().union(*map(where, parts))) == together
+    assert (len(array.devices()) == sum(len(p.devices()) for p in parts)) == together
