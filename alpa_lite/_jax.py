@@ -6,12 +6,15 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.source_info_util as source_info_util
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
+
+_OWN_FOLDER = str(Path(__file__).parent)
 
 Literal = jex_core.Literal
 Var = jex_core.Var
@@ -39,8 +42,9 @@ def prune(jaxpr: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user code that made an equation; empty when unknown."""
-    return source_info_util.summarize(eqn.source_info)
+    """`file:line (function)` of the user code that made an equation; empty when unknown, or when none did."""
+    line = source_info_util.summarize(eqn.source_info)
+    return "" if line.startswith(_OWN_FOLDER) else line
 
 
 def name_stack(eqn: Any) -> str:
@@ -59,6 +63,34 @@ def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
     """An `optimization_barrier` equation for one value."""
     return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
+
+
+def zeros_jaxpr(shape: Sequence[int], dtype: Any) -> Any:
+    """A jaxpr that makes an array of zeros."""
+    return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
+
+
+def while_any_goes_on(eqn: Any) -> Any:
+    """A jaxpr for a `while` equation with a predicate per element, as `vmap` makes them: a loop with a single one.
+
+    It goes on while any element does; elements that are done keep their values.
+    """
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = (jex_core.jaxpr_as_fun(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+
+    def run(*operands: Any) -> Any:
+        of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
+
+        def trip(carry: Sequence[Any]) -> list[Any]:
+            (goes_on,) = condition(*of_cond, *carry)
+            new = body(*of_body, *carry)
+            wide = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in new]
+            return [jax.numpy.where(w, x, old) for w, x, old in zip(wide, new, carry, strict=True)]
+
+        carry = list(operands[num_cond + num_body :])
+        return jax.lax.while_loop(lambda c: jax.numpy.any(condition(*of_cond, *c)[0]), trip, carry)
+
+    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars])
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:

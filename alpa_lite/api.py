@@ -28,7 +28,7 @@ from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
 from alpa_lite.runtime.execute import Executor, TaskTime
 from alpa_lite.runtime.local_cluster import local_cluster
-from alpa_lite.trace import Traced, trace
+from alpa_lite.trace import BatchArgnums, Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
 
@@ -48,7 +48,7 @@ class Options:
     num_microbatches: int | str = "auto"
     donate_argnums: int | tuple[int, ...] = ()
     static_argnums: int | tuple[int, ...] = ()
-    batch_argnums: int | str | tuple[int | str, ...] | None = None
+    batch_argnums: BatchArgnums = None
     progress: Progress = _silent
 
 
@@ -262,7 +262,7 @@ def parallelize(
     num_microbatches: int | str = "auto",
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | str | Sequence[int | str] | None = None,
+    batch_argnums: BatchArgnums = None,
     progress: Progress | None = None,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
@@ -272,7 +272,8 @@ def parallelize(
     num_microbatches   a number that divides the batch, or "auto"
     donate_argnums     arguments whose buffers may be reused, as in `jax.jit`
     static_argnums     arguments that are no arrays, as in `jax.jit`
-    batch_argnums      positions or names of the arguments that hold the batch; found by itself in most steps
+    batch_argnums      the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
+                       their leading dim; a mapping gives another dim. Found by itself in most steps
     progress           called with a line of text at each step of planning and compiling
 
     Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
@@ -295,7 +296,7 @@ def parallelize(
         num_microbatches=check_microbatches(num_microbatches),
         donate_argnums=_numbers(donate_argnums),
         static_argnums=_numbers(static_argnums),
-        batch_argnums=batch_argnums if batch_argnums is None else _names(batch_argnums),
+        batch_argnums=batch_argnums,
         progress=progress or _silent,
     )
     return ParallelFunction(fun, options)
@@ -308,7 +309,7 @@ def plan(
     planner: Planner | Plan | None = None,
     num_microbatches: int | str = "auto",
     static_argnums: int | Sequence[int] = (),
-    batch_argnums: int | str | Sequence[int | str] | None = None,
+    batch_argnums: BatchArgnums = None,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -379,7 +380,3 @@ def _cluster(value: Cluster | str | None) -> Cluster:
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _names(value: int | str | Sequence[int | str]) -> tuple[int | str, ...]:
-    return (value,) if isinstance(value, (int, str)) else tuple(value)

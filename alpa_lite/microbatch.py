@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
-from alpa_lite.graph.from_jaxpr import Equation, from_jaxpr
+from alpa_lite.graph.from_jaxpr import Equation, from_jaxpr, loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import (
     Part,
@@ -23,6 +23,7 @@ from alpa_lite.graph.phases import (
     batch_position,
     body_scopes,
     check_same_structure,
+    effects_before,
     local_iotas,
     loop_ops,
     loop_without_batch,
@@ -54,28 +55,39 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
     Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
     the meaning of the step.
     """
-    full = _parted(traced, traced.jaxpr, unroll)
-    verify(full.program.graph)
-    if num_microbatches > 1 or traced.batch_size is not None:
-        size = _microbatch_size(traced, num_microbatches)
-        other_size = size if num_microbatches > 1 else _probe_size(traced.require_batch())
+    if num_microbatches != 1:
+        sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
+    else:
+        sizes = () if traced.batch_size is None else _probe_sizes(traced.batch_size)
+    problem = traced.batch_problem
+    for size in sizes:
         try:
-            other = _parted(traced, traced.at_batch_size(other_size), unroll)
+            jaxpr = traced.at_batch_size(size)
+            over_samples = loops_over_samples(traced.jaxpr, jaxpr) if unroll else frozenset[int]()
+            full, other = (_parted(traced, j, unroll, over_samples) for j in (traced.jaxpr, jaxpr))
             check_same_structure(full.program.graph, other.program.graph)
             batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
-                raise _as_trace_error(error, traced, other_size) from error
+                raise _as_trace_error(error, traced, size) from error
+            problem = f"The batch was lost: {error}"
         else:
+            verify(full.program.graph)
             return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    graph = full.program.graph
+    return _without_batch(traced, _parted(traced, traced.jaxpr, unroll, frozenset()), unroll, problem)
+
+
+def _without_batch(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
+    graph = verify(full.program.graph)
+    loop = loop_without_batch(graph)
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in graph.values),
         batch_dims=(None,) * len(graph.values),
-        phases=assign_phases(graph, loop_without_batch(graph)),
+        phases=assign_phases(graph, loop | effects_before(graph, loop)),
         num_microbatches=1,
         batch_size=None,
+        batch_problem=problem,
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
@@ -84,10 +96,10 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
 
 
-def _parted(traced: Traced, jaxpr: Any, unroll: int) -> PartedProgram:
-    program = from_jaxpr(jaxpr, traced.names, unroll=unroll > 0)
+def _parted(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> PartedProgram:
+    program = from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples)
     if unroll > 0:
-        return part_stacks(program, traced.batch_leaves, unroll)
+        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
     return PartedProgram(
         program=program,
         input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
@@ -118,7 +130,9 @@ def _with_batch(
     whole, small = full.program.graph, other.program.graph
     loop, feedbacks = loop_ops(whole, batch)
     iotas = frozenset[int]()
+    early = effects_before(whole, loop)
     if num_microbatches > 1:
+        _refuse_effects(whole, loop | early)
         _refuse_feedback(feedbacks)
         require_same_position(whole, batch, batch_position(whole, batch))
         iotas = local_iotas(whole, batch)
@@ -129,7 +143,7 @@ def _with_batch(
         graph=graph,
         full_shapes=tuple(v.shape for v in whole.values),
         batch_dims=batch,
-        phases=assign_phases(graph, loop),
+        phases=assign_phases(graph, loop | early),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
         bodies=body_scopes(graph, whole, small, allow_pairs=num_microbatches == 1),
@@ -153,10 +167,10 @@ def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
     return size // num_microbatches
 
 
-def _probe_size(size: int) -> int:
-    """Another batch size that the step can be traced at, to see which dims follow the batch."""
-    smallest = next((p for p in range(2, size + 1) if size % p == 0), None)
-    return size // smallest if smallest and size // smallest > 1 else size * 2
+def _probe_sizes(size: int) -> tuple[int, ...]:
+    """Other batch sizes at which to see what follows the batch; JAX may choose other algorithms at some of them."""
+    smaller = [size // p for p in range(2, size) if size % p == 0]
+    return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))
 
 
 def _as_trace_error(error: Exception, traced: Traced, size: int) -> Exception:
@@ -167,6 +181,15 @@ def _as_trace_error(error: Exception, traced: Traced, size: int) -> Exception:
         f"{type(error).__name__}: {error}. Micro-batching needs a step that works at any batch size; "
         "use num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
     )
+
+
+def _refuse_effects(graph: Graph, loop: set[int]) -> None:
+    for op in graph.ops:
+        if op.id in loop and op.effectful:
+            raise NonAdditiveError(
+                f"{op.source}: {op.primitive} would be called once per micro-batch, on its samples, instead of once. "
+                "Move it to where the loss and the gradients are known, or use num_microbatches=1."
+            )
 
 
 def _refuse_feedback(feedbacks: list[tuple[Op, Op]]) -> None:
@@ -228,7 +251,8 @@ def _check_source(graph: Graph, op: Op, batch: tuple[int | None, ...], rule: Rul
     """An array made as large as the batch must be the same for every sample."""
     for i, result in enumerate(op.results):
         dim = batch[result]
-        if dim is not None and any(rule.kinds[f] is not FactorKind.PASS for f in rule.results[i][dim]):
+        factors = rule.results[i][dim] if dim is not None else ()
+        if any(rule.kinds[f] is not FactorKind.PASS and rule.sizes[f] > 1 for f in factors):
             _refuse(graph, op, "makes an array whose size follows the batch")
 
 

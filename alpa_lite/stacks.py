@@ -321,6 +321,7 @@ class _Rewriter:
                 source=op.source if op is not None else "",
                 name_stack=op.name_stack if op is not None else "",
                 bodies=op.bodies if op is not None and same else (),
+                effectful=op is not None and same and op.effectful,
             )
         )
         self.equations.append(equation)

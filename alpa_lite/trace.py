@@ -15,13 +15,16 @@ import numpy as np
 
 from alpa_lite.errors import BatchError, TraceError
 
+BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
+"""The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dim."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """A function traced for one set of argument shapes.
 
-    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `batch_leaves[i]` says whether
-    leaf i has the batch as its leading dim, `donated[i]` whether the caller gives it away, `aliases` which output
+    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `batch_leaves[i]` is the dim of
+    leaf i that holds the batch (None: none does), `donated[i]` whether the caller gives it away, `aliases` which output
     leaf takes the place of which input leaf in the next step.
     """
 
@@ -33,7 +36,7 @@ class Traced:
     out_leaves: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
     out_names: tuple[str, ...]
-    batch_leaves: tuple[bool, ...]
+    batch_leaves: tuple[int | None, ...]
     batch_size: int | None
     batch_problem: str
     aliases: Mapping[int, int]
@@ -49,8 +52,8 @@ class Traced:
             return self.jaxpr
         if size not in self._cache:
             avals = [
-                _resized(leaf, size, self.batch_size) if batched else leaf
-                for leaf, batched in zip(self.leaves, self.batch_leaves, strict=True)
+                leaf if dim is None else _resized(leaf, dim, size, self.batch_size)
+                for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
         return self._cache[size]
@@ -62,10 +65,11 @@ class Traced:
         return self.batch_size
 
 
-def _resized(leaf: jax.ShapeDtypeStruct, size: int, batch_size: int | None) -> jax.ShapeDtypeStruct:
-    # A leaf may hold several rows per sample; its leading dim scales with the batch.
-    rows = leaf.shape[0] * size // (batch_size or leaf.shape[0])
-    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
+def _resized(leaf: jax.ShapeDtypeStruct, dim: int, size: int, batch_size: int | None) -> jax.ShapeDtypeStruct:
+    # A leaf may hold several rows per sample; its dim scales with the batch.
+    rows = leaf.shape[dim] * size // (batch_size or leaf.shape[dim])
+    shape = (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def trace(
@@ -75,7 +79,7 @@ def trace(
     *,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    batch_argnums: int | str | Sequence[int | str] | None = None,
+    batch_argnums: BatchArgnums = None,
 ) -> Traced:
     """Trace `fun(*args, **kwargs)`; arrays and `ShapeDtypeStruct`s are equally good.
 
@@ -170,35 +174,57 @@ def find_batch(
     leaves: Sequence[jax.ShapeDtypeStruct],
     owner: Sequence[int | str],
     names: Sequence[str],
-    batch_argnums: int | str | Sequence[int | str] | None,
+    batch_argnums: BatchArgnums,
     num_args: int,
-) -> tuple[tuple[bool, ...], int | None, str]:
-    """Which leaves have the batch as their leading dim, its size, and a sentence when it cannot be found."""
-    none = (False,) * len(leaves)
+) -> tuple[tuple[int | None, ...], int | None, str]:
+    """The dim of each leaf that holds the batch, the batch size, and a sentence when it cannot be found."""
     if batch_argnums is not None:
-        chosen = {_positive(k, num_args) if isinstance(k, int) else k for k in _as_tuple(batch_argnums)}
-        unknown = chosen - set(owner)
-        if unknown:
-            raise BatchError(
-                f"batch_argnums names {sorted(map(str, unknown))}, but no argument of that name was given."
-            )
-        marked = tuple(o in chosen and len(leaf.shape) > 0 for o, leaf in zip(owner, leaves, strict=True))
+        marked = _named_batch(leaves, owner, names, batch_argnums, num_args)
     else:
         marked = tuple(
-            o not in state and len(leaf.shape) > 0 and not _is_key(leaf) for o, leaf in zip(owner, leaves, strict=True)
+            0 if o not in state and len(leaf.shape) > 0 and not _is_key(leaf) else None
+            for o, leaf in zip(owner, leaves, strict=True)
         )
-    sizes = {leaf.shape[0] for leaf, mark in zip(leaves, marked, strict=True) if mark}
+    sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, marked, strict=True) if dim is not None}
     if len(sizes) == 1 and 0 not in sizes:
         return marked, sizes.pop(), ""
     where = ", ".join(
-        f"{name} {list(leaf.shape)}" for name, leaf, mark in zip(names, leaves, marked, strict=True) if mark
+        f"{name} {list(leaf.shape)}" for name, leaf, dim in zip(names, leaves, marked, strict=True) if dim is not None
     )
     problem = (
-        f"The batch cannot be found: the arguments that are not state disagree on their leading size ({where}). "
+        f"The batch cannot be found: the arguments that are not state disagree on its size ({where}). "
         if sizes
         else "The batch cannot be found: every array argument comes back among the outputs, so none looks like data. "
     )
-    return none, None, problem + "Name the arguments that hold the batch, e.g. batch_argnums=(1,)."
+    advice = 'Name the arguments that hold it, e.g. batch_argnums=(1,), or their dim too, e.g. batch_argnums={"x": 1}.'
+    return (None,) * len(leaves), None, problem + advice
+
+
+def _named_batch(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    owner: Sequence[int | str],
+    names: Sequence[str],
+    batch_argnums: Mapping[int | str, int] | Sequence[int | str] | int | str,
+    num_args: int,
+) -> tuple[int | None, ...]:
+    """The dim of each leaf that the user named: by position, by name, or by the start of its path."""
+    listed = batch_argnums if isinstance(batch_argnums, Mapping) else dict.fromkeys(_as_tuple(batch_argnums), 0)
+    marked: list[int | None] = [None] * len(leaves)
+    for key, dim in listed.items():
+        place = _positive(key, num_args) if isinstance(key, int) else key
+        found = [i for i, name in enumerate(names) if place in (owner[i], name) or name.startswith(f"{place}/")]
+        if not found:
+            raise BatchError(
+                f"batch_argnums names {key!r}, but no argument of that name and no path that starts so was given: "
+                f"{list(names)}."
+            )
+        for i in found:
+            rank = len(leaves[i].shape)
+            if rank > dim >= 0:
+                marked[i] = dim
+            elif rank > 0:
+                raise BatchError(f"batch_argnums says dim {dim} of {names[i]}, which has {rank} dims, counted from 0.")
+    return tuple(marked)
 
 
 def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite.errors import TraceError
 from alpa_lite.graph.ir import Graph, Op, Value
 
 _CALLS = {
@@ -32,8 +33,12 @@ _CALLS = {
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
+    "custom_vmap_call",
+    "composite",
+    "linear_call",
+    "remat_opt",
 }
-_CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
 #: Parameters that hold the bodies of control flow, and those that count the constants of each.
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
@@ -62,20 +67,26 @@ class GraphWithEquations:
 
 
 def from_jaxpr(
-    closed: Any, input_names: Sequence[str], *, unroll: bool = False, is_body: bool = False
+    closed: Any,
+    input_names: Sequence[str],
+    *,
+    unroll: bool = False,
+    kept: frozenset[int] = frozenset(),
+    is_body: bool = False,
+    source: str = "",
 ) -> GraphWithEquations:
-    """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`.
+    """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
 
     `unroll` writes out the loops over layers (scans with contractions in their body, at most `MAX_UNROLLED` trips), so
-    that their layers can go to different pipeline stages.
+    that their layers can go to different pipeline stages; those numbered in `kept` are left (`loops_over_samples`).
     """
-    builder = _Builder(unroll=unroll)
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
+    builder = _Builder(unroll=unroll, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept})
     constants = tuple(_jax.consts_of(closed))
     inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
     captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
     environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
-    outputs = builder.inline(jaxpr, environment, stack="", source="")
+    outputs = builder.inline(jaxpr, environment, stack="", source=source)
     if not is_body:
         outputs = [builder.as_array(v) for v in outputs]
     # Constants of inlined calls are discovered on the way and come last.
@@ -90,11 +101,26 @@ def from_jaxpr(
     return without_dead_ops(result) if unroll else result
 
 
+def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
+    """Numbers of the scans whose length follows the batch, from the jaxprs of one step at two batch sizes."""
+    pairs = zip(*(_scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
+    return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
+
+
+def _scans(jaxpr: Any) -> list[Any]:
+    """The scan equations of an open jaxpr at any depth, outer ones first, each once."""
+    found: dict[int, Any] = {}
+    for eqn in jaxpr.eqns:
+        inner = [e for body in _jax.inner_jaxprs(eqn) for e in _scans(_jax.open_jaxpr(body))]
+        found.update({id(e): e for e in ([eqn] if eqn.primitive.name == "scan" else []) + inner})
+    return list(found.values())
+
+
 def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
-    """The program without ops whose results nobody reads, renumbered."""
+    """The program without ops whose results nobody reads and that do nothing else, renumbered."""
     graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
     for op in reversed(graph.ops):
-        if any(r in needed for r in op.results):
+        if op.effectful or any(r in needed for r in op.results):
             needed.update(op.operands)
             kept.append(op)
     kept.reverse()
@@ -150,8 +176,9 @@ def _plain(value: Any) -> Any:
 class _Builder:
     """Collects values and ops while jaxprs are walked."""
 
-    def __init__(self, *, unroll: bool) -> None:
+    def __init__(self, *, unroll: bool, kept: set[int]) -> None:
         self.unroll = unroll
+        self.kept = kept
         # Values that are a stack of others, so that a later loop over the stack reads its elements directly.
         self.stacks: dict[int, list[int]] = {}
         self.values: list[Value] = []
@@ -201,9 +228,24 @@ class _Builder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, stack=stack, source=source) for v in operands]
                 return self.call(inner, operands, stack=stack, source=source)
+        if name == "custom_linear_solve":
+            first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
+            last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
+            solve = eqn.params["jaxprs"].solve
+            return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
         if name in _BODIES:
             return self.control_flow(eqn, operands, stack=stack, source=source)
-        return self.append(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], (), stack, source)
+        avals = [v.aval for v in eqn.outvars]
+        empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
+        if empty and not eqn.effects and name != "broadcast_in_dim":
+            # Nothing to compute, and nothing to hand from one program to the next.
+            return [self.empty(aval, stack=stack, source=source) for aval in avals]
+        _refuse_order(eqn, source)
+        return self.append(eqn.primitive, eqn.params, operands, avals, (), stack, source, effectful=bool(eqn.effects))
+
+    def empty(self, aval: Any, *, stack: str, source: str) -> int:
+        """An array without elements."""
+        return self.call(_jax.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
 
     def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         jaxpr = _jax.open_jaxpr(inner)
@@ -222,10 +264,12 @@ class _Builder:
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name, params = eqn.primitive.name, dict(eqn.params)
-        if name == "scan" and self.unroll and params["length"] <= MAX_UNROLLED and _has_contraction(params["jaxpr"]):
+        if name == "scan" and self.unroll and id(eqn) not in self.kept and _is_over_layers(params):
             return self.unrolled_scan(eqn, operands, stack=stack, source=source)
+        if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
+            return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
-        bodies = [_body(c) for c in closed]
+        bodies = [_body(c, source) for c in closed]
         # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
         captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in bodies]
         if name == "cond":
@@ -238,7 +282,8 @@ class _Builder:
                 operands = operands[:place] + values + operands[place:]
             bodies = [_captured_first(b) for b in bodies]
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
-        return self.append(eqn.primitive, params, operands, [v.aval for v in eqn.outvars], tuple(bodies), stack, source)
+        avals, effectful = [v.aval for v in eqn.outvars], bool(eqn.effects)
+        return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
 
     def taking_all(self, branch: GraphWithEquations, captured: list[list[int]], number: int) -> GraphWithEquations:
         """Branch `number`, which captured its own arrays, as one that also takes those of the others, unread."""
@@ -291,6 +336,8 @@ class _Builder:
         bodies: tuple[GraphWithEquations, ...],
         stack: str,
         source: str,
+        *,
+        effectful: bool = False,
     ) -> list[int]:
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
@@ -303,6 +350,7 @@ class _Builder:
                 source=source,
                 name_stack=stack,
                 bodies=tuple(body.graph for body in bodies),
+                effectful=effectful,
             )
         )
         inner = tuple(body.equations for body in bodies)
@@ -314,6 +362,22 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return _jax.struct(value.shape, value.dtype)
 
 
+def _is_key(aval: Any) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def _refuse_order(eqn: Any, source: str) -> None:
+    if eqn.effects and eqn.params.get("ordered"):
+        raise TraceError(
+            f"{source}: {eqn.primitive.name} with ordered=True keeps its place in the order of a program, but "
+            "programs on several devices have none. Use ordered=False."
+        )
+
+
+def _is_over_layers(params: Mapping[str, Any]) -> bool:
+    return params["length"] <= MAX_UNROLLED and _has_contraction(params["jaxpr"])
+
+
 def _has_contraction(closed: Any) -> bool:
     jaxpr = _jax.open_jaxpr(closed)
     return any(
@@ -322,9 +386,9 @@ def _has_contraction(closed: Any) -> bool:
     )
 
 
-def _body(closed: Any) -> GraphWithEquations:
-    jaxpr = _jax.open_jaxpr(closed)
-    return from_jaxpr(closed, [f"body input {i}" for i in range(len(jaxpr.invars))], is_body=True)
+def _body(closed: Any, source: str) -> GraphWithEquations:
+    names = [f"body input {i}" for i in range(len(_jax.open_jaxpr(closed).invars))]
+    return from_jaxpr(closed, names, is_body=True, source=source)
 
 
 def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:

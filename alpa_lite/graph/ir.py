@@ -68,7 +68,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation: primitive name, the ids of its operands and results, static parameters and where it came from."""
+    """One operation: primitive name, the ids of its operands and results, static parameters and where it came from.
+
+    `effectful`: it does something beside computing its results (a print, a callback), so that it is never dropped.
+    """
 
     id: int
     primitive: str
@@ -78,6 +81,7 @@ class Op:
     source: str = ""
     name_stack: str = ""
     bodies: tuple[Graph, ...] = ()
+    effectful: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

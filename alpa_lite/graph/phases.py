@@ -62,6 +62,7 @@ class StepGraph:
     input_parts  what each graph input is; stacked arguments come in parts where loops were written out
     output_parts what each graph output is
     aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
+    batch_problem  why there is no batch size
     unrolled     in how many parts at least loops over layers were written out; 0 when they were kept
     """
 
@@ -76,6 +77,7 @@ class StepGraph:
     input_parts: tuple[Part, ...]
     output_parts: tuple[Part, ...]
     aliases: Mapping[int, int]
+    batch_problem: str = ""
     unrolled: int = 0
 
     def runs_of(self, op: Op) -> int:
@@ -118,6 +120,7 @@ def merge_literals(sizes_from: Graph, literals_from: Graph) -> Graph:
             source=a.source,
             name_stack=a.name_stack,
             bodies=tuple(merge_literals(x, y) for x, y in zip(a.bodies, b.bodies, strict=True)),
+            effectful=a.effectful,
         )
         for a, b in zip(sizes_from.ops, literals_from.ops, strict=True)
     )
@@ -228,7 +231,8 @@ def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
         if op.id in inside:
             phases.append(inside[op.id])
             depends.update(op.results)
-        elif any(v in depends for v in op.operands):
+        elif op.effectful or any(v in depends for v in op.operands):
+            # What has an effect happens once, not wherever it is read.
             phases.append(Phase.UPDATE)
             depends.update(op.results)
         else:
@@ -247,6 +251,18 @@ def loop_without_batch(graph: Graph) -> set[int]:
             loop.add(op.id)
             depends.update(op.results)
     return loop
+
+
+def effects_before(graph: Graph, loop: set[int]) -> set[int]:
+    """Ops with an effect that the loop waits for: they run in it."""
+    needed = {v for i in loop for v in graph.ops[i].operands}
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.id not in loop and any(r in needed for r in op.results):
+            needed.update(op.operands)
+            if op.effectful:
+                found.add(op.id)
+    return found
 
 
 def batch_position(graph: Graph, batch: tuple[int | None, ...]) -> dict[int, int]:

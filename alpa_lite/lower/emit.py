@@ -26,6 +26,7 @@ from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.lower.control_flow import run_control_flow
+from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import OpPlacement
@@ -114,6 +115,8 @@ class LocalMachine:
             full_shapes=full_shapes,
         )
         with jax.named_scope(f"op{op.id}"):
+            if op.effectful:
+                return on_first_device(lambda *xs: bind_local(local, xs), operands, self.sizes)
             return bind_local(local, operands)
 
     def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -37,9 +37,12 @@ def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     found = tuple(
         d for d in numbers.start_index_map if op.params["slice_sizes"][d] == 1 and op.operand_specs[0].dims[d]
     )
-    if not found or not op.reduced_axes:
-        return op.bind(operands, slice_sizes=sizes)
     bounds = _Bounds.of(op, numbers.start_index_map, op.params["slice_sizes"])
+    if not found or not op.reduced_axes:
+        # XLA clips too, but may forget to where the block was just sliced out of a larger array (see _clamped).
+        if op.params["mode"].name == "CLIP" and any(op.operand_specs[0].dims):
+            indices = bounds.clip(bounds.signed(indices))
+        return op.bind([operand, indices], slice_sizes=sizes)
     indices = bounds.signed(indices)
     clipped = bounds.clip(indices)
     here, local = bounds.to_block(op, clipped)
@@ -123,6 +126,10 @@ def _addresses_one(op: LocalOp, dim: int) -> bool:
 def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     """Each device applies the updates that it holds to the rows that it holds."""
     operand, indices, updates = operands
+    if any(op.operand_specs[0].dims):
+        # A scatter of one update that is dropped writes back what it reads there, for which XLA looks beyond the block
+        # where the block was just sliced out of a larger array (see _clamped).
+        operand = lax.optimization_barrier(operand)
     if op.reduced_axes and op.name in _NEUTRAL:
         first = block_index(op.reduced_axes, op.axis_sizes) == 0
         operand = jnp.where(first, operand, jnp.asarray(_NEUTRAL[op.name], operand.dtype))
@@ -139,8 +146,6 @@ def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     outside = jnp.asarray(jnp.iinfo(local.dtype).max, local.dtype)
     local = jnp.where(here[..., None], local, outside)
     mode = type(op.params["mode"]).FILL_OR_DROP
-    # Without the barrier, XLA reads beyond the block what a scatter of one update writes back when it is dropped.
-    operand = lax.optimization_barrier(operand)
     return op.bind([operand, local, updates], mode=mode, unique_indices=False, indices_are_sorted=False)
 
 

@@ -162,8 +162,7 @@ def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
     if step.batch_size is None:
         if data > 1:
             raise PlanError(
-                f"{planner.name} splits the batch over {data} devices, but the batch cannot be found among the "
-                "arguments. Name it with batch_argnums."
+                f"{planner.name} splits the batch over {data} devices, but there is no batch. {step.batch_problem}"
             )
         return
     micro = step.batch_size // step.num_microbatches

@@ -65,14 +65,17 @@ def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ..
     """The groups that can hold partial sums here.
 
     A number in the program is never a partial sum: a zero drops out of its group, any other number forbids the group.
+    Sums of integers wrap, so that integers of one width that become a wider number hold none.
     """
     if not all(can_add(value) for value in view.results):
         return ()
+    dtype = view.results[0].dtype
     kept: list[tuple[int, ...]] = []
     for group in groups:
         literals = {i: view.operands[i].literal for i in group if view.operands[i].literal is not None}
         rest = tuple(i for i in group if i not in literals)
-        if rest and all(number == 0 for number in literals.values()):
+        wraps = any(not view.operands[i].is_float and view.operands[i].dtype != dtype for i in rest)
+        if rest and not wraps and all(number == 0 for number in literals.values()):
             kept.append(rest)
     return tuple(kept)
 

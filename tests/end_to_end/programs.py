@@ -35,6 +35,8 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
+PRINTED: list[Any] = []
+"""What `printed_once` was called with."""
 
 _rng = np.random.default_rng(0)
 
@@ -250,6 +252,30 @@ def decayed_sums(p, x, y):
         return jnp.mean((jnp.tanh(h[:, -1] @ p["w2"]) @ p["w3"] - y) ** 2)
 
     return train(loss, p)
+
+
+@program(X, Y)
+def printed_once(p, x, y):
+    new, loss = train(lambda p: squared(p, x, y), p)
+    jax.debug.callback(PRINTED.append, loss)
+    return new, loss
+
+
+@program(X, Y)
+def solved_per_sample(p, x, y):
+    matrix = x[:, :4, None] * x[:, None, :4] + 4 * jnp.eye(4)
+    return train(lambda p: jnp.mean((forward(p, x) - jnp.linalg.solve(matrix, y[..., None])[..., 0]) ** 2), p)
+
+
+@program(X, Y)
+def tiled_row(p, x, y):
+    row = jnp.tile(p["w2"][:1], (x.shape[0], 1))
+    return train(lambda p: jnp.mean(((jnp.tanh(x @ p["w1"]) * row) @ p["w3"] - y) ** 2), p)
+
+
+@program(X, Y)
+def running_products(p, x, y):
+    return train(lambda p: jnp.mean((jnp.cumprod(forward(p, x), axis=1) - y) ** 2), p)
 
 
 @program(X, Y)
@@ -526,3 +552,25 @@ def sum_in_one_branch(p, x, y, flag):
     loss, grads = jax.value_and_grad(squared)(p, x, y)
     size = jax.lax.cond(flag > 0, lambda x: jnp.sum(x**2), lambda x: jnp.float32(2.0), x)  # refused
     return descend(p, grads), loss, size
+
+
+@program(X, Y, refused=True)
+def printed_per_sample(p, x, y):
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        jax.debug.callback(lambda h: None, h)  # refused
+        return jnp.mean((h @ p["w2"] @ p["w3"] - y) ** 2)
+
+    return train(loss, p)
+
+
+@program(X, Y, refused=True)
+def halved_one_by_one(p, x, y):
+    def halve(row):
+        return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 1, lambda r: r / 2, row)  # refused
+
+    def loss(p):
+        h = jnp.tanh(x @ p["w1"])
+        return jnp.mean(((h + jax.lax.stop_gradient(jax.vmap(halve)(h))) @ p["w2"] @ p["w3"] - y) ** 2)
+
+    return train(loss, p)

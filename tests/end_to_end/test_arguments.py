@@ -393,3 +393,33 @@ def test_a_flax_nnx_model(devices: Any) -> None:
 
     got, want = run_both(step, (params, X, Y), num_microbatches=4)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("planner", ["data_parallel", "hybrid"])
+def test_batches_in_other_dims_and_inside_of_state(planner: str, devices: Any) -> None:
+    """A carried hidden state is part of the state; the steps of a sequence come before the batch."""
+    rng = np.random.default_rng(0)
+    weights = {"w": jnp.asarray(rng.normal(size=(8, 8)) * 0.3, jnp.float32)}
+    state = {"weights": weights, "carry": jnp.zeros((16, 8))}
+    steps = jnp.asarray(rng.normal(size=(5, 16, 8)), jnp.float32)
+
+    def step(state: Any, steps: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            carry, hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ weights["w"] + x),) * 2, state["carry"], steps)
+            return jnp.mean(hs**2), carry
+
+        (value, carry), grads = jax.value_and_grad(loss, has_aux=True)(state["weights"])
+        return {"weights": jax.tree.map(lambda a, g: a - g, state["weights"], grads), "carry": carry}, value
+
+    named = {"state/carry": 0, "steps": 1}
+    for num_microbatches in (1, 2):
+        got, want = run_both(
+            step,
+            (state, steps),
+            planner=PLANNERS[planner],
+            num_microbatches=num_microbatches,
+            batch_argnums=named,
+        )
+        assert_same(got, want)
+    with pytest.raises(al.errors.BatchError, match="dim 3 of steps"):
+        al.plan(step, state, steps, batch_argnums={"steps": 3})

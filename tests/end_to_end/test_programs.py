@@ -64,3 +64,22 @@ def test_automatic_search_leaves_out_micro_batches_that_would_change_the_step(de
     step = al.parallelize(program.step, cluster=eager_cluster(), planner=PLANNERS["auto"])
     assert_same(step(*program.args), jax.jit(program.step)(*program.args))
     assert step.last_plan is not None and step.last_plan.num_microbatches == 1
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("planner", ["fsdp", "hybrid"])
+def test_callbacks_are_called_once(planner: str, num_microbatches: int, devices: Any) -> None:
+    program = PROGRAMS["printed_once"]
+    programs.PRINTED.clear()
+    loss = _parallel(program, planner, num_microbatches)(*program.args)[1]
+    jax.effects_barrier()
+    assert [float(x) for x in programs.PRINTED] == [pytest.approx(float(loss))]
+
+
+def test_ordered_callbacks_are_refused() -> None:
+    def step(p: Any, x: Any) -> Any:
+        jax.debug.print("{x}", x=x, ordered=True)
+        return p, x
+
+    with pytest.raises(al.errors.TraceError, match=r"test_programs\.py.*ordered=False"):
+        al.plan(step, *PROGRAMS["printed_once"].args[:2], cluster=eager_cluster())

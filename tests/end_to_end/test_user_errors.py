@@ -16,6 +16,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import errors
+from alpa_lite.plan import FORMAT
 from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from cost_models.errors import CostModelError
 from tests.end_to_end.cases import MODELS, eager_cluster, make_batch
@@ -184,7 +185,7 @@ def test_a_plan_for_another_number_of_micro_batches(saved: Path) -> None:
         ("", "cannot be read"),
         ("[1, 2]", "no plan of format"),
         ('{"format": 99}', "no plan of format"),
-        ('{"format": 1, "name": "x"}', "lacks"),
+        (f'{{"format": {FORMAT}, "name": "x"}}', "lacks"),
     ],
 )
 def test_a_file_that_is_no_plan(text: str, fragment: str, tmp_path: Path) -> None:
