@@ -6,7 +6,7 @@ one host or a number of whole hosts, so its devices are consecutive. A logical m
     kinds   = {(1,1), (1,2), (1,4), ..., (1,M)} ∪ {(2,M), ..., (N,M)}     `submesh_kinds`    (Alpa, section 5.2)
     shapes  = {(n,)} ∪ {(a, b): a*b = n, a,b > 1}                        `logical_shapes`
     tiling  : whole hosts first, then parts of hosts by falling size     `place`            (Alpa, appendix)
-    groups  : devices that differ in the coordinate of one axis alone    `axis_group`
+    groups  : devices that differ in the coordinates of some axes alone  `axis_group`
 
 With M a power of two every choice of kinds that adds up to N*M devices tiles the cluster. With another M some do not.
 """
@@ -74,10 +74,11 @@ class LogicalMesh:
         """The number of devices along `axis`. Raises PlanError if there is no such axis."""
         return self.shape[self._position(axis)]
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups along `axis`, as places in the row-major order of the mesh."""
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The groups along `axes` together, as places in the row-major order of the mesh."""
         places = np.arange(self.num_devices).reshape(self.shape)
-        rows = np.moveaxis(places, self._position(axis), -1).reshape(-1, self.size(axis))
+        last = [self._position(axis) for axis in axes]
+        rows = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, math.prod(map(self.size, axes)))
         return tuple(tuple(int(place) for place in row) for row in rows)
 
     def _position(self, axis: str) -> int:
@@ -159,18 +160,18 @@ def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: in
     )
 
 
-def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, axis: str) -> AxisGroup:
-    """How the groups along `axis` lie on the hosts. Raises PlanError if the mesh does not cover the submesh."""
+def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str) -> AxisGroup:
+    """How the groups along `axes` lie on the hosts. Raises PlanError if the mesh does not cover the submesh."""
     if logical_mesh.num_devices != submesh.num_devices:
         raise PlanError(
             f"The logical mesh ({logical_mesh}) has {logical_mesh.num_devices} devices, but its submesh has"
             f" {submesh.num_devices}: the sizes of its axes must multiply to that number."
         )
-    members = [Counter(at // submesh.devices_per_host for at in group) for group in logical_mesh.groups(axis)]
+    members = [Counter(at // submesh.devices_per_host for at in group) for group in logical_mesh.groups(*axes)]
     groups_on_host = Counter(host for hosts in members for host in hosts)
     widest = max(members, key=lambda hosts: (len(hosts), -max(hosts.values())))
     return AxisGroup(
-        num_devices=logical_mesh.size(axis),
+        num_devices=math.prod(map(logical_mesh.size, axes)),
         devices_per_host=max(widest.values()),
         num_concurrent=max(groups_on_host.values()),
     )

@@ -51,7 +51,8 @@ class Accumulator:
 class CollectiveUse:
     """One collective of the plan: what it moves, how often per step, what it costs, and the user's line.
 
-    Collectives in a branch of a `cond` count as if all branches were equally likely, those in a `while` once.
+    `axis` names several mesh axes with `·` between them. Collectives in a branch of a `cond` count as if all branches
+    were equally likely, those in a `while` once.
     """
 
     kind: str

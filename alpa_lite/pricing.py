@@ -45,22 +45,22 @@ class Pricer:
         """Devices per mesh axis."""
         return self.mesh.axis_sizes
 
-    def group(self, axis: str) -> Group:
-        """The devices that communicate along an axis."""
-        g = axis_group(self.submesh, self.mesh, axis)
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The devices that communicate along axes."""
+        g = axis_group(self.submesh, self.mesh, *axes)
         return Group(num_devices=g.num_devices, devices_per_host=g.devices_per_host, num_concurrent=g.num_concurrent)
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
         if step.kind == "slice":
             return 0.0
-        return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axis)
+        return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axes)
 
-    def collective_seconds(self, kind: str, buffer_bytes: float, axis: str) -> float:
-        """One collective over an axis with this buffer per device."""
-        key = (kind, buffer_bytes, axis)
+    def collective_seconds(self, kind: str, buffer_bytes: float, axes: tuple[str, ...]) -> float:
+        """One collective over axes with this buffer per device."""
+        key = (kind, buffer_bytes, axes)
         if key not in self._memo:
-            collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axis))  # type: ignore[arg-type]
+            collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axes))  # type: ignore[arg-type]
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
@@ -100,7 +100,7 @@ class Pricer:
         """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
         seconds, _ = self.compute(graph, op, placement)
         for axis, buffer in eager_reductions(rule_of_op(graph, op.id), placement, graph.results(op), self.sizes):
-            seconds += self.collective_seconds("all_reduce", buffer, axis)
+            seconds += self.collective_seconds("all_reduce", buffer, (axis,))
         return seconds
 
 
@@ -145,17 +145,17 @@ class Estimator:
         """Price the moves."""
         for step in steps:
             if step.kind != "slice":
-                self._use(step.kind, step.bytes_factor * value.bytes, step.axis, op)
+                self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op)
 
-    def _use(self, kind: str, buffer: float, axis: str, op: Op | None) -> None:
+    def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None) -> None:
         self.collectives.append(
             CollectiveUse(
                 kind=kind,
                 bytes=buffer,
-                axis=axis,
-                num_devices=self.pricer.sizes[axis],
+                axis="·".join(axes),
+                num_devices=prod(self.pricer.sizes[a] for a in axes),
                 count=self.runs * self.trips,
-                seconds=self.pricer.collective_seconds(kind, buffer, axis),
+                seconds=self.pricer.collective_seconds(kind, buffer, axes),
                 stage=self.stage,
                 phase=self.phase,
                 source=op.source if op else "",
@@ -171,7 +171,7 @@ class Estimator:
         for axis, buffer in eager_reductions(
             application.rule, application.placement, graph.results(op), self.pricer.sizes
         ):
-            self._use("all_reduce", buffer, axis, op)
+            self._use("all_reduce", buffer, (axis,), op)
         return [None] * len(op.results)
 
     def control_flow(

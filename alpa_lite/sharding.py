@@ -7,16 +7,20 @@ A spec names, for each tensor dim, the mesh axes that split it (major first), an
 
 Resharding is a walk over specs by elementary moves (moves): all_gather takes the minor-most axis off a dim, slice
 puts an unused axis on a dim (free), all_to_all moves the minor-most axis from one dim to another, all_reduce and
-reduce_scatter resolve a partial sum. The cheapest walk by bytes sent per device is found once and cached (reshard).
+reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements). The cheapest
+walk by bytes sent per device is found once and cached (reshard).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count, permutations
 from math import prod
+
+import numpy as np
 
 #: What one more collective weighs against bytes when two walks are compared: prefers fewer, larger steps.
 STEP_BYTES = 1024.0
@@ -85,20 +89,28 @@ def num_shards(spec: Spec, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One elementary move of a resharding over one mesh axis.
+    """One elementary move of a resharding over one mesh axis, or over several for a permute.
 
-    kind: all_reduce, reduce_scatter, all_gather, all_to_all, or slice (local). `dim` is the tensor dim that loses
-    (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis; `target_dim` the one that gains it in an
-    all_to_all. `spec` is the layout afterwards. `bytes_factor` × array bytes = buffer of the collective per device, by
-    the convention of `cost_models.Collective`.
+    kind: all_reduce, reduce_scatter, all_gather, all_to_all, permute, or slice (local). `dim` is the tensor dim that
+    loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis; `target_dim` the one that gains it in an
+    all_to_all; `pairs` the (from, to) of a permute, devices numbered along `axes`, the last one fastest. `spec` is the
+    layout afterwards. `bytes_factor` × array bytes = buffer of the collective per device, by the convention of
+    `cost_models.Collective`.
     """
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     dim: int = -1
     target_dim: int = -1
+    pairs: tuple[tuple[int, int], ...] = ()
     spec: Spec
     bytes_factor: float
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis of a move over one."""
+        (axis,) = self.axes
+        return axis
 
 
 def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
@@ -107,11 +119,11 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     used = spec.axes
     for axis in spec.partial:
         rest = tuple(a for a in spec.partial if a != axis)
-        yield Step(kind="all_reduce", axis=axis, spec=Spec(spec.dims, rest), bytes_factor=local)
+        yield Step(kind="all_reduce", axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
         for dim in _can_split(spec, shape, sizes, axis):
             yield Step(
                 kind="reduce_scatter",
-                axis=axis,
+                axes=(axis,),
                 dim=dim,
                 spec=Spec(_with(spec.dims, dim, (*spec.dims[dim], axis)), rest),
                 bytes_factor=local,
@@ -120,7 +132,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         for dim in _can_split(spec, shape, sizes, axis):
             yield Step(
                 kind="slice",
-                axis=axis,
+                axes=(axis,),
                 dim=dim,
                 spec=Spec(_with(spec.dims, dim, (*spec.dims[dim], axis)), spec.partial),
                 bytes_factor=0.0,
@@ -130,17 +142,70 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
             continue
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
-        yield Step(kind="all_gather", axis=axis, dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
+        yield Step(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
         for target in _can_split(gathered, shape, sizes, axis):
             if target != dim:
                 yield Step(
                     kind="all_to_all",
-                    axis=axis,
+                    axes=(axis,),
                     dim=dim,
                     target_dim=target,
                     spec=Spec(_with(shorter, target, (*shorter[target], axis)), spec.partial),
                     bytes_factor=local,
                 )
+
+    yield from rearrangements(spec, sizes)
+
+
+def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:
+    """The permutes: other specs with blocks of the same shape, each device sending its block to one other device."""
+    if not any(spec.dims):
+        return
+    free = tuple(a for a in sizes if a not in spec.partial)
+    blocks = tuple(prod(sizes[a] for a in axes) for axes in spec.dims)
+    local = 1.0 / num_shards(spec, sizes)
+    for dims in _arrangements(blocks, free, sizes):
+        if dims != spec.dims:
+            axes, pairs = _permutation(spec.dims, dims, sizes)
+            yield Step(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
+
+
+def _arrangements(
+    counts: Sequence[int], free: Sequence[str], sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to give each dim an ordered choice of the free axes that splits it in so many blocks."""
+    if not counts:
+        yield ()
+        return
+    for number in range(len(free) + 1):
+        for axes in permutations(free, number):
+            if prod(sizes[a] for a in axes) == counts[0]:
+                rest = [a for a in free if a not in axes]
+                yield from ((axes, *others) for others in _arrangements(counts[1:], rest, sizes))
+
+
+def _permutation(
+    source: tuple[tuple[str, ...], ...], target: tuple[tuple[str, ...], ...], sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """The mesh axes that matter, and for each group along them who sends to whom.
+
+    A device sends its block to one that needs it; copies along axes unused in the source go to the copies wanted along
+    axes unused in the target.
+    """
+    changed = [(old, new) for old, new in zip(source, target, strict=True) if old != new]
+    involved = {a for old, new in changed for a in (*old, *new)}
+    axes = tuple(a for a in sizes if a in involved)
+    used = [tuple(a for side in changed for a in side[i]) for i in (0, 1)]
+    orders = [[*axes_of, *(a for a in axes if a not in axes_of)] for axes_of in used]
+    # Numbered block by block, then copy by copy: equal numbers belong together on both sides.
+    numbers = [
+        np.arange(prod(sizes[a] for a in axes))
+        .reshape([sizes[a] for a in axes])
+        .transpose([axes.index(a) for a in order])
+        .ravel()
+        for order in orders
+    ]
+    return axes, tuple(sorted((int(old), int(new)) for old, new in zip(*numbers, strict=True)))
 
 
 def _with(dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
@@ -154,6 +219,8 @@ def _can_split(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], axi
 
 def sent_bytes_factor(step: Step, sizes: Mapping[str, int]) -> float:
     """Bytes that one device sends in a step, as a multiple of the array's bytes (ring algorithms)."""
+    if step.kind == "permute":
+        return step.bytes_factor
     n = sizes[step.axis]
     share = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0, "slice": 0.0}
     return share[step.kind] * (n - 1) / n * step.bytes_factor
@@ -168,34 +235,37 @@ def reshard(
     """
     if source == target:
         return ()
-    return _cheapest_walk(source, target, shape, tuple(sizes.items()), item_bytes)
+    return _cheapest_walks(source, shape, tuple(sizes.items()), item_bytes).get(target)
 
 
-@lru_cache(maxsize=200_000)
-def _cheapest_walk(
-    source: Spec, target: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...], item_bytes: int
-) -> tuple[Step, ...] | None:
-    sizes = dict(sizes_items)
-    if not set(target.partial) <= set(source.partial) or not divides(target, shape, sizes):
-        return None
+@lru_cache(maxsize=4_000)
+def _cheapest_walks(
+    source: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...], item_bytes: int
+) -> dict[Spec, tuple[Step, ...]]:
+    """The cheapest walk to every spec that can be reached (Dijkstra)."""
     array_bytes = prod(shape) * item_bytes
     best: dict[Spec, float] = {source: 0.0}
-    queue: list[tuple[float, int, Spec, tuple[Step, ...]]] = [(0.0, 0, source, ())]
-    count = 0
+    walks: dict[Spec, tuple[Step, ...]] = {source: ()}
+    queue: list[tuple[float, int, Spec]] = [(0.0, 0, source)]
+    number = count(1)  # breaks ties in order of discovery
     while queue:
-        cost, _, spec, walk = heapq.heappop(queue)
-        if spec == target:
-            return walk
+        cost, _, spec = heapq.heappop(queue)
         if cost > best[spec]:
             continue
-        for step in moves(spec, shape, sizes):
-            if not set(target.partial) <= set(step.spec.partial):
-                continue
+        for step, sent in _weighed_moves(spec, shape, sizes_items):
             # A slice costs a little too, so that a walk never wanders through pointless ones.
             weight = STEP_BYTES if step.kind != "slice" else 1.0
-            total = cost + sent_bytes_factor(step, sizes) * array_bytes + weight
+            total = cost + sent * array_bytes + weight
             if total < best.get(step.spec, float("inf")):
                 best[step.spec] = total
-                count += 1
-                heapq.heappush(queue, (total, count, step.spec, (*walk, step)))
-    return None
+                walks[step.spec] = (*walks[spec], step)
+                heapq.heappush(queue, (total, next(number), step.spec))
+    return walks
+
+
+@lru_cache(maxsize=20_000)
+def _weighed_moves(
+    spec: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Step, float], ...]:
+    sizes = dict(sizes_items)
+    return tuple((step, sent_bytes_factor(step, sizes)) for step in moves(spec, shape, sizes))

@@ -84,6 +84,6 @@ def test_a_loop_inside_a_loop_counts_its_trips() -> None:
 def test_only_reductions_that_cannot_stay_partial_are_combined_at_once(function: Any, reduces: bool) -> None:
     graph, op = _op(function, f"reduce_{function.__name__}", SQUARE)
     placement = OpPlacement(factors=(("x",), ()))
-    combined = PRICER.collective_seconds("all_reduce", 4.0, "x") if reduces else 0.0
+    combined = PRICER.collective_seconds("all_reduce", 4.0, ("x",)) if reduces else 0.0
     seconds, _ = PRICER.compute(graph, op, placement)
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + combined)

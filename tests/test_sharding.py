@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.sharding import (
@@ -33,7 +33,13 @@ from alpa_lite.sharding import (
 Sizes = Mapping[str, int]
 Place = tuple[tuple[str, int], ...]
 
-MESHES: list[dict[str, int]] = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 2}, {"x": 2, "y": 3}]
+MESHES: list[dict[str, int]] = [
+    {"x": 2},
+    {"x": 4},
+    {"x": 2, "y": 2},
+    {"x": 4, "y": 2},
+    {"x": 2, "y": 3},
+]
 
 
 def places(sizes: Sizes) -> list[Place]:
@@ -74,6 +80,9 @@ class Holdings:
     def take(self, step: Step) -> None:
         """Carry out one move on all devices."""
         new: dict[Place, np.ndarray] = {}
+        if step.kind == "permute":
+            self.permute(step)
+            return
         for place in self.blocks:
             mine, count = dict(place)[step.axis], self.sizes[step.axis]
             peers = [self.blocks[p] for p in self.group(place, step.axis)]
@@ -91,6 +100,24 @@ class Holdings:
                 parts = [np.split(peer, count, axis=step.target_dim)[mine] for peer in peers]
                 new[place] = np.concatenate(parts, axis=step.dim)
         self.blocks = new
+
+    def permute(self, step: Step) -> None:
+        """Each device of a group sends its block to one other; the last of the axes counts fastest."""
+
+        def number(place: Place) -> int:
+            found = 0
+            for axis in step.axes:
+                found = found * self.sizes[axis] + dict(place)[axis]
+            return found
+
+        count = prod(self.sizes[a] for a in step.axes)
+        assert sorted(a for a, _ in step.pairs) == sorted(b for _, b in step.pairs) == list(range(count))
+        elsewhere = lambda place: [(a, i) for a, i in place if a not in step.axes]  # noqa: E731
+        self.blocks = {
+            there: self.blocks[here]
+            for here, there in itertools.product(self.blocks, self.blocks)
+            if elsewhere(here) == elsewhere(there) and (number(here), number(there)) in step.pairs
+        }
 
     def assert_hold(self, array: np.ndarray, spec: Spec) -> None:
         """All devices hold their blocks, partial sums added up over their axes."""
@@ -204,6 +231,49 @@ def test_every_move_says_truly_where_it_leads_and_what_it_costs() -> None:
             # The buffer of a collective per device: the larger of what goes in and what comes out.
             expected = 0.0 if step.kind == "slice" else max(before, after) / array.size
             assert step.bytes_factor == pytest.approx(expected), (spec, step)
+
+
+def test_blocks_of_one_shape_change_hands_by_a_permute() -> None:
+    square, oblong = {"x": 4, "y": 4}, {"x": 2, "y": 4}
+    pairs = [
+        (square, Spec((("x",), ())), Spec((("y",), ()))),
+        (square, Spec((("x",), ("y",))), Spec((("y",), ("x",)))),
+        (oblong, Spec((("x", "y"), ())), Spec((("y", "x"), ()))),
+    ]
+    for sizes, source, target in pairs:
+        steps = reshard(source, target, (1024, 1024), sizes) or ()
+        assert [s.kind for s in steps] == ["permute"]
+        assert sent_bytes_factor(steps[0], sizes) == 1 / num_shards(source, sizes)
+    # Not where gathering along a short axis is cheaper, and not for sums.
+    assert [s.kind for s in reshard(Spec(((), ()), ("x",)), Spec((("y",), ())), (64, 64), square) or ()] == [
+        "slice",
+        "all_reduce",
+    ]
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from([{"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 3, "c": 2}, {"a": 2, "b": 2, "c": 2, "d": 2}]), st.data()
+)
+def test_walks_on_meshes_of_many_axes_lead_to_their_target(sizes: dict[str, int], data: st.DataObject) -> None:
+    shape = (24, 8, 16)
+
+    def drawn(*, partial: bool) -> Spec:
+        homes: list[list[str]] = [[], [], [], []]
+        for axis in data.draw(st.permutations(list(sizes))):
+            home = data.draw(st.integers(-1, 3 if partial else 2))
+            if home >= 0:
+                homes[home].append(axis)
+        return Spec(tuple(map(tuple, homes[:3])), tuple(sorted(homes[3])))
+
+    source, target = drawn(partial=True), drawn(partial=False)
+    assume(divides(source, shape, sizes) and divides(target, shape, sizes))
+    array, steps = np.arange(prod(shape)).reshape(shape), reshard(source, target, shape, sizes)
+    assert steps is not None
+    holdings = Holdings(array, source, sizes)
+    for step in steps:
+        holdings.take(step)
+    holdings.assert_hold(array, target)
 
 
 def test_reductions_that_end_split_are_reduce_scatters() -> None:

@@ -155,7 +155,7 @@ def _explain_parameter(plan: Plan, arguments: Arguments, group: ArgumentGroup) -
     sentences.extend(_optimizer_sentences(arguments, first))
     uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
     sentences.append(_axis_sentence(plan, group, uses))
-    related = [use for use in uses if not axes or use.axis in spec.axes or use.phase == "update"]
+    related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
     return Explanation(
         subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
         kind="parameter",

@@ -47,6 +47,22 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
     return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
 
 
+def move(x: Any, step: Step, sizes: Mapping[str, int]) -> Any:
+    """The collective (or slice) of one step of a resharding, on a device's block."""
+    if step.kind == "all_reduce":
+        return lax.psum(x, step.axis)
+    if step.kind == "reduce_scatter":
+        return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
+    if step.kind == "all_gather":
+        return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
+    if step.kind == "all_to_all":
+        return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
+    if step.kind == "permute":
+        return lax.ppermute(x, step.axes, step.pairs)
+    size = x.shape[step.dim] // sizes[step.axis]
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
+
+
 class LocalMachine:
     """Emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
 
@@ -82,20 +98,8 @@ class LocalMachine:
             array = lax.optimization_barrier(array)
         self.moved.add(key)
         for step in steps:
-            array = self._move(array, step)
+            array = move(array, step, self.sizes)
         return array
-
-    def _move(self, x: Any, step: Step) -> Any:
-        if step.kind == "all_reduce":
-            return lax.psum(x, step.axis)
-        if step.kind == "reduce_scatter":
-            return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
-        if step.kind == "all_gather":
-            return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
-        if step.kind == "all_to_all":
-            return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
-        size = x.shape[step.dim] // self.sizes[step.axis]
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
         """Bind the op's primitive on local blocks."""

@@ -5,6 +5,7 @@ from alpa_lite.planners.auto import Auto as Auto
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.megatron import Megatron as Megatron
+from alpa_lite.planners.on_mesh import OnMesh as OnMesh
 from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.planner import Planner as Planner
 from alpa_lite.planners.planner import PlanRequest as PlanRequest

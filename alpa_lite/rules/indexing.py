@@ -124,7 +124,8 @@ def scatter(view: OpView) -> Rule:
         if place is not None:
             own = operand_dims[d] if passes else (b.factor(updates.shape[place], FactorKind.REPLICATED),)
             update_dims[place] = own
-    adds = view.primitive in _SCATTERS and operand.dtype != "bool"
+    # Truth values have no sum, but a least and a largest.
+    adds = view.primitive in _SCATTERS and (operand.dtype != "bool" or _SCATTERS[view.primitive] in ("min", "max"))
     batch_kind = FactorKind.REDUCTION if adds else FactorKind.REPLICATED
     indices_dims = roles.indices_dims(b, indices.shape, operand_dims, batch_kind)
     batch = iter(indices_dims[:-1])

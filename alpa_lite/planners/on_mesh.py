@@ -1,0 +1,82 @@
+"""One stage on a logical mesh of the user's: any number of named axes, some of them for the batch.
+
+The integer program chooses the sharding of every op on it, as it does for the 1-D and 2-D meshes of the search. With
+axes data × fsdp × model and so on this is the mesh that a GSPMD program would be annotated for by hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.layers import make_layers
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.relax import show_bytes
+from alpa_lite.schedule import OneFOneB
+from alpa_lite.strategies import AxisRole, Restriction, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMesh(Planner):
+    """`axes`: devices per axis, the last one over neighbouring devices; at most four of more than one device.
+
+    Axes in `batch` split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
+    split whatever is best, the batch included.
+    """
+
+    axes: Mapping[str, int]
+    batch: tuple[str, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """`mesh data=2 × model=4`-like."""
+        return "mesh " + " × ".join(f"{name}={size}" for name, size in self.axes.items())
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `PlanError` when the axes do not cover the cluster, `InfeasibleError` when nothing fits."""
+        started = time.perf_counter()
+        mesh, cluster = self._mesh(request), request.cluster
+        step = request.best_step((1,), unroll=0)
+        layers = make_layers(step, 1)
+        roles = {axis: AxisRole.BATCH for axis in self.batch if axis in mesh.axis_sizes}
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            cost_model=request.cost_model,
+            restriction=Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY),
+            progress=request.progress,
+        )
+        submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
+        solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
+        if solution.choice is None:
+            raise InfeasibleError(
+                f"{self.name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
+                f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. Use more micro-batches, more "
+                "hosts, or al.planners.Auto, which also tries pipelines."
+            )
+        stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
+        return assemble(self.name, request, step, layers, [stage], OneFOneB(), started)
+
+    def _mesh(self, request: PlanRequest) -> LogicalMesh:
+        unknown = [axis for axis in self.batch if axis not in self.axes]
+        if unknown:
+            raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
+        total = request.cluster.num_devices
+        if not self.axes or prod(self.axes.values()) != total:
+            raise PlanError(
+                f"The axes {dict(self.axes)} have {prod(self.axes.values())} devices, but {request.cluster.name} has "
+                f"{total}. Choose sizes whose product is {total}."
+            )
+        # An axis of one device splits nothing; with none left, the first stands for all.
+        wide = {name: size for name, size in self.axes.items() if size > 1} or dict([*self.axes.items()][:1])
+        if len(wide) > 4:
+            raise PlanError(
+                f"{self.name} has {len(wide)} axes. The strategies grow exponentially with their number: use at most 4."
+            )
+        return LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
