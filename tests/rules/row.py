@@ -36,7 +36,8 @@ class Row:
         closed = jax.make_jaxpr(self.function)(*self.arguments)
         traced = from_jaxpr(closed, [f"argument {i}" for i in range(len(self.arguments))])
         graph = traced.graph
-        op = next(op for op in graph.ops if op.primitive == self.primitive)
+        op = next((op for op in graph.ops if op.primitive == self.primitive), None)
+        assert op is not None, f"no {self.primitive} in {closed}"
         view = OpView(
             primitive=op.primitive,
             operands=graph.operands(op),

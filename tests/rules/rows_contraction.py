@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row, floats, integers, positive, row
 
 
@@ -16,10 +17,22 @@ def _dot(lhs: Any, rhs: Any, *, contract: Any, batch: Any = ((), ())) -> Callabl
     return lambda a, b: lax.dot_general(a, b, (contract, batch))
 
 
+def _whole(*shape: int) -> Any:
+    """Numbers that are exact in narrow formats, as are their products."""
+    return integers(3, *shape, low=-3).astype(jnp.float32)
+
+
+def _scaled(*, batched: bool = False) -> Callable[..., Any]:
+    numbers = (((2,), (1,)), ((0,), (0,))) if batched else (((1,), (0,)), ((), ()))
+    options = dict(dimension_numbers=numbers, preferred_element_type=jnp.dtype("float32"))
+    return lambda *v: jax_primitives()["scaled_dot"].bind(*v, **options)
+
+
 def _contraction() -> list[Row]:
     a, b = floats(4, 8), floats(8, 16)
     attention = floats(4, 8, 2, 4), floats(4, 16, 2, 4)
     sizes = jnp.asarray([3, 1, 0, 7], jnp.int32)
+    one = jnp.ones((8, 1, 4), jnp.float32)
     ragged = floats(16, 4), floats(4, 4, 8), sizes
     rows = [
         row("dot_general", _dot(a, b, contract=((1,), (0,))), a, b, oracle="dot_general"),
@@ -44,6 +57,8 @@ def _contraction() -> list[Row]:
             oracle="dot_general",
         ),
         row("dot_general vector", _dot(a, b, contract=((0,), (0,))), floats(8), b, oracle="dot_general"),
+        row("scaled_dot", _scaled(), _whole(4, 32), _whole(32, 8), 2.0 ** _whole(4, 8), 2.0 ** _whole(16, 8)),
+        row("scaled_dot batched", _scaled(batched=True), _whole(8, 4, 8), _whole(8, 8, 4), 2.0 ** _whole(8, 4, 4), one),
         row("ragged_dot_general", lax.ragged_dot, *ragged),
         row("ragged_dot_general full", lax.ragged_dot, *ragged[:2], sizes.at[3].add(5)),
         row(

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row, floats, integers, positive, row, truths
 
 
@@ -53,6 +55,8 @@ def _unary() -> list[Row]:
         row("name", lambda x: checkpoint_name(x, "here"), floats(8, 4)),
         row("device_put", jax.device_put, floats(8, 4)),
         row("sharding_constraint", _constrained, floats(8, 4)),
+        row("layout_constraint", lambda x: with_layout_constraint(x, Layout(major_to_minor=(1, 0))), floats(8, 4)),
+        row("tie", lambda x, y: jax_primitives()["tie"].bind(x, y), floats(4), floats(8, 4)),
         row("real", lax.real, lax.complex(floats(8, 4), floats(8, 4)), oracle="real"),
         row("imag", lax.imag, lax.complex(floats(8, 4), floats(8, 4)), oracle="imag"),
         row("conj", lambda x: lax.conj(x), lax.complex(floats(8, 4), floats(8, 4))),

@@ -74,6 +74,21 @@ def _indexing() -> list[Row]:
             oracle="dynamic_update_slice",
         ),
         row(
+            "dynamic_slice of rows from beyond",
+            lambda v, i: lax.dynamic_slice(v, (0, i), (8, 3)),
+            table,
+            jnp.int32(9),
+            oracle="dynamic_slice",
+        ),
+        row(
+            "dynamic_update_slice from below",
+            lambda v, u, i: lax.dynamic_update_slice_p.bind(v, u, i, i),
+            table,
+            floats(1, 1),
+            jnp.int32(-1),
+            oracle="dynamic_update_slice",
+        ),
+        row(
             "dynamic_update_slice clamped",
             lambda v, u, i: lax.dynamic_update_slice(v, u, (i, 0)),
             table,
@@ -166,6 +181,21 @@ def _scatters(table: Any, ids: Any) -> list[Row]:
             table,
             once,
             floats(2, 4, 4),
+            oracle="scatter",
+        ),
+        row(
+            "scatter one",
+            lambda v, i, u: lax.scatter(v, i, u, lax.ScatterDimensionNumbers((0,), (0,), (0,)), mode="fill"),
+            table,
+            jnp.asarray([3], jnp.int32),
+            floats(4),
+            oracle="scatter",
+        ),
+        row(
+            "scatter of a function",
+            lambda v, i: lax.scatter_apply(v, i, jnp.sin, numbers, update_shape=(2, 4, 4), mode="fill"),
+            table,
+            once,
             oracle="scatter",
         ),
         row(

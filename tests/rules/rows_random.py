@@ -21,6 +21,12 @@ def _random_ops() -> list[Row]:
         row("random_split", lambda k: jax.random.split(k, 8), key),
         row("random_fold_in", lambda k, d: jax.vmap(jax.random.fold_in)(k, d), keys, integers(9, 4)),
         row("random_fold_in one", lambda k: jax.random.fold_in(k, 3), key),
+        row(
+            "random_fold_in unsafe",
+            lambda k, d: jax.vmap(jax.random.fold_in)(k, d),
+            jax.random.split(jax.random.key(7, impl="unsafe_rbg"), 4),
+            integers(9, 4),
+        ),
         row("random_clone", jax.random.clone, keys),
         row("random_wrap", jax.random.wrap_key_data, integers(99, 4, 2).astype(jnp.uint32)),
         row("random_unwrap", jax.random.key_data, keys),

@@ -55,6 +55,8 @@ def view(primitive: str, dtypes: str, literals: dict[int, Any] | None = None, **
         (view("add", "float32 float32 float32", {1: 1.0}), ()),
         (view("mul", "float32 float32 float32", {0: 2.0}), ((1,),)),
         (view("div", "int32 int32 int32"), ()),
+        (view("mul", "int8 int8 int32"), ()),
+        (view("mul", "bfloat16 bfloat16 float32"), ((0,), (1,))),
         (view("convert_element_type", "float32 bfloat16", new_dtype="bfloat16"), ((0,),)),
         (view("convert_element_type", "float32 int32", new_dtype="int32"), ()),
         (view("convert_element_type", "int32 float32", new_dtype="float32"), ()),
@@ -68,3 +70,8 @@ def view(primitive: str, dtypes: str, literals: dict[int, Any] | None = None, **
 )
 def test_numbers_and_dtypes_decide_what_can_hold_partial_sums(op, expected):
     assert rule_of(op).linear == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("scatter", ((0, 2),)), ("scatter of a function", ())])
+def test_a_scatter_that_applies_a_function_is_not_linear(name, expected):
+    assert next(row for row in ROWS if row.name == name).case.rule.linear == expected
