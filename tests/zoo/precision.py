@@ -1,0 +1,115 @@
+"""Steps that scale their loss, and steps that compute in low precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.zoo.registry import BATCH, Program, global_norm, normal, program, weights
+
+X, Y = normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2)
+
+
+def init() -> Any:
+    """Weights of three layers."""
+    return weights({"a": (8, 16), "b": (16, 16), "c": (16, 4)})
+
+
+def forward(params, x):
+    return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((forward(params, x) - y) ** 2)
+
+
+@program
+def dynamic_loss_scale():
+    transform = optax.adam(1e-2)
+
+    def step(state, x, y):
+        params, opt_state, scale, good = state
+        loss, grads = jax.value_and_grad(lambda p: scale * loss_fn(p, x, y))(params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        updates, new_opt = transform.update(grads, opt_state, params)
+        choose = lambda a, b: jax.tree.map(lambda a, b: jnp.where(finite, a, b), a, b)  # noqa: E731
+        params, opt_state = choose(optax.apply_updates(params, updates), params), choose(new_opt, opt_state)
+        good = jnp.where(finite, good + 1, 0)
+        scale = jnp.where(finite, jnp.where(good % 2 == 0, 2 * scale, scale), scale / 2)
+        return (params, opt_state, scale, good), {"loss": loss / scale, "finite": finite}
+
+    params = init()
+    state = (params, transform.init(params), jnp.float32(2.0**10), jnp.zeros((), jnp.int32))
+    return Program(step=step, state=state, inputs=(X, Y))
+
+
+@program
+def half_precision_with_loss_scale():
+    def make(dtype):
+        def step(state, x, y):
+            params, scale = state
+
+            def loss(params):
+                low = jax.tree.map(lambda p: p.astype(dtype), params)
+                out = forward(low, x.astype(dtype)).astype(jnp.float32)
+                return jnp.mean((out - y) ** 2) * scale
+
+            value, grads = jax.value_and_grad(loss)(params)
+            grads = jax.tree.map(lambda g: g / scale, grads)
+            finite = jnp.isfinite(global_norm(grads))
+            params = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.1 * g, p), params, grads)
+            return (params, jnp.where(finite, scale * 2, scale / 2)), {"loss": value / scale}
+
+        return step
+
+    state = (init(), jnp.float32(64.0))
+    return Program(step=make(jnp.float16), state=state, inputs=(X, Y), dtype=jnp.float16, exact=make(jnp.float32))
+
+
+@program
+def weights_rounded_to_eight_bits():
+    """Weights and activations rounded to integers, products summed in int32, gradients straight through."""
+
+    def quantised(v, axis):
+        scale = jax.lax.stop_gradient(jnp.max(jnp.abs(v), axis, keepdims=True) / 127)
+        return jnp.clip(jnp.round(v / scale), -127, 127).astype(jnp.int8), scale
+
+    @jax.custom_vjp
+    def product(x, w):
+        (a, scale_a), (b, scale_b) = quantised(x, 1), quantised(w, 0)
+        return jax.lax.dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32) * scale_a * scale_b
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+    def step(params, x, y):
+        def loss(params):
+            return jnp.mean((product(jnp.tanh(product(x, params["a"])), params["c"]) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value}
+
+    return Program(step=step, state=init(), inputs=(X, Y))
+
+
+@program
+def weights_rounded_at_random():
+    """Weights rounded at random to the upper bits of a float."""
+
+    def rounded(key, v):
+        noise = jax.random.bits(key, v.shape, jnp.uint16).astype(jnp.uint32)
+        raised = jax.lax.bitcast_convert_type(v, jnp.uint32) + noise
+        return jax.lax.bitcast_convert_type(raised & jnp.uint32(0xFFFF0000), jnp.float32)
+
+    def step(state, x, y):
+        params, key = state
+        key, *keys = jax.random.split(key, 4)
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        new = {name: p - 0.1 * grads[name] for name, p in params.items()}
+        drift = {name: rounded(k, new[name]) - new[name] for k, name in zip(keys, sorted(new), strict=True)}
+        return (new, key), {"loss": loss, "drift": global_norm(jax.tree.map(jnp.abs, drift)) > 0}
+
+    return Program(step=step, state=(init(), jax.random.key(0)), inputs=(X, Y))
