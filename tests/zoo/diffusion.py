@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.zoo.registry import BATCH, EPSILON, Program, descend, normal, program, variant, weights
+from tests.zoo.registry import BATCH, EPSILON, Program, descend, normal, program, weights
 
 SIZE, STEPS = 8, 16
 
@@ -189,7 +189,7 @@ def adversarial_pair():
     return Program(step=step, state=state, inputs=(normal(BATCH, 16),))
 
 
-@variant
+@program
 def adversarial_pair_with_inner_loop():
     """Several steps of the critic in a scan, with a penalty on its slope, before one of the generator."""
 

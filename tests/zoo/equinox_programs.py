@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program, variant
+from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program
 
 VOCAB, CLASSES = 32, 10
 
@@ -92,7 +92,7 @@ def language_loss(model, tokens, key):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-@variant
+@program
 def equinox_transformer():
     model = LanguageModel(VOCAB, 16, 2, jax.random.key(0))
     inputs = (integers(VOCAB, BATCH, SEQ + 1), jax.random.key(1))

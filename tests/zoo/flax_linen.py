@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
-from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program, variant
+from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program
 
 VOCAB, CLASSES = 32, 10
 
@@ -96,7 +96,7 @@ def language_model(**changes: Any) -> Program:
     return Program(step=train_step, state=state, inputs=(batch, jax.random.key(2)))
 
 
-@variant
+@program
 def linen_transformer():
     return language_model()
 

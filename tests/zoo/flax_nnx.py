@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program, variant
+from tests.zoo.registry import BATCH, EPSILON, SEQ, Program, integers, normal, program
 
 VOCAB, CLASSES = 32, 10
 
@@ -90,7 +90,7 @@ def nnx_network_with_batch_norm_and_dropout():
     return in_three_parts(model, optax.sgd(0.05, momentum=0.9), classified, *inputs)
 
 
-@variant
+@program
 def nnx_transformer():
     model = LanguageModel(VOCAB, 16, 2, rngs=nnx.Rngs(0, dropout=1))
     inputs = (integers(VOCAB, BATCH, SEQ), integers(VOCAB, BATCH, SEQ, seed=1))

@@ -19,7 +19,6 @@ from tests.zoo.registry import (
     global_norm,
     integers,
     program,
-    variant,
     weights,
 )
 
@@ -161,17 +160,17 @@ def llama_odd_sizes():
     return llama(vocab=50, hidden=24, heads=3, kv_heads=3, inner=40, repeat_kv=True)
 
 
-@variant
+@program
 def llama_tied_z_loss():
     return llama(tied=True, repeat_kv=True, z_loss=1e-2)
 
 
-@variant
+@program
 def llama_remat():
     return llama(policy=jax.checkpoint_policies.nothing_saveable)
 
 
-@variant
+@program
 def llama_scan():
     return llama(scan=True)
 
@@ -186,6 +185,6 @@ def llama_bf16():
     return llama(dtype=jnp.bfloat16)
 
 
-@variant
+@program
 def llama_bf16_scan_remat():
     return llama(dtype=jnp.bfloat16, scan=True, policy=jax.checkpoint_policies.dots_saveable)

@@ -18,7 +18,6 @@ from tests.zoo.registry import (
     layer_norm,
     norm_weights,
     program,
-    variant,
     weights,
 )
 
@@ -163,7 +162,7 @@ def experts_by_capacity():
     return mixture(by_capacity)
 
 
-@variant
+@program
 def experts_by_capacity_in_scan():
     return mixture(by_capacity, scan=True)
 
@@ -178,7 +177,7 @@ def experts_by_sorting():
     return mixture(by_sorting)
 
 
-@variant
+@program
 def experts_by_gathered_weights():
     return mixture(by_weights_per_token)
 

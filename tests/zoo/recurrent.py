@@ -82,8 +82,8 @@ def lstm_carrying_its_state():
 
     params = {**weights({"embed": (VOCAB, HIDDEN), "head": (HIDDEN, VOCAB)}), "cell": lstm_weights(1)}
     zeros = jnp.zeros((BATCH, HIDDEN))
-    inputs = (integers(VOCAB, BATCH, SEQ + 1),)
-    return Program(step=step, state=(params, (zeros, zeros)), inputs=inputs, batch_first=False)
+    inputs, batch = (integers(VOCAB, BATCH, SEQ + 1),), {"state/1": 0, "tokens": 0}
+    return Program(step=step, state=(params, (zeros, zeros)), inputs=inputs, batch_argnums=batch)
 
 
 @program

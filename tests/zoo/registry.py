@@ -46,8 +46,7 @@ class Program:
     """A step `(state, *inputs) -> (state, metrics)` with its first state and its inputs.
 
     Where the step computes in a low precision, `dtype` names it and `exact` is the same step in float32.
-    `batch_argnums` is as for `al.parallelize`. With `batch_first` false the samples are not the leading dim of whole
-    arguments; manual plans that split the batch refuse such a step.
+    `batch_argnums` is as for `al.parallelize`.
     """
 
     step: Callable[..., Any]
@@ -56,7 +55,6 @@ class Program:
     dtype: Any = jnp.float32
     exact: Callable[..., Any] | None = None
     batch_argnums: Any = None
-    batch_first: bool = True
 
     def run(self, step: Callable[..., Any], num_steps: int = 2) -> Any:
         """The last state and the metrics of every step."""
@@ -69,18 +67,9 @@ class Program:
 
 PROGRAMS: dict[str, Callable[[], Program]] = {}
 
-VARIANTS: set[str] = set()
-"""Programs so much like another one that the tests that run by default leave them out."""
-
 
 def program(build: Callable[[], Program]) -> Callable[[], Program]:
     """Register a function that builds a program under the function's name."""
-    return register(build.__name__, build)
-
-
-def variant(build: Callable[[], Program]) -> Callable[[], Program]:
-    """Register a variant of another program."""
-    VARIANTS.add(build.__name__)
     return register(build.__name__, build)
 
 

@@ -20,7 +20,6 @@ from tests.zoo.registry import (
     layer_norm,
     norm_weights,
     program,
-    variant,
     weights,
 )
 
@@ -140,7 +139,7 @@ def translation_by_token():
     return translation()
 
 
-@variant
+@program
 def translation_by_sentence():
     return translation(vocab=50, smoothing=0.1, per_sample=True)
 

@@ -74,8 +74,8 @@ def accumulate_in_scan_of_given_parts():
         return (optax.apply_updates(params, updates), opt_state), {"loss": losses.mean(), "losses": losses}
 
     params = init()
-    parts = X.reshape(4, 4, 8), Y.reshape(4, 4, 4)
-    return Program(step=step, state=(params, transform.init(params)), inputs=parts, batch_first=False)
+    parts, batch = (X.reshape(2, 8, 8), Y.reshape(2, 8, 4)), {"x": 1, "y": 1}
+    return Program(step=step, state=(params, transform.init(params)), inputs=parts, batch_argnums=batch)
 
 
 @program
@@ -104,7 +104,8 @@ def several_steps_in_scan():
         params, losses = jax.lax.scan(one, params, (xs, ys))
         return params, {"loss": losses[-1], "losses": losses}
 
-    return plain(step, normal(3, BATCH, 8, seed=1), normal(3, BATCH, 4, seed=2), batch_first=False)
+    batch = {"xs": 1, "ys": 1}
+    return plain(step, normal(3, BATCH, 8, seed=1), normal(3, BATCH, 4, seed=2), batch_argnums=batch)
 
 
 # --- many models, many gradients --------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from tests.zoo.registry import (
     norm_weights,
     normal,
     program,
-    variant,
     weights,
 )
 
@@ -173,7 +172,7 @@ def residual_network():
     return residual(first_norm=False, widths=(8, 8, 16))
 
 
-@variant
+@program
 def wide_residual_network():
     return residual(first_norm=True, widths=(8, 16, 32))
 
@@ -236,7 +235,7 @@ def unet_by_resizing():
     return unet(up, IMAGES, TARGETS)
 
 
-@variant
+@program
 def unet_by_repeating():
     up = lambda x, w: conv(jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), w)  # noqa: E731
     return unet(up, IMAGES, TARGETS)

@@ -1,0 +1,69 @@
+"""How well the plan's collectives match the compiled programs: `python -m tests.zoo.fidelity [program ...]`.
+
+Prints one row per program and planner: the collectives of one step by the plan, in the program handed to XLA, in the
+executables, and which share of the plan's is found in these, each counted as often as it runs.
+"""
+
+from __future__ import annotations
+
+import tests.conftest  # noqa: F401  # sets up the virtual devices before JAX is imported
+
+# isort: split
+import sys
+from collections import Counter
+
+import alpa_lite as al
+from tests.end_to_end.cases import PLANNERS, eager_cluster
+from tests.end_to_end.collectives import Collective, emitted, handed_over, planned
+from tests.zoo.registry import PROGRAMS, load
+
+SHOWN = ("data_parallel", "fsdp", "megatron", "pipeline_2", "hybrid")
+
+
+def _share(part: Counter[Collective], whole: Counter[Collective]) -> float:
+    total = sum(whole.values())
+    return sum((part & whole).values()) / total if total else 1.0
+
+
+def _by_kind(counts: Counter[Collective]) -> str:
+    """How many of each kind, scalars apart: XLA adds scalars that are summed over devices first, and reduces once."""
+    total: Counter[str] = Counter()
+    for (kind, size, _), number in counts.items():
+        total[f"{kind} of a scalar" if size <= 8 else kind] += number
+    return ", ".join(f"{number:g} {kind}" for kind, number in sorted(total.items()))
+
+
+def row(name: str, planner: str) -> str:
+    """One line of the table."""
+    program = PROGRAMS[name]()
+    step = al.parallelize(
+        program.step,
+        cluster=eager_cluster(),
+        planner=PLANNERS[planner],
+        num_microbatches=1,
+        batch_argnums=program.batch_argnums,
+    )
+    try:
+        compiled = step.compiled(program.state, *program.inputs)
+    except al.errors.AlpaLiteError as error:
+        return f"| {name} | {planner} | – | – | – | refused: {str(error)[:60]}… |"
+    plan, given, made = planned(compiled.plan), handed_over(compiled), emitted(compiled)
+    notes = [f"XLA left out {_by_kind(plan - made)}"] if plan - made else []
+    notes += [f"XLA added {_by_kind(made - plan)}"] if made - plan else []
+    numbers = [f"{sum(c.values()):g}" for c in (plan, given, made)]
+    shares = f"{_share(given, plan):.0%} | {_share(made, plan):.0%}" if not given - plan else "ADDED | –"
+    return f"| {name} | {planner} | {' | '.join(numbers)} | {shares} | {'; '.join(notes)} |"
+
+
+def main(names: list[str]) -> None:
+    """Print the table."""
+    load()
+    print("| program | planner | planned | handed to XLA | compiled | match handed | match compiled | notes |")
+    print("|---|---|---:|---:|---:|---:|---:|---|")
+    for name in names or PROGRAMS:
+        for planner in SHOWN:
+            print(row(name, planner), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
