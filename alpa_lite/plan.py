@@ -80,6 +80,24 @@ class OpaqueUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndividedDim:
+    """A dim of an argument that stays whole because an axis does not divide it; what padding it would save per device.
+
+    `padded` is the next larger size that the axis divides; the seconds are those of contractions that read the argument.
+    """
+
+    name: str
+    dim: int
+    size: int
+    axis: str
+    num_devices: int
+    padded: int
+    bytes_saved: float
+    seconds_saved: float
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. Value and op numbers refer to the traced graph.
 
@@ -163,6 +181,7 @@ class Plan:
     fingerprint: str
     alternatives: tuple[tuple[str, float], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
+    undivided: tuple[UndividedDim, ...] = ()
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from alpa_lite.codec import encode
 from alpa_lite.inspection.parameters import ArgumentGroup, Arguments, arguments_of, group_arguments
 from alpa_lite.inspection.units import (
     short_source,
@@ -73,6 +74,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
         parameters_table(plan),
         collectives_table(plan),
         opaque_table(plan),
+        undivided_table(plan),
         alternatives_table(plan),
     )
     return tuple(table for table in tables if table.rows)
@@ -252,6 +254,31 @@ def opaque_table(plan: Plan) -> Table:
     )
 
 
+def undivided_table(plan: Plan) -> Table:
+    """Dims that stay whole because their devices do not divide them, and what padding them would save."""
+    rows = tuple(
+        (
+            dim.name,
+            f"{dim.dim} ({dim.size})",
+            f"{dim.axis} ({dim.num_devices})",
+            str(dim.padded),
+            show_bytes(dim.bytes_saved),
+            show_milliseconds(dim.seconds_saved),
+        )
+        for dim in plan.undivided[:MAX_PARAMETER_ROWS]
+    )
+    columns = ("argument", "dim (size)", "axis (devices)", "padded to", "saves per device", "saves ms")
+    rest = len(plan.undivided) - len(rows)
+    note = "pad them in the model to have them split" + (f"; {rest} more" if rest else "")
+    return Table(
+        title="Whole because the devices do not divide them",
+        columns=columns,
+        rows=rows,
+        numeric=frozenset(columns[3:]),
+        note=note,
+    )
+
+
 def alternatives_table(plan: Plan) -> Table:
     """The other plans that the search priced; no rows for a manual plan."""
     chosen = plan.prediction.step_seconds
@@ -295,6 +322,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             {"primitive": use.primitive, "num_ops": use.num_ops, "bytes": use.bytes, "sources": list(use.sources)}
             for use in plan.opaque
         ],
+        "undivided": [encode(dim) for dim in plan.undivided],
     }
 
 

@@ -15,7 +15,9 @@ from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, fingerprint
+from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, UndividedDim, fingerprint
+from alpa_lite.planners.undivided import undivided_dims
+from alpa_lite.pricing import Pricer
 from alpa_lite.rules.graph_facts import free_values, opaque_ops
 from alpa_lite.schedule import Schedule, simulate
 from cost_models.cluster import Cluster
@@ -127,8 +129,22 @@ def assemble(
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),
+        undivided=_undivided(request, step, layers, stages),
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.unrolled)),
     )
+
+
+def _undivided(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
+) -> tuple[UndividedDim, ...]:
+    found: list[UndividedDim] = []
+    for number, stage in enumerate(stages):
+        homes = zip(step.graph.inputs, layers.of_input, strict=True)
+        arguments = [v for v, home in homes if stage.first <= home <= stage.last]
+        pricer = Pricer(cost_model=request.cost_model, submesh=stage.submesh, mesh=stage.mesh)
+        if stage.solution.choice is not None:
+            found += undivided_dims(step, number, stage.solution.choice, pricer, arguments)
+    return tuple(found)
 
 
 def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
