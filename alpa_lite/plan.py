@@ -83,7 +83,7 @@ class OpaqueUse:
 class UndividedDim:
     """A dim of an argument that stays whole because an axis does not divide it; what padding it would save per device.
 
-    `padded` is the next larger size that the axis divides; the seconds are those of contractions that read the argument.
+    `padded` is the next larger size that the axis divides; the seconds are those of contractions with the argument.
     """
 
     name: str
