@@ -298,13 +298,12 @@ def _check_bodies(graph: Graph, op: Op, other: Op, wiring: Wiring) -> None:
     summed: set[int] = set()  # numbers of the carried operands that turn into sums
     while True:
         made = _made_of_sums(op, other, wiring, summed, all_known=False)
-        new = {wiring.carried[r] for body in made for r in body if r is not None and r in wiring.carried} - summed
+        new = {wiring.carried[r] for body in made for r in body if r in wiring.carried} - summed
         if not new:
             break
         summed |= new
+    # A predicate made from sums is refused on the way: comparing is not linear.
     made = _made_of_sums(op, other, wiring, summed, all_known=True)
-    if any(None in body for body in made):
-        _refuse(graph, op, "decides by a sum over the batch how to go on")
     for body, outputs, own in zip(op.bodies, wiring.outputs, made, strict=True):
         # A gradient is zero where the other branch was taken; anything else would be counted once per micro-batch.
         unlike = {r for sums in made for r in sums} - wiring.carried.keys() - own
@@ -314,13 +313,13 @@ def _check_bodies(graph: Graph, op: Op, other: Op, wiring: Wiring) -> None:
         _refuse(graph, op, "adds sums over the batch to a carried value that is not zero at first")
 
 
-def _made_of_sums(op: Op, other: Op, wiring: Wiring, summed: set[int], *, all_known: bool) -> list[set[int | None]]:
-    """Per body the results that are sums over the batch (None: a predicate), when the operands `summed` are."""
-    found: list[set[int | None]] = []
+def _made_of_sums(op: Op, other: Op, wiring: Wiring, summed: set[int], *, all_known: bool) -> list[set[int]]:
+    """Per body the results that are sums over the batch, when the operands `summed` are."""
+    found: list[set[int]] = []
     for body, small, inputs, outputs in zip(op.bodies, other.bodies, wiring.inputs, wiring.outputs, strict=True):
         entering = {v for v, i in zip(body.inputs, inputs, strict=True) if i in summed}
         sums = _sums_in_body(body, small, batch_dims(body, small), entering, all_known=all_known)
-        found.append({r for v, r in zip(body.outputs, outputs, strict=True) if v in sums})
+        found.append({r for v, r in zip(body.outputs, outputs, strict=True) if r is not None and v in sums})
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Pipeline
 from alpa_lite.runtime.leaves import STAGE_AXIS
-from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
+from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference, run_both
 
 TRAINING = Training(model="gpt_scan", optimizer="adamw+clip")
 
@@ -60,3 +61,20 @@ def test_stacked_state_is_built_in_place(compiled: Any) -> None:
     for array, want in zip(_stacked(state), _stacked(TRAINING.start()), strict=True):
         assert STAGE_AXIS in array.sharding.mesh.axis_names
         np.testing.assert_allclose(array, want, rtol=1e-6)
+
+
+def test_loops_over_samples_are_not_taken_for_layers(devices: Any) -> None:
+    """They grow with the batch: written out, the step would be another program at each batch size."""
+    rng = np.random.default_rng(0)
+    w = [np.asarray(rng.normal(size=(8, 8)) * 0.3, np.float32) for _ in range(2)]
+    x = np.asarray(rng.normal(size=(16, 8)), np.float32)
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jax.lax.map(lambda row: jnp.tanh(row @ w[0]) @ w[1], x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, g: a - g, w, grads), value
+
+    got, want = run_both(step, (w, x), planner=Pipeline(num_stages=2))
+    assert_same(got, want)
