@@ -122,18 +122,22 @@ class _Rewriter:
             self.rules[op.id] = rule_of(view_of(self.graph, op))
         return self.rules[op.id]
 
+    def _runs_on_rows(self, op: Op) -> bool:
+        """False for bodies, for ops without a rule, and where indices would count other rows than those of a part."""
+        return not (op.bodies or self._rule(op).opaque or self._rule(op).positional)
+
     def _row_factor(self, op: Op, result: int) -> int | None:
-        """The factor that is all of the result's leading dim, of ops without bodies that have a rule."""
-        if op.bodies or self._rule(op).opaque:
+        """The factor that is all of the result's leading dim, of ops that are the same op on some rows."""
+        if not self._runs_on_rows(op):
             return None
         dims = self._rule(op).results[op.results.index(result)]
         return dims[0][0] if len(dims[0]) == 1 else None
 
     def _reduced_factor(self, op: Op) -> int | None:
         """The leading dim of parted operands that an op reduces over, in a way that combines."""
-        if op.bodies or len(op.results) != 1 or self._rule(op).reduction not in _COMBINERS:
-            return None
         rule = self._rule(op)
+        if not self._runs_on_rows(op) or len(op.results) != 1 or rule.reduction not in _COMBINERS:
+            return None
         for dims in rule.operands:
             if dims and len(dims[0]) == 1 and rule.kinds[dims[0][0]] is FactorKind.REDUCTION:
                 return dims[0][0] if self._standing_of_operands(op, dims[0][0]) is _Standing.PARTED else None

@@ -142,6 +142,7 @@ def _ragged_free(view: OpView, ragged: int, lhs_contract: int, rhs_contract: int
         linear=linear_groups(view, (0,), (1,)),
         flops=2.0 * view.results[0].num_elements * lhs.shape[lhs_contract],
         work_kind="matmul",
+        positional=True,
     )
 
 
@@ -162,6 +163,7 @@ def _ragged_contracted(view: OpView, lhs_contract: int, rhs_contract: int) -> Ru
         linear=linear_groups(view, (0,), (1,)),
         flops=2.0 * lhs.num_elements * rhs.shape[1 - rhs_contract],
         work_kind="matmul",
+        positional=True,
     )
 
 

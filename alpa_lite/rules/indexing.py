@@ -93,6 +93,7 @@ def gather(view: OpView) -> Rule:
         (results,),
         reduction="or" if operand.dtype == "bool" else "sum",
         linear=linear_groups(view, (0,)) if _fill_adds_up(view) else (),
+        positional=True,
     )
 
 
@@ -141,6 +142,7 @@ def scatter(view: OpView) -> Rule:
         reduction=_SCATTERS.get(view.primitive, "sum"),
         linear=linear,
         flops=float(updates.num_elements if adds else 0),
+        positional=True,
     )
 
 
@@ -155,7 +157,8 @@ def dynamic_slice(view: OpView) -> Rule:
         operand_dims.append((b.factor(n, FactorKind.PASS if n == m else FactorKind.REPLICATED),))
         result_dims.append(operand_dims[-1] if n == m else (b.factor(m, FactorKind.REPLICATED),))
     starts = tuple(() for _ in view.operands[1:])
-    return b.build((tuple(operand_dims), *starts), (tuple(result_dims),), linear=linear_groups(view, (0,)))
+    linear = linear_groups(view, (0,))
+    return b.build((tuple(operand_dims), *starts), (tuple(result_dims),), linear=linear, positional=True)
 
 
 @register_rule("dynamic_update_slice")
@@ -168,4 +171,4 @@ def dynamic_update_slice(view: OpView) -> Rule:
         dims[d] if n == operand.shape[d] else (b.factor(n, FactorKind.REPLICATED),) for d, n in enumerate(update.shape)
     )
     starts = tuple(() for _ in view.operands[2:])
-    return b.build((dims, update_dims, *starts), (dims,), linear=linear_groups(view, (0, 1)))
+    return b.build((dims, update_dims, *starts), (dims,), linear=linear_groups(view, (0, 1)), positional=True)

@@ -24,7 +24,7 @@ from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder
 def source(view: OpView) -> Rule:
     """Arrays made from nothing: every dim may be split."""
     b = RuleBuilder()
-    return b.build((), (b.factors(view.results[0].shape),))
+    return b.build((), (b.factors(view.results[0].shape),), positional=view.primitive == "iota")
 
 
 @register_rule("broadcast_in_dim")

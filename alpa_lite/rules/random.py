@@ -33,7 +33,7 @@ def random_bits(view: OpView) -> Rule:
     key_dims = b.factors(keys.shape, _key_kind(keys))
     drawn = b.factors(result.shape[keys.rank :])
     flops = THREEFRY_OPERATIONS * result.num_elements
-    return b.build((key_dims,), ((*key_dims, *drawn),), flops=flops)
+    return b.build((key_dims,), ((*key_dims, *drawn),), flops=flops, positional=True)
 
 
 @register_rule("rng_bit_generator")
@@ -42,7 +42,8 @@ def rng_bit_generator(view: OpView) -> Rule:
     b = RuleBuilder()
     key, bits = view.results
     key_dims = b.factors(key.shape, FactorKind.REPLICATED)
-    return b.build((key_dims,), (key_dims, b.factors(bits.shape)), flops=THREEFRY_OPERATIONS * bits.num_elements)
+    flops = THREEFRY_OPERATIONS * bits.num_elements
+    return b.build((key_dims,), (key_dims, b.factors(bits.shape)), flops=flops, positional=True)
 
 
 @register_rule("random_wrap", "random_unwrap")

@@ -55,7 +55,11 @@ class OpView:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The factor rule of one op. `flops` = floating-point operations of the whole, unsharded op."""
+    """The factor rule of one op.
+
+    flops        floating-point operations of the whole, unsharded op
+    positional   its numbers count places in whole arrays (indices, starts, an iota): on a block it is another op
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -66,6 +70,7 @@ class Rule:
     flops: float = 0.0
     work_kind: WorkKind = "elementwise"
     opaque: bool = field(default=False)
+    positional: bool = False
 
     @cached_property
     def shardable(self) -> tuple[int, ...]:
@@ -111,7 +116,7 @@ class RuleBuilder:
         return tuple((self.factor(n, kind),) for n in shape)
 
     def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Any) -> Rule:
-        """The finished rule; `rest` = reduction, linear, flops, work_kind."""
+        """The finished rule; `rest` = reduction, linear, flops, work_kind, positional."""
         return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
 
 
