@@ -226,7 +226,8 @@ def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: se
             continue
         for factor in rule.operands[i][dim]:
             kind = rule.kinds[factor]
-            if kind is not FactorKind.PASS and (kind is not FactorKind.REDUCTION or rule.reduction != "sum"):
+            adds_up = kind is FactorKind.REDUCTION and rule.reduction == "sum" and not rule.has_halo(factor)
+            if kind is not FactorKind.PASS and not adds_up:
                 _refuse(graph, op, "mixes the samples of the batch")
         if _is_indexed(op) and i == 0 and op.operands[1] not in positions and not _passes(rule, i, dim):
             _refuse(graph, op, "picks samples of the batch by computed numbers")

@@ -97,10 +97,10 @@ class Pricer:
         return self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices), work.flops
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
-        """Compute of one op plus the combination of split reductions that cannot stay partial (max, min, …)."""
+        """Compute of one op plus the collectives that are part of it (own_collectives)."""
         seconds, _ = self.compute(graph, op, placement)
-        for axis, buffer in eager_reductions(rule_of_op(graph, op.id), placement, graph.results(op), self.sizes):
-            seconds += self.collective_seconds("all_reduce", buffer, (axis,))
+        for kind, axes, buffer in own_collectives(graph, op, placement, self.sizes):
+            seconds += self.collective_seconds(kind, buffer, axes)
         return seconds
 
 
@@ -108,15 +108,40 @@ def _shards(dims: tuple[tuple[int, ...], ...], placement: OpPlacement, sizes: Ma
     return prod(sizes[a] for factors in dims for f in factors for a in placement.factors[f])
 
 
-def eager_reductions(
-    rule: Rule, placement: OpPlacement, results: Sequence[Value], sizes: Mapping[str, int]
-) -> list[tuple[str, float]]:
-    """(axis, buffer bytes) of the all_reduces of a max, min, and, or, product over a split factor."""
+def own_collectives(
+    graph: Graph, op: Op, placement: OpPlacement, sizes: Mapping[str, int]
+) -> list[tuple[str, tuple[str, ...], float]]:
+    """(kind, axes, buffer bytes) of the collectives inside an op under a placement.
+
+    The halos that its operands need, and the combination of a max, min, and, or, product over a split factor: such
+    results cannot stay partial.
+    """
+    rule = rule_of_op(graph, op.id)
+    found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
     if rule.reduction == "sum":
-        return []
+        return found
     axes = [a for f, k in enumerate(rule.kinds) if k is FactorKind.REDUCTION for a in placement.factors[f]]
-    buffer = sum(v.bytes / _shards(rule.results[i], placement, sizes) for i, v in enumerate(results))
-    return [(axis, buffer) for axis in axes]
+    buffer = sum(v.bytes / _shards(rule.results[i], placement, sizes) for i, v in enumerate(graph.results(op)))
+    return [*found, *(("all_reduce", (axis,), buffer) for axis in axes)]
+
+
+def _halo_exchanges(
+    rule: Rule, placement: OpPlacement, operands: Sequence[Value], sizes: Mapping[str, int]
+) -> list[tuple[str, tuple[str, ...], float]]:
+    found = list[tuple[str, tuple[str, ...], float]]()
+    blocks = dict[int, list[int]]()
+    for halo in rule.halos:
+        axes = tuple(a for a in sizes if a in placement.factors[halo.factor])
+        if not axes:
+            continue
+        value, dims = operands[halo.operand], rule.operands[halo.operand]
+        block = blocks.setdefault(
+            halo.operand, [n // _shards((d,), placement, sizes) for n, d in zip(value.shape, dims, strict=True)]
+        )
+        row = item_bytes(value.dtype) * prod(n for d, n in enumerate(block) if d != halo.dim)
+        found += [("permute", axes, float(row * rows)) for rows in (halo.before, halo.after) if rows]
+        block[halo.dim] += halo.before + halo.after
+    return found
 
 
 class Estimator:
@@ -168,10 +193,8 @@ class Estimator:
         seconds, flops = self.pricer.compute(graph, op, application.placement)
         self.compute_seconds += seconds * self.trips
         self.flops += flops * self.trips
-        for axis, buffer in eager_reductions(
-            application.rule, application.placement, graph.results(op), self.pricer.sizes
-        ):
-            self._use("all_reduce", buffer, (axis,), op)
+        for kind, axes, buffer in own_collectives(graph, op, application.placement, self.pricer.sizes):
+            self._use(kind, buffer, axes, op)
         return [None] * len(op.results)
 
     def control_flow(

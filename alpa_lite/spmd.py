@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Generic, Protocol, TypeVar
 
 from alpa_lite.errors import VerificationError
@@ -201,11 +202,8 @@ class Walk(Generic[A]):
 
 
 def can_split(rule: Rule, factor: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
-    """True when a factor may be split over these axes: its kind allows it, it divides, and it is major in every dim."""
-    count = 1
-    for axis in axes:
-        count *= sizes[axis]
-    return factor in rule.shardable and rule.sizes[factor] % count == 0 and is_major(rule, factor)
+    """True when a factor may be split over these axes: in equal blocks, being the major part of every dim."""
+    return rule.splits_into(factor, prod(sizes[axis] for axis in axes)) and is_major(rule, factor)
 
 
 def is_major(rule: Rule, factor: int) -> bool:

@@ -139,7 +139,9 @@ class _Rewriter:
         if not self._runs_on_rows(op) or len(op.results) != 1 or rule.reduction not in _COMBINERS:
             return None
         for dims in rule.operands:
-            if dims and len(dims[0]) == 1 and rule.kinds[dims[0][0]] is FactorKind.REDUCTION:
+            if not dims or len(dims[0]) != 1 or rule.has_halo(dims[0][0]):
+                continue
+            if rule.kinds[dims[0][0]] is FactorKind.REDUCTION:
                 return dims[0][0] if self._standing_of_operands(op, dims[0][0]) is _Standing.PARTED else None
         return None
 

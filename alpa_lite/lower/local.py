@@ -2,8 +2,8 @@
 
 The rule of an op promises that any of its shardable factors can be split; here the promise is kept: parameters that
 speak of global shapes are made local (local_layout, local_contraction), indices are shifted to the block
-(local_indexing), and sources produce their block of the whole array (local_random). Sums over a split factor stay
-partial; other reductions are combined at once (combine).
+(local_indexing), windows get what they read of other blocks (local_windows), and sources produce their block of the
+whole array (local_random). Sums over a split factor stay partial; other reductions are combined at once (combine).
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from collections.abc import Sequence
 import jax
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.lower import local_contraction, local_elementwise, local_indexing, local_layout, local_random
+from alpa_lite.lower import (
+    local_contraction,
+    local_elementwise,
+    local_indexing,
+    local_layout,
+    local_random,
+    local_windows,
+)
 from alpa_lite.lower.block import LocalOp as LocalOp
 from alpa_lite.lower.block import lowering_of
 from alpa_lite.lower.combine import combine as combine
 
-LOWERING_MODULES = (local_contraction, local_elementwise, local_indexing, local_layout, local_random)
+LOWERING_MODULES = (local_contraction, local_elementwise, local_indexing, local_layout, local_random, local_windows)
 """The modules that register local lowerings, so that a reader finds them all."""
 
 

@@ -1,4 +1,4 @@
-"""Convolutions and grouped products on blocks."""
+"""Grouped products on blocks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.lower.block import LocalOp, local_lowering
-
-
-@local_lowering("conv_general_dilated")
-def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """A device that holds some of the groups convolves only these."""
-    numbers = op.params["dimension_numbers"]
-    features, batch = op.params["feature_group_count"], op.params["batch_group_count"]
-    if features > 1:
-        dim = numbers.lhs_spec[1]
-        features = features * op.local_operand(0)[dim] // op.operand_shapes[0][dim]
-    if batch > 1:
-        dim = numbers.lhs_spec[0]
-        batch = batch * op.local_operand(0)[dim] // op.operand_shapes[0][dim]
-    return op.bind(operands, feature_group_count=features, batch_group_count=batch)
 
 
 @local_lowering("ragged_dot_general")

@@ -1,7 +1,8 @@
 """Factor rules, one per primitive; importing this package registers all of them."""
 
-from alpa_lite.rules import contraction, convolution, elementwise, indexing, layout, random, reduction
+from alpa_lite.rules import contraction, convolution, elementwise, indexing, layout, random, reduction, windows
 from alpa_lite.rules.registry import FactorKind as FactorKind
+from alpa_lite.rules.registry import Halo as Halo
 from alpa_lite.rules.registry import OpView as OpView
 from alpa_lite.rules.registry import Rule as Rule
 from alpa_lite.rules.registry import RuleBuilder as RuleBuilder
@@ -12,5 +13,5 @@ from alpa_lite.rules.registry import register_rule as register_rule
 from alpa_lite.rules.registry import rule_of as rule_of
 from alpa_lite.rules.registry import view_of as view_of
 
-RULE_MODULES = (contraction, convolution, elementwise, indexing, layout, random, reduction)
+RULE_MODULES = (contraction, convolution, elementwise, indexing, layout, random, reduction, windows)
 """The modules that register rules, so that a reader finds them all."""

@@ -1,56 +1,88 @@
 """Convolutions, in every role that differentiation gives them.
 
-    forward                     ([n,c,h,w], [o,c,p,q]) -> ([n,o,x,y])             reduction={c}; h,w,x,y need a halo
+    forward                     ([n,c,h,w], [o,c,p,q]) -> ([n,o,x,y])             reduction={c}
     feature groups g            ([n,gc,…], [go,c,…]) -> ([n,go,…])                g passes, c and o are whole
     batch groups g              ([gn,c,…], [go,c,…]) -> ([n,go,…])                reduction={c}; g passes
     weight gradient             the forward rule with other dimension numbers: the batch sits in the feature role c, so
                                 it is reduced: the data-parallel all_reduce of the gradient
 
-Spatial dims can be split without a halo in three shapes (spatial_dim), all of stride s and taps within one stride:
+Spatial dims are split where windows step over all inputs (windows.Window.halo), with a halo or without (a patch, a
+1×1 kernel, stride s):
 
-    patches                     ([hs], [p]) -> ([h])         stride s, no padding (s = 1, p = 1: the 1×1 convolution)
-    input gradient of it        ([h], [p]) -> ([hs])         input dilated by s
-    weight gradient of it       ([hs], [h]) -> ([p])         kernel dilated by s; reduction={h}
+    forward                     ([hs], [p]) -> ([h])         permutation={h} with a halo
+    input gradient              ([h], [p]) -> ([hs])         input dilated by s; permutation={h} with a halo
+    weight gradient             ([hs], [h]) -> ([p])         kernel dilated by s; reduction={h}, the input with a halo
 
 FLOPs: 2 · (elements of the result) · (taps and channels that each sums), without the zeros of a dilated input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from alpa_lite.rules.elementwise import ints, linear_groups
-from alpa_lite.rules.reduction import Window
-from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, Halo, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.windows import Window, shared_factor
 
 _Factors = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpatialDim:
-    """One spatial dim: sizes of input, kernel and result, and how the kernel moves (size = taps of the kernel)."""
+    """One spatial dim: sizes of input, kernel and result, and the windows on the input.
+
+    `summed`: the kernel steps over the input (the gradient of a weight), so each of its taps is a window, and the
+    windows that it was given are what each of these reads.
+    """
 
     input: int
+    kernel: int
     result: int
     window: Window
+    summed: bool = False
 
     @property
-    def is_input_gradient(self) -> bool:
-        """Each input element spreads over `base_dilation` results of its own."""
-        w = self.window
-        step = w.base_dilation
-        fits = w.size <= step and (w.low, w.high) == (w.size - 1, step - 1)
-        return fits and (w.stride, w.dilation) == (1, 1) and self.result == self.input * step
+    def num_windows(self) -> int:
+        """How many windows there are."""
+        return self.kernel if self.summed else self.result
 
     @property
-    def is_weight_gradient(self) -> bool:
-        """Each kernel tap meets `dilation` inputs of its own (a stride may skip the last)."""
+    def halo(self) -> tuple[int, int] | None:
+        """As `Window.halo`."""
+        return self.window.halo(self.input, self.num_windows)
+
+    def turned(self) -> SpatialDim:
+        """The same dim with kernel and result in each other's place."""
         w = self.window
-        plain = (w.low, w.base_dilation, w.stride) == (0, 1, 1) and w.high == self.result - w.dilation
-        return plain and self.input == w.size * w.dilation and self.result <= w.dilation
+        window = replace(w, size=self.result, stride=w.dilation, dilation=w.stride)
+        return replace(self, window=window, summed=not self.summed)
+
+
+def spatial_dims(
+    params: Mapping[str, Any], specs: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]
+) -> list[SpatialDim]:
+    """The spatial dims of a convolution, in the order of its parameters.
+
+    `specs`, `shapes`: of input, kernel and result the dims with the roles (batch, feature, spatial…), and the sizes.
+    """
+    columns = zip(
+        *([shape[d] for d in spec[2:]] for spec, shape in zip(specs, shapes, strict=True)),
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    found = list[SpatialDim]()
+    for n, p, m, stride, (low, high), base, dilation in columns:
+        window = Window(size=p, stride=stride, low=low, high=high, base_dilation=base, dilation=dilation)
+        dim = SpatialDim(input=n, kernel=p, result=m, window=window)
+        turned = dim.turned()
+        found.append(turned if turned.halo is not None and (dim.halo is None or p > m) else dim)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +92,17 @@ class _Mapped:
     out: _Factors
 
 
-def spatial_dim(b: RuleBuilder, dim: SpatialDim) -> _Mapped:
+def _spatial(b: RuleBuilder, dim: SpatialDim) -> _Mapped:
     """Factors of one spatial dim of input, kernel and result."""
-    w = dim.window
-    whole = FactorKind.REPLICATED
-    if w.is_local(dim.input, dim.result):
-        passing = b.factor(dim.result)
-        lhs = (passing, b.factor(w.stride, whole)) if w.stride > 1 else (passing,)
-        return _Mapped(lhs=lhs, rhs=(b.factor(w.size, whole),), out=(passing,))
-    if dim.is_input_gradient:
-        passing = b.factor(dim.input)
-        out = (passing, b.factor(w.base_dilation, whole))
-        return _Mapped(lhs=(passing,), rhs=(b.factor(w.size, whole),), out=out)
-    if dim.is_weight_gradient:
-        summed = b.factor(w.size, FactorKind.REDUCTION)
-        lhs = (summed, b.factor(w.dilation, whole)) if w.dilation > 1 else (summed,)
-        return _Mapped(lhs=lhs, rhs=(summed,), out=(b.factor(dim.result, whole),))
-    lhs = (b.factor(dim.input, FactorKind.PERMUTATION),)
-    # One shared factor when the sizes agree, so that a lowering with halos can split both alike.
-    out = lhs if dim.input == dim.result else (b.factor(dim.result, FactorKind.PERMUTATION),)
-    return _Mapped(lhs=lhs, rhs=(b.factor(w.size, whole),), out=out)
+    whole, halo = FactorKind.REPLICATED, dim.halo
+    if halo is None:
+        lhs, out = ((b.factor(n, FactorKind.PERMUTATION),) for n in (dim.input, dim.result))
+        return _Mapped(lhs=lhs, rhs=(b.factor(dim.kernel, whole),), out=out)
+    if dim.summed:
+        lhs, rhs = shared_factor(b, dim.input, dim.kernel, FactorKind.REDUCTION)
+        return _Mapped(lhs=lhs, rhs=rhs, out=(b.factor(dim.result, whole),))
+    lhs, out = shared_factor(b, dim.input, dim.result, FactorKind.PERMUTATION if any(halo) else FactorKind.PASS)
+    return _Mapped(lhs=lhs, rhs=(b.factor(dim.kernel, whole),), out=out)
 
 
 def _channels(b: RuleBuilder, batch: int, features: int, outputs: int) -> tuple[_Mapped, _Mapped]:
@@ -116,8 +139,8 @@ def _placed(places: Sequence[int], factors: Sequence[_Factors]) -> Dims:
 def conv_general_dilated(view: OpView) -> Rule:
     """Roles come from the dimension numbers; see the module docstring."""
     params = view.params
-    numbers: dict[str, Any] = params["dimension_numbers"]
-    lhs_spec, rhs_spec, out_spec = (ints(numbers[name]) for name in ("lhs_spec", "rhs_spec", "out_spec"))
+    specs = [ints(params["dimension_numbers"][name]) for name in ("lhs_spec", "rhs_spec", "out_spec")]
+    lhs_spec, rhs_spec, out_spec = specs
     lhs = [view.operands[0].shape[d] for d in lhs_spec]
     rhs = [view.operands[1].shape[d] for d in rhs_spec]
     out = [view.results[0].shape[d] for d in out_spec]
@@ -129,8 +152,13 @@ def conv_general_dilated(view: OpView) -> Rule:
         first, second = _batch_groups(b, batch_groups, lhs[0], lhs[1], rhs[0])
     else:
         first, second = _channels(b, lhs[0], lhs[1], rhs[0])
-    spatial = [spatial_dim(b, dim) for dim in _spatial_dims(params, lhs[2:], rhs[2:], out[2:])]
-    mapped = (first, second, *spatial)
+    spatial = spatial_dims(params, specs, [v.shape for v in (*view.operands, *view.results)])
+    mapped = (first, second, *(_spatial(b, dim) for dim in spatial))
+    halos = [
+        Halo(0, d, factors.lhs[0], *dim.halo)
+        for d, dim, factors in zip(lhs_spec[2:], spatial, mapped[2:], strict=True)
+        if dim.halo is not None and any(dim.halo)
+    ]
     return b.build(
         (
             _placed(lhs_spec, [m.lhs for m in mapped]),
@@ -140,25 +168,5 @@ def conv_general_dilated(view: OpView) -> Rule:
         linear=linear_groups(view, (0,), (1,)),
         flops=2.0 * prod(out) * prod(rhs[1:]) / prod(ints(params["lhs_dilation"])),
         work_kind="convolution",
+        halos=tuple(halos),
     )
-
-
-def _spatial_dims(params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> list[SpatialDim]:
-    columns = zip(
-        lhs,
-        rhs,
-        out,
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        strict=True,
-    )
-    return [
-        SpatialDim(
-            input=n,
-            result=m,
-            window=Window(size=p, stride=stride, low=low, high=high, base_dilation=base, dilation=dilation),
-        )
-        for n, p, m, stride, (low, high), base, dilation in columns
-    ]

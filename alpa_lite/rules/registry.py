@@ -7,7 +7,7 @@ mesh axes:
     PASS         every tensor that holds it is split alike; no communication
     REDUCTION    each device computes a partial result, combined by `Rule.reduction`
     REPLICATED   the factor must be whole on every device
-    PERMUTATION  data crosses block borders (halo, shift); treated as REPLICATED unless a lowering knows better
+    PERMUTATION  data crosses block borders: split where neighbours send it (Rule.halos), else as REPLICATED
 
 `Rule.linear` lists the groups of operands in which the op is jointly linear with the others fixed; a group that holds
 partial sums gives a partial result: add ((0, 1),), multiply ((0,), (1,)), divide ((0,),).
@@ -53,11 +53,23 @@ class OpView:
     bodies: tuple[Graph, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Rows along a dim of an operand that a device reads of its neighbours' blocks when `factor` is split."""
+
+    operand: int
+    dim: int
+    factor: int
+    before: int
+    after: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """The factor rule of one op.
 
     flops        floating-point operations of the whole, unsharded op
+    halos        what is exchanged when their factors are split, in this order, corners included
     positional   its numbers count places in whole arrays (indices, starts, an iota): on a block it is another op
     """
 
@@ -71,12 +83,25 @@ class Rule:
     work_kind: WorkKind = "elementwise"
     opaque: bool = field(default=False)
     positional: bool = False
+    halos: tuple[Halo, ...] = ()
 
     @cached_property
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over mesh axes."""
         free = (FactorKind.PASS, FactorKind.REDUCTION)
-        return tuple(f for f, kind in enumerate(self.kinds) if kind in free and self.sizes[f] > 1)
+        fits = (kind in free or self.has_halo(f) for f, kind in enumerate(self.kinds))
+        return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
+
+    def has_halo(self, factor: int) -> bool:
+        """True when blocks along a factor read of each other."""
+        return any(halo.factor == factor for halo in self.halos)
+
+    def splits_into(self, factor: int, count: int) -> bool:
+        """True when a factor may be cut in so many blocks: they are equal, and no halo is larger than a block."""
+        if factor not in self.shardable or self.sizes[factor] % count:
+            return False
+        blocks = ((h, prod(self.sizes[f] for f in self.operands[h.operand][h.dim]) // count) for h in self.halos)
+        return all(h.factor != factor or max(h.before, h.after) <= rows for h, rows in blocks)
 
     def __str__(self) -> str:
         """Shardy's notation."""
@@ -116,7 +141,7 @@ class RuleBuilder:
         return tuple((self.factor(n, kind),) for n in shape)
 
     def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Any) -> Rule:
-        """The finished rule; `rest` = reduction, linear, flops, work_kind, positional."""
+        """The finished rule; `rest` = reduction, linear, flops, work_kind, positional, halos."""
         return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
 
 

@@ -74,7 +74,7 @@ def placement(pick: Pick, rule: Rule, sizes: dict[str, int], *, may_be_partial: 
     partial: tuple[str, ...] = ()
     for axis in pick.order(list(sizes)):
         split = {f: sizes[axis] * prod(sizes[a] for a in factors.get(f, ())) for f in rule.shardable}
-        options = [f for f in rule.shardable if rule.sizes[f] % split[f] == 0]
+        options = [f for f in rule.shardable if rule.splits_into(f, split[f])]
         options += [_PARTIAL] if may_be_partial and rule.linear and not partial else []
         if not options or pick.integer(0, 4) == 4:
             continue

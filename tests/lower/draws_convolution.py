@@ -57,10 +57,17 @@ def conv_general_dilated(pick: Pick, name: str) -> Row:
 
 
 def _spatial(pick: Pick) -> dict[str, Any]:
-    """One spatial dim: often patches, else anything."""
+    """One spatial dim: patches, windows that step over all inputs but overlap, or anything."""
     size = pick.one_of((1, 2, 3, 4))
     length = pick.one_of((8, 16, 4, 12, 6, 7))
-    if pick.flag():
+    form = pick.one_of(("halo", "patches", "any"))
+    if form == "halo":
+        length, (stride, base) = pick.one_of((8, 16, 32)), pick.one_of(((1, 1), (2, 1), (1, 2), (4, 1), (1, 1)))
+        dilation, low = pick.one_of((1, 1, 2)), pick.integer(-1, 3)
+        reach, windows = (size - 1) * dilation + 1, length * base // stride
+        high = (windows - 1) * stride + reach - low - ((length - 1) * base + 1)
+        return dict(input=length, size=size, stride=stride, padding=(low, high), base=base, dilation=dilation)
+    if form == "patches":
         stride = pick.one_of([s for s in (1, 2, 4) if s >= size] or [4])
         return dict(input=length, size=min(size, length), stride=stride, padding=(0, 0), base=1, dilation=1)
     dilation = pick.one_of((1, 1, 2))

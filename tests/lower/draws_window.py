@@ -14,12 +14,17 @@ from tests.rules.row import Row
 
 
 def _windows(pick: Pick, shape: tuple[int, ...], *, dilated: bool) -> dict[str, Any]:
-    """Windows along every dim: often the dim is cut in patches, else anything that fits."""
+    """Windows along every dim: patches, windows that overlap and step over the whole dim, or anything that fits."""
     columns: dict[str, list[Any]] = {key: [] for key in ("sizes", "strides", "padding", "base", "dilation")}
     for n in shape:
         size = pick.one_of([s for s in (1, 2, 3, 4) if s <= n])
         stride, padding, base, dilation = pick.one_of([s for s in (1, 2, 4) if s >= size] or [size]), (0, 0), 1, 1
-        if pick.integer(0, 2) == 2:
+        form = pick.one_of(("patches", "halo", "any"))
+        if form == "halo" and (fitting := [s for s in (1, 2) if s <= size and n % s == 0]):
+            stride = pick.one_of(fitting)
+            low = pick.integer(0, size - stride)
+            padding = (low, size - stride - low)
+        elif form == "any":
             stride, padding = pick.integer(1, 3), (pick.integer(0, size - 1), pick.integer(0, size - 1))
             if dilated:
                 base, dilation = pick.one_of((1, 1, 2)), pick.one_of((1, 1, 2))

@@ -15,7 +15,7 @@ import jax
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy, stablehlo
 
-from alpa_lite.rules.reduction import _windows
+from alpa_lite.rules.windows import windows_of
 from tests.rules.row import Case, Row
 
 PASSES = "builtin.module(func.func(chlo-legalize-to-stablehlo,sdy-populate-op-sharding-rules))"
@@ -25,8 +25,8 @@ MINOR = (
     "dim in contiguous blocks, which is its major factor."
 )
 HALO = (
-    "Shardy reduces over the taps of a strided kernel and over the spatial dims of a weight gradient, and exchanges "
-    "halos; no lowering does so here."
+    "Halos are exchanged here where windows step over all inputs, so that equal blocks lie on equal blocks; Shardy also "
+    "plans uneven ones, and offers a strided kernel's taps to be summed or its windows to be split at once."
 )
 WINDOW = "Windows that neither overlap nor reach into padding need no halo: they pass here; Shardy plans one for all."
 COMBINER = "No collective combines by a function of the user's, or pairs of value and index: such dims are whole here."
@@ -109,7 +109,7 @@ def grouping(sizes: Sequence[int], tensors: Any, kinds: Mapping[int, str], keep:
     splits = {
         f: Split(kind=kinds[f], places=frozenset(at))
         for f, at in places.items()
-        if sizes[f] > 1 and kinds[f] in ("pass", "reduction")
+        if sizes[f] > 1 and kinds.get(f) in ("pass", "reduction", "permutation")
     }
     return Grouping(
         splits=frozenset(splits.values()),
@@ -146,7 +146,8 @@ def shardy_rule(case: Case, name: str) -> tuple[list[int], list[Any], list[Any],
             sizes = list(rule.factor_sizes)
             kinds = dict.fromkeys(range(len(sizes)), "pass")
             kinds.update(dict.fromkeys(rule.reduction_factors, "reduction"))
-            kinds.update(dict.fromkeys([*rule.need_replication_factors, *rule.permutation_factors], "whole"))
+            kinds.update(dict.fromkeys(rule.need_replication_factors, "whole"))
+            kinds.update(dict.fromkeys(rule.permutation_factors, "permutation"))
             return sizes, dims(rule.operand_mappings), dims(rule.result_mappings), kinds
     raise AssertionError(f"no stablehlo.{name} with a sharding rule in\n{module}")
 
@@ -160,7 +161,9 @@ def both(row: Row) -> tuple[Grouping, Grouping]:
     operands = (operands + [[]] * len(ours))[: len(case.rule.operands)]
     theirs = [*operands, *results[: len(case.rule.results)]]
     keep = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a and len(a) == len(b)]
-    our_kinds = {f: kind.value for f, kind in enumerate(case.rule.kinds)}
+    our_kinds = {f: kind.value for f, kind in enumerate(case.rule.kinds) if f in case.rule.shardable}
+    if not _slides(case):
+        kinds = {f: kind for f, kind in kinds.items() if kind != "permutation"}
     return grouping(case.rule.sizes, ours, our_kinds, keep), grouping(sizes, theirs, kinds, keep)
 
 
@@ -184,7 +187,7 @@ def _why_ours_alone(case: Case, split: Split, theirs: Grouping) -> str:
     name = case.view.primitive
     if name in _WINDOWED and split.kind == "pass" and all(_is_local_window(case, d) for _, d in split.places):
         return WINDOW
-    if name == "conv_general_dilated" and split.places <= _spatial_places(case):
+    if split.kind == "pass" and split.places <= _spatial_places(case):
         return WINDOW
     if name == "scatter-sub" and split.kind == "reduction":
         return SUBTRACTED
@@ -194,13 +197,14 @@ def _why_ours_alone(case: Case, split: Split, theirs: Grouping) -> str:
 
 def _why_theirs_alone(case: Case, split: Split, ours: Grouping, theirs: Grouping) -> str:
     name = case.view.primitive
-    if name == "conv_general_dilated" and split.places <= _spatial_places(case):
-        return HALO
+    if _slides(case) and (split.kind == "permutation" or split.places <= _spatial_places(case)):
+        passes_here = any(other.kind == "pass" and split.places <= other.places for other in ours.splits)
+        return WINDOW if passes_here else HALO
     if name in ("argmax", "argmin", "reduce") and split.kind == "reduction":
         return COMBINER
     if name == "pad" and any(low + high + i * (n - 1) == 0 for n, (low, high, i) in _padding(case, split)):
         return CROPPED
-    if name in _WINDOWED and all(_windows(case.view)[d].size == 1 for _, d in split.places):
+    if name in _WINDOWED and all(windows_of(case.view.params)[d].size == 1 for _, d in split.places):
         return CROPPED
     tensors = {tensor for tensor, _ in split.places}
     if split in theirs.minor or split.places & (ours.shared | theirs.shared) or len(tensors) == 1:
@@ -208,16 +212,23 @@ def _why_theirs_alone(case: Case, split: Split, ours: Grouping, theirs: Grouping
     return ""
 
 
+def _slides(case: Case) -> bool:
+    """True for ops with windows, whose permutations are exchanges of halos."""
+    return case.view.primitive in (*_WINDOWED, "conv_general_dilated")
+
+
 def _is_local_window(case: Case, dim: int) -> bool:
     """True when the windows along a dim of the larger array neither overlap nor reach into padding."""
     wide, narrow = (case.view.operands[0], case.view.results[0])
     if case.view.primitive.startswith("select_and_scatter"):
         wide, narrow = case.view.results[0], case.view.operands["add" not in case.view.primitive]
-    return _windows(case.view)[dim].is_local(wide.shape[dim], narrow.shape[dim])
+    return windows_of(case.view.params)[dim].halo(wide.shape[dim], narrow.shape[dim]) == (0, 0)
 
 
 def _spatial_places(case: Case) -> frozenset[Place]:
-    """The spatial dims of input, kernel and result."""
+    """The spatial dims of a convolution's input, kernel and result."""
+    if case.view.primitive != "conv_general_dilated":
+        return frozenset()
     numbers = case.view.params["dimension_numbers"]
     specs = (numbers["lhs_spec"], numbers["rhs_spec"], numbers["out_spec"])
     return frozenset((tensor, dim) for tensor, spec in enumerate(specs) for dim in spec[2:])
