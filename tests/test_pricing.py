@@ -13,7 +13,8 @@ from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import OpPlacement
-from alpa_lite.pricing import Estimator, Pricer
+from alpa_lite.pricing import Estimator, Pricer, own_collectives
+from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.sharding import replicated
 from alpa_lite.spmd import Walk, replicated_placement
 from cost_models.cluster import load_cluster
@@ -87,3 +88,24 @@ def test_only_reductions_that_cannot_stay_partial_are_combined_at_once(function:
     combined = PRICER.collective_seconds("all_reduce", 4.0, ("x",)) if reduces else 0.0
     seconds, _ = PRICER.compute(graph, op, placement)
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + combined)
+
+
+def test_halos_are_priced_side_by_side_with_their_corners() -> None:
+    image, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 32, 64, 3), (3, 5, 3, 8)))
+
+    def convolve(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    graph, op = _op(convolve, "conv_general_dilated", image, kernel)
+    rule = rule_of_op(graph, op.id)
+    height, width = (dims[0] for dims in rule.operands[0][1:3])
+    factors = tuple(("x",) if f == height else ("y",) if f == width else () for f in range(len(rule.sizes)))
+    found = own_collectives(graph, op, OpPlacement(factors=factors), {"x": 2, "y": 4})
+    # 3 taps along the height, 5 along the width; the columns sent second hold the rows received first.
+    row, column = 4.0 * 2 * 1 * (64 / 4) * 3, 4.0 * 2 * (32 / 2 + 2) * 2 * 3
+    assert found == [
+        ("permute", ("x",), row),
+        ("permute", ("x",), row),
+        ("permute", ("y",), column),
+        ("permute", ("y",), column),
+    ]

@@ -28,7 +28,7 @@ def placements(rule: Rule, *, has_offsets: bool) -> list[Placement]:
 
     Where the lowering asks where its block lies, the axes of one dim also come in the other order.
     """
-    fits = lambda f, axes: rule.sizes[f] % prod(SIZES[a] for a in axes) == 0  # noqa: E731
+    fits = lambda f, axes: rule.splits_into(f, prod(SIZES[a] for a in axes))  # noqa: E731
     choices: list[dict[int, tuple[str, ...]]] = []
     for f in rule.shardable:
         choices += [{f: axes} for axes in (("x", "y"), ("y",), ("x",)) if fits(f, axes)][:1]

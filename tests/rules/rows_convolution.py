@@ -34,6 +34,7 @@ def _convolutions() -> list[Row]:
         "depthwise": (conv(feature_group_count=4), image, floats(4, 1, 3, 3)),
         "grouped": (conv(feature_group_count=4), floats(4, 8, 4, 4), floats(8, 2, 3, 3)),
         "batch groups": (conv(batch_group_count=4), floats(8, 4, 4, 4), floats(8, 4, 3, 3)),
+        "dilated": (conv(2, "SAME", rhs_dilation=(2, 1)), floats(2, 2, 16, 16), floats(2, 2, 3, 5)),
         "channels last": (conv(dimension_numbers=("NHWC", "HWIO", "NHWC")), floats(4, 8, 8, 4), floats(3, 3, 4, 8)),
     }
     rows: list[Row] = []

@@ -60,6 +60,8 @@ def _windows() -> list[Row]:
     largest = lambda **kw: lambda v: lax.reduce_window(v, -jnp.inf, lax.max, padding="SAME", **kw)  # noqa: E731
     transposed = lambda v, c: jax.vjp(largest(**pool), v)[1](c)[0]  # noqa: E731
     overlapped = lambda v, c: jax.vjp(largest(**overlapping), v)[1](c)[0]  # noqa: E731
+    halved = dict(window_dimensions=(1, 3, 3, 1), window_strides=(1, 2, 2, 1))
+    strided = lambda v, c: jax.vjp(largest(**halved), v)[1](c)[0]  # noqa: E731
     tangent = lambda v, t: jax.jvp(largest(**pool), (v,), (t,))[1]  # noqa: E731
     return [
         row("reduce_window_sum", total(**pool), image, oracle="reduce_window"),
@@ -75,6 +77,7 @@ def _windows() -> list[Row]:
         ),
         row("select_and_scatter_add", transposed, image, floats(2, 4, 4, 4), oracle="select_and_scatter"),
         row("select_and_scatter_add overlapping", overlapped, image, floats(2, 8, 8, 4)),
+        row("select_and_scatter_add strided", strided, floats(1, 16, 16, 2), floats(1, 8, 8, 2)),
         row("select_and_gather_add", tangent, image, floats(2, 8, 8, 4)),
     ]
 

@@ -40,6 +40,8 @@ REASONS = {
     ],
     HALO: [
         "conv_general_dilated strided",
+        "conv_general_dilated dilated",
+        "conv_general_dilated dilated to kernel",
         "conv_general_dilated strided to kernel",
         "conv_general_dilated valid",
         "conv_general_dilated valid to input",
