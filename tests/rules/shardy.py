@@ -25,8 +25,8 @@ MINOR = (
     "dim in contiguous blocks, which is its major factor."
 )
 HALO = (
-    "Halos are exchanged here where windows step over all inputs, so that equal blocks lie on equal blocks; Shardy also "
-    "plans uneven ones, and lets a strided kernel's taps be summed as well as its windows be split."
+    "Halos are exchanged here where windows step over all inputs, so that equal blocks lie on equal blocks; Shardy "
+    "plans uneven ones too, and lets a strided kernel's taps be summed as well as its windows be split."
 )
 WINDOW = "Windows that neither overlap nor reach into padding need no halo: they pass here; Shardy plans one for all."
 COMBINER = "No collective combines by a function of the user's, or pairs of value and index: such dims are whole here."
