@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph.from_jaxpr import Equation
+from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
