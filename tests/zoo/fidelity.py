@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 
 import alpa_lite as al
-from tests.end_to_end.cases import PLANNERS, eager_cluster
+from tests.end_to_end.cases import parallel
 from tests.end_to_end.collectives import Collective, emitted, handed_over, planned
 from tests.zoo.registry import PROGRAMS, load
 
@@ -36,13 +36,7 @@ def _by_kind(counts: Counter[Collective]) -> str:
 def row(name: str, planner: str) -> str:
     """One line of the table."""
     program = PROGRAMS[name]()
-    step = al.parallelize(
-        program.step,
-        cluster=eager_cluster(),
-        planner=PLANNERS[planner],
-        num_microbatches=1,
-        batch_argnums=program.batch_argnums,
-    )
+    step = parallel(program, planner)
     try:
         compiled = step.compiled(program.state, *program.inputs)
     except al.errors.AlpaLiteError as error:
