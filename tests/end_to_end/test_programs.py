@@ -10,6 +10,7 @@ import pytest
 import alpa_lite as al
 from tests.end_to_end import programs
 from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster, parallel
+from tests.end_to_end.collectives import handed_over, planned
 from tests.end_to_end.programs import PROGRAMS
 
 ADDITIVE = [name for name, program in PROGRAMS.items() if not program.refused]
@@ -64,6 +65,23 @@ def test_callbacks_are_called_once(planner: str, num_microbatches: int, devices:
     loss = parallel(program, planner, num_microbatches)(*program.args)[1]
     jax.effects_barrier()
     assert [float(x) for x in programs.PRINTED] == [pytest.approx(float(loss))]
+
+
+@pytest.mark.parametrize(("planner", "num_devices"), [("fsdp", 8), ("hybrid", 2 * 2)])
+def test_what_callbacks_return_is_shared_by_collectives_of_the_plan(
+    planner: str, num_devices: int, devices: Any
+) -> None:
+    program = PROGRAMS["told_by_callback"]
+    want = jax.jit(program.step)(*program.args)
+    compiled = parallel(program, planner).compiled(*program.args)
+    programs.PRINTED.clear()
+    assert_same(compiled(*program.args), want)
+    jax.effects_barrier()
+    assert len(programs.PRINTED) == 1
+    plan = planned(compiled.plan)
+    # Three truth values and five floats.
+    assert plan["all_reduce", 3, num_devices] == plan["all_reduce", 20, num_devices] == 1
+    assert handed_over(compiled) == plan
 
 
 def test_ordered_callbacks_are_refused() -> None:
