@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
-from alpa_lite.graph.from_jaxpr import Equation, from_jaxpr, loops_over_samples
+from alpa_lite.graph.equations import Equation
+from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import (
     Part,

@@ -19,7 +19,7 @@ from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.graph_facts import fused_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
-from alpa_lite.spmd import Application, Walk, body_walk
+from alpa_lite.spmd import Application, Walk, body_walk, sharing_axes
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
 from cost_models.work import Work
@@ -113,11 +113,12 @@ def own_collectives(
 ) -> list[tuple[str, tuple[str, ...], float]]:
     """(kind, axes, buffer bytes) of the collectives inside an op under a placement.
 
-    The halos that its operands need, and the combination of a max, min, and, or, product over a split factor: such
-    results cannot stay partial.
+    The halos that its operands need, what an effect on one device gives to the others, and the combination of a max,
+    min, and, or, product over a split factor: such results cannot stay partial.
     """
-    rule = rule_of_op(graph, op.id)
+    rule, shared = rule_of_op(graph, op.id), sharing_axes(op, sizes)
     found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
+    found += [("all_reduce", shared, float(v.bytes)) for v in graph.results(op) if shared and v.bytes]
     if rule.reduction == "sum":
         return found
     axes = [a for f, k in enumerate(rule.kinds) if k is FactorKind.REDUCTION for a in placement.factors[f]]

@@ -215,6 +215,11 @@ def is_major(rule: Rule, factor: int) -> bool:
     return True
 
 
+def sharing_axes(op: Op, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which all_reduces hand on what an op with an effect gives on one device, one per result."""
+    return tuple(axis for axis, size in sizes.items() if size > 1) if op.effectful else ()
+
+
 def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
     """The op runs whole on every device."""
     results = tuple(replicated(v.rank) for v in graph.results(op))

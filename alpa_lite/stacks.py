@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import primitives
 
 from alpa_lite import _jax
-from alpa_lite.graph.from_jaxpr import Equation, GraphWithEquations, plain_params, without_dead_ops
+from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Part
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph, Op
@@ -109,3 +110,12 @@ def test_halos_are_priced_side_by_side_with_their_corners() -> None:
         ("permute", ("y",), column),
         ("permute", ("y",), column),
     ]
+
+
+def test_what_a_callback_returns_is_shared_by_one_all_reduce_per_result() -> None:
+    results = jax.ShapeDtypeStruct((3,), jnp.bool_), jax.ShapeDtypeStruct((5,), jnp.float32)
+    graph, op = _op(lambda x: io_callback(lambda _: None, results, x), "io_callback", SQUARE)
+    placement = replicated_placement(graph, op)
+    shared = sum(PRICER.collective_seconds("all_reduce", size, ("x",)) for size in (3.0, 20.0))
+    seconds, _ = PRICER.compute(graph, op, placement)
+    assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + shared)

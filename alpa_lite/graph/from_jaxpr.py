@@ -1,7 +1,7 @@
 """From a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations go.
 
 JAX enters here. The graph holds plain data; the equations that lowering needs to run the ops on real arrays are kept
-beside it in a parallel structure (`Equation`), indexed by the same op ids.
+beside it (`equations`).
 
 `remat` regions are inlined behind one `optimization_barrier` per input, which is what keeps XLA from merging the
 recomputation with the first computation.
@@ -10,9 +10,7 @@ recomputation with the first computation.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
+from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 
 _CALLS = {
@@ -46,24 +45,6 @@ _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 #: Longer loops are never unrolled: they are loops over time or samples, not over layers.
 MAX_UNROLLED = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Equation:
-    """How to run one op: the JAX primitive, its parameters, and the equations of the bodies of a loop."""
-
-    primitive: Any
-    params: Mapping[str, Any]
-    bodies: tuple[tuple[Equation, ...], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphWithEquations:
-    """A graph, the equation of each of its ops, and the arrays captured by the function (its last inputs)."""
-
-    graph: Graph
-    equations: tuple[Equation, ...]
-    constants: tuple[Any, ...] = ()
 
 
 def from_jaxpr(
@@ -114,63 +95,6 @@ def _scans(jaxpr: Any) -> list[Any]:
         inner = [e for body in _jax.inner_jaxprs(eqn) for e in _scans(_jax.open_jaxpr(body))]
         found.update({id(e): e for e in ([eqn] if eqn.primitive.name == "scan" else []) + inner})
     return list(found.values())
-
-
-def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
-    """The program without ops whose results nobody reads and that do nothing else, renumbered."""
-    graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
-    for op in reversed(graph.ops):
-        if op.effectful or any(r in needed for r in op.results):
-            needed.update(op.operands)
-            kept.append(op)
-    kept.reverse()
-    results = {r for op in kept for r in op.results}
-    alive = [v for v in graph.values if v.id in needed or v.id in graph.inputs or v.id in results]
-    number = {v.id: i for i, v in enumerate(alive)}
-    renamed = Graph(
-        values=tuple(dataclasses.replace(v, id=number[v.id]) for v in alive),
-        ops=tuple(
-            dataclasses.replace(
-                op, id=i, operands=tuple(number[v] for v in op.operands), results=tuple(number[v] for v in op.results)
-            )
-            for i, op in enumerate(kept)
-        ),
-        inputs=tuple(number[v] for v in graph.inputs),
-        outputs=tuple(number[v] for v in graph.outputs),
-    )
-    equations = tuple(program.equations[op.id] for op in kept)
-    return dataclasses.replace(program, graph=renamed, equations=equations)
-
-
-def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of an equation as plain data; whatever has no plain form is left out."""
-    plain = {key: _plain(value) for key, value in params.items()}
-    return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
-
-
-_NO_PLAIN_FORM = object()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, np.generic):
-        return value.item()
-    as_dict = getattr(value, "_asdict", None)
-    if as_dict is not None:
-        return {key: _plain(item) for key, item in as_dict().items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, (tuple, list)):
-        items = tuple(_plain(item) for item in value)
-        return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
-    if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
-        return str(np.dtype(value))
-    if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
-        return str(value)
-    return _NO_PLAIN_FORM
 
 
 class _Builder:

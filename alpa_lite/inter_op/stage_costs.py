@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_dp import StageTable
-from alpa_lite.intra_op.build import remap
 from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.choice import remap
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops

@@ -18,7 +18,7 @@ branch of a `cond`, and what the branches make has one spec.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
+from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
@@ -75,15 +76,6 @@ class Scope:
     graph: Graph
     batch_dims: tuple[int | None, ...]
     in_loop: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A decoded solution of one stage."""
-
-    inputs: Mapping[int, Spec]
-    ops: Mapping[int, OpPlacement]
-    accumulators: Mapping[int, Accumulator]
 
 
 class Builder:
@@ -398,16 +390,3 @@ class Builder:
         sizes = np.array([local_bytes(value, s, self.sizes) * copies for s in offer.specs])
         if sizes.any() and end > start:
             self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
-
-
-def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
-    """The same decisions for a stage with an equal `signature`."""
-    ops = dict(zip(source.ops, target.ops, strict=True))
-    values = dict(zip(source.external, target.external, strict=True))
-    sums = dict(zip(source.crossing, target.crossing, strict=True))
-    return replace(
-        choice,
-        inputs={values[v]: s for v, s in choice.inputs.items()},
-        ops={ops[o]: p for o, p in choice.ops.items()},
-        accumulators={sums[v]: a for v, a in choice.accumulators.items()},
-    )

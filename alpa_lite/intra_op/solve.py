@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alpa_lite.graph.phases import Phase
-from alpa_lite.intra_op.build import Builder, Choice
+from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.auto import AutoSolver

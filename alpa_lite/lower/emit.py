@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph.from_jaxpr import Equation
+from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
@@ -31,7 +31,7 @@ from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import OpPlacement
 from alpa_lite.sharding import Spec, Step
-from alpa_lite.spmd import Application, Walk, body_walk
+from alpa_lite.spmd import Application, Walk, body_walk, sharing_axes
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
 
@@ -119,8 +119,9 @@ class LocalMachine:
             full_shapes=full_shapes,
         )
         with jax.named_scope(f"op{op.id}"):
-            if op.effectful:
-                return on_first_device(lambda *xs: bind_local(local, xs), operands, self.sizes)
+            axes = sharing_axes(op, self.sizes)
+            if axes:
+                return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
             return bind_local(local, operands)
 
     def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

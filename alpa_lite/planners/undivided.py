@@ -13,7 +13,7 @@ from math import ceil, prod
 
 from alpa_lite.graph.ir import Value
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.intra_op.build import Choice
+from alpa_lite.intra_op.choice import Choice
 from alpa_lite.plan import UndividedDim
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules.graph_facts import rule_of_op

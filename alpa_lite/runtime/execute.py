@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.graph.from_jaxpr import Equation
+from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec, emit_task, emit_zeros
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program

@@ -169,3 +169,14 @@ def run_both(fun: Callable[..., Any], args: Sequence[Any], **options: Any) -> tu
     options = {"cluster": eager_cluster(), "planner": PLANNERS["hybrid"], "num_microbatches": 1, **options}
     want = jax.jit(fun, static_argnums=options.get("static_argnums", ()))(*args)
     return al.parallelize(fun, **options)(*args), want
+
+
+def parallel(program: Any, planner: str, num_microbatches: int = 1) -> Any:
+    """The step of a program with `step` and `batch_argnums`, parallelised."""
+    return al.parallelize(
+        program.step,
+        cluster=eager_cluster(),
+        planner=PLANNERS[planner],
+        num_microbatches=num_microbatches,
+        batch_argnums=program.batch_argnums,
+    )

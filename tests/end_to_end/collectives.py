@@ -8,9 +8,10 @@ devices for a permute, whose pairs form no groups.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -20,6 +21,8 @@ import alpa_lite as al
 
 Collective = tuple[str, int, int]
 """Kind, bytes of the buffer per device, devices in a group; a permute has no groups."""
+Counts = dict[Collective, float]
+"""How often each collective runs; what does not run is absent."""
 
 _COLLECTIVE = re.compile(
     r" = (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
@@ -52,22 +55,30 @@ def _parse(text: str) -> _Module:
     return _Module(computations, entry)
 
 
-def collectives_in(text: str) -> Counter[Collective]:
+def total(numbers: Iterable[tuple[Collective, float]]) -> Counts:
+    """Numbers of collectives, added up."""
+    found: dict[Collective, float] = defaultdict(float)
+    for collective, number in numbers:
+        found[collective] += number
+    return {collective: number for collective, number in found.items() if number}
+
+
+def beyond(some: Counts, others: Counts) -> Counts:
+    """What there is more of in `some` than in `others`."""
+    return {c: n - others.get(c, 0) for c, n in some.items() if n > others.get(c, 0)}
+
+
+def collectives_in(text: str) -> Counts:
     """How often each collective of an HLO module runs."""
     module = _parse(text)
-    known: dict[str, Counter[Collective]] = {}
 
-    def count(name: str) -> Counter[Collective]:
-        if name not in known:
-            found: Counter[Collective] = Counter()
-            for line in module.computations.get(name, ()):
-                for collective in _collectives_of(line):
-                    found[collective] += 1
-                for callee, times in _calls(module, line):
-                    for collective, number in count(callee).items():
-                        found[collective] += number * times  # type: ignore[assignment]
-            known[name] = found
-        return known[name]
+    @cache
+    def count(name: str) -> Counts:
+        lines = module.computations.get(name, ())
+        own = [(collective, 1.0) for line in lines for collective in _collectives_of(line)]
+        callees = [callee for line in lines for callee in _calls(module, line)]
+        called = [(c, n * times) for callee, times in callees for c, n in count(callee).items()]
+        return total(own + called)
 
     return count(module.entry)
 
@@ -124,31 +135,25 @@ def _group_size(attributes: str) -> int:
     return int(counted[1])
 
 
-def planned(plan: al.Plan) -> Counter[Collective]:
+def planned(plan: al.Plan) -> Counts:
     """Collectives of one step by the plan."""
-    total: Counter[Collective] = Counter()
-    for use in plan.prediction.collectives:
-        devices = 0 if use.kind == "permute" else use.num_devices
-        total[use.kind, round(use.bytes), devices] += use.count  # type: ignore[assignment]
-    return total
+    uses = plan.prediction.collectives
+    return total(((u.kind, round(u.bytes), 0 if u.kind == "permute" else u.num_devices), u.count) for u in uses)
 
 
-def per_step(compiled: Any, text_of: Callable[[Any], str]) -> Counter[Collective]:
+def per_step(compiled: Any, text_of: Callable[[Any], str]) -> Counts:
     """Collectives of one step over all executables, as they stand in their HLO text."""
     executor = compiled.executor
     runs = Counter(i.task for i in executor.program.instructions if i.kind == "RUN")
-    total: Counter[Collective] = Counter()
-    for number, executable in enumerate(executor.executables):
-        for collective, count in collectives_in(text_of(executable)).items():
-            total[collective] += count * runs[number]
-    return total
+    found = enumerate(collectives_in(text_of(executable)) for executable in executor.executables)
+    return total((c, n * runs[task]) for task, counts in found for c, n in counts.items())
 
 
-def handed_over(compiled: Any) -> Counter[Collective]:
+def handed_over(compiled: Any) -> Counts:
     """Collectives of one step as they are handed to XLA."""
     return per_step(compiled, lambda e: jax.jit(e.function).lower(*e.avals).as_text("hlo"))
 
 
-def emitted(compiled: Any) -> Counter[Collective]:
+def emitted(compiled: Any) -> Counts:
     """Collectives of one step in the compiled executables."""
     return per_step(compiled, lambda e: e.compiled.as_text())

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 NUM_SAMPLES = 16
 
@@ -36,7 +37,7 @@ class Program:
 
 PROGRAMS: dict[str, Program] = {}
 PRINTED: list[Any] = []
-"""What `printed_once` was called with."""
+"""What `printed_once` and `told_by_callback` were called with."""
 
 _rng = np.random.default_rng(0)
 
@@ -259,6 +260,19 @@ def printed_once(p, x, y):
     new, loss = train(lambda p: squared(p, x, y), p)
     jax.debug.callback(PRINTED.append, loss)
     return new, loss
+
+
+@program(X, Y)
+def told_by_callback(p, x, y):
+    new, loss = train(lambda p: squared(p, x, y), p)
+
+    def answer(loss: Any) -> tuple[np.ndarray, np.ndarray]:
+        PRINTED.append(loss)
+        return np.array([True, False, True]), np.arange(5, dtype=np.float32)
+
+    shapes = jax.ShapeDtypeStruct((3,), jnp.bool_), jax.ShapeDtypeStruct((5,), jnp.float32)
+    flags, rates = io_callback(answer, shapes, loss)
+    return jax.tree.map(lambda w: jnp.where(flags[0], w * rates[2], w), new), loss, flags, rates
 
 
 @program(X, Y)

@@ -9,26 +9,17 @@ import pytest
 
 import alpa_lite as al
 from tests.end_to_end import programs
-from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster
-from tests.end_to_end.programs import PROGRAMS, Program
+from tests.end_to_end.cases import PLANNERS, assert_same, eager_cluster, parallel
+from tests.end_to_end.collectives import handed_over, planned
+from tests.end_to_end.programs import PROGRAMS
 
 ADDITIVE = [name for name, program in PROGRAMS.items() if not program.refused]
 REFUSED = [name for name, program in PROGRAMS.items() if program.refused]
 
 
-def _parallel(program: Program, planner: str, num_microbatches: int) -> Any:
-    return al.parallelize(
-        program.step,
-        cluster=eager_cluster(),
-        planner=PLANNERS[planner],
-        num_microbatches=num_microbatches,
-        batch_argnums=program.batch_argnums,
-    )
-
-
 def _check(name: str, planner: str, num_microbatches: int) -> None:
     program = PROGRAMS[name]
-    got = _parallel(program, planner, num_microbatches)(*program.args)
+    got = parallel(program, planner, num_microbatches)(*program.args)
     assert_same(got, jax.jit(program.step)(*program.args))
 
 
@@ -53,7 +44,7 @@ def test_every_program_under_every_kind_of_plan(name: str, planner: str, devices
 def test_micro_batches_refuse_what_is_no_sum_over_samples(name: str) -> None:
     program = PROGRAMS[name]
     with pytest.raises(al.errors.NonAdditiveError) as caught:
-        _parallel(program, "hybrid", 4).trace(*program.args).plan()
+        parallel(program, "hybrid", 4).trace(*program.args).plan()
     message = str(caught.value)
     assert f"{programs.__file__}:{program.refused_line}" in message
     assert "num_microbatches=1" in message
@@ -71,9 +62,26 @@ def test_automatic_search_leaves_out_micro_batches_that_would_change_the_step(de
 def test_callbacks_are_called_once(planner: str, num_microbatches: int, devices: Any) -> None:
     program = PROGRAMS["printed_once"]
     programs.PRINTED.clear()
-    loss = _parallel(program, planner, num_microbatches)(*program.args)[1]
+    loss = parallel(program, planner, num_microbatches)(*program.args)[1]
     jax.effects_barrier()
     assert [float(x) for x in programs.PRINTED] == [pytest.approx(float(loss))]
+
+
+@pytest.mark.parametrize(("planner", "num_devices"), [("fsdp", 8), ("hybrid", 2 * 2)])
+def test_what_callbacks_return_is_shared_by_collectives_of_the_plan(
+    planner: str, num_devices: int, devices: Any
+) -> None:
+    program = PROGRAMS["told_by_callback"]
+    want = jax.jit(program.step)(*program.args)
+    compiled = parallel(program, planner).compiled(*program.args)
+    programs.PRINTED.clear()
+    assert_same(compiled(*program.args), want)
+    jax.effects_barrier()
+    assert len(programs.PRINTED) == 1
+    plan = planned(compiled.plan)
+    # Three truth values and five floats.
+    assert plan["all_reduce", 3, num_devices] == plan["all_reduce", 20, num_devices] == 1
+    assert handed_over(compiled) == plan
 
 
 def test_ordered_callbacks_are_refused() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from alpa_lite import _jax
-from alpa_lite.graph.from_jaxpr import GraphWithEquations, from_jaxpr
+from alpa_lite.graph.equations import GraphWithEquations
+from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
 from tests.end_to_end.cases import MODELS, make_batch
 from tests.end_to_end.programs import PROGRAMS

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tests.zoo.network import X, Y, forward, init, loss_fn
 from tests.zoo.registry import (
     BATCH,
     Program,
@@ -21,21 +22,6 @@ from tests.zoo.registry import (
     register,
     weights,
 )
-
-X, Y = normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2)
-
-
-def init() -> Any:
-    """Weights of three layers."""
-    return weights({"a": (8, 16), "b": (16, 16), "c": (16, 4)})
-
-
-def forward(params, x):
-    return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]
-
-
-def loss_fn(params, x, y):
-    return jnp.mean((forward(params, x) - y) ** 2)
 
 
 def trained(loss: Any, state: Any = None, rate: float = 0.1) -> Program:

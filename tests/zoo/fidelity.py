@@ -10,24 +10,24 @@ import tests.conftest  # noqa: F401  # sets up the virtual devices before JAX is
 
 # isort: split
 import sys
-from collections import Counter
+from collections import defaultdict
 
 import alpa_lite as al
-from tests.end_to_end.cases import PLANNERS, eager_cluster
-from tests.end_to_end.collectives import Collective, emitted, handed_over, planned
+from tests.end_to_end.cases import parallel
+from tests.end_to_end.collectives import Counts, beyond, emitted, handed_over, planned
 from tests.zoo.registry import PROGRAMS, load
 
 SHOWN = ("data_parallel", "fsdp", "megatron", "pipeline_2", "hybrid")
 
 
-def _share(part: Counter[Collective], whole: Counter[Collective]) -> float:
+def _share(part: Counts, whole: Counts) -> float:
     total = sum(whole.values())
-    return sum((part & whole).values()) / total if total else 1.0
+    return sum(min(number, part.get(c, 0)) for c, number in whole.items()) / total if total else 1.0
 
 
-def _by_kind(counts: Counter[Collective]) -> str:
+def _by_kind(counts: Counts) -> str:
     """How many of each kind, scalars apart: XLA adds scalars that are summed over devices first, and reduces once."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for (kind, size, _), number in counts.items():
         total[f"{kind} of a scalar" if size <= 8 else kind] += number
     return ", ".join(f"{number:g} {kind}" for kind, number in sorted(total.items()))
@@ -36,22 +36,17 @@ def _by_kind(counts: Counter[Collective]) -> str:
 def row(name: str, planner: str) -> str:
     """One line of the table."""
     program = PROGRAMS[name]()
-    step = al.parallelize(
-        program.step,
-        cluster=eager_cluster(),
-        planner=PLANNERS[planner],
-        num_microbatches=1,
-        batch_argnums=program.batch_argnums,
-    )
+    step = parallel(program, planner)
     try:
         compiled = step.compiled(program.state, *program.inputs)
     except al.errors.AlpaLiteError as error:
-        return f"| {name} | {planner} | – | – | – | refused: {str(error)[:60]}… |"
+        return f"| {name} | {planner} | – | – | – | – | – | refused: {str(error)[:60]}… |"
     plan, given, made = planned(compiled.plan), handed_over(compiled), emitted(compiled)
-    notes = [f"XLA left out {_by_kind(plan - made)}"] if plan - made else []
-    notes += [f"XLA added {_by_kind(made - plan)}"] if made - plan else []
+    left_out, added = beyond(plan, made), beyond(made, plan)
+    notes = [f"XLA left out {_by_kind(left_out)}"] if left_out else []
+    notes += [f"XLA added {_by_kind(added)}"] if added else []
     numbers = [f"{sum(c.values()):g}" for c in (plan, given, made)]
-    shares = f"{_share(given, plan):.0%} | {_share(made, plan):.0%}" if not given - plan else "ADDED | –"
+    shares = f"{_share(given, plan):.0%} | {_share(made, plan):.0%}" if not beyond(given, plan) else "ADDED | –"
     return f"| {name} | {planner} | {' | '.join(numbers)} | {shares} | {'; '.join(notes)} |"
 
 

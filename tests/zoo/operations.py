@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.zoo.registry import BATCH, Program, descend, integers, normal, register, weights
+from tests.zoo.network import X, Y, init
+from tests.zoo.registry import BATCH, Program, descend, integers, register
 
-X, Y = normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2)
 CHOICE = integers(8, BATCH, seed=3)
 
 
@@ -26,7 +26,7 @@ def around(operation: Callable[..., Any]) -> Program:
         loss, grads = jax.value_and_grad(loss_fn)(params)
         return descend(params, grads, 0.05), {"loss": loss}
 
-    return Program(step=step, state=weights({"a": (8, 16), "b": (16, 16), "c": (16, 4)}), inputs=(X, Y, CHOICE))
+    return Program(step=step, state=init(), inputs=(X, Y, CHOICE))
 
 
 def _orthogonal(h, w, choice):

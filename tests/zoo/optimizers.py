@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from tests.zoo.registry import BATCH, Program, global_norm, normal, program, register, weights
+from tests.zoo.network import X, Y
+from tests.zoo.registry import Program, global_norm, program, register, weights
 
 
 def init() -> Any:
@@ -29,9 +30,6 @@ def loss_fn(params, x, y):
     return jnp.mean((forward(params, x) - y) ** 2)
 
 
-INPUTS = (normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2))
-
-
 def with_optax(transform: Any, *, pass_value: bool = False) -> Program:
     """A program that trains by an optax transformation."""
 
@@ -43,7 +41,7 @@ def with_optax(transform: Any, *, pass_value: bool = False) -> Program:
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
     params = init()
-    return Program(step=step, state=(params, transform.init(params)), inputs=INPUTS)
+    return Program(step=step, state=(params, transform.init(params)), inputs=(X, Y))
 
 
 def only_matrices(params):
@@ -115,7 +113,7 @@ def adam_by_hand():
 
     params = init()
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return Program(step=step, state=(params, zeros, zeros, jnp.zeros((), jnp.int32)), inputs=INPUTS)
+    return Program(step=step, state=(params, zeros, zeros, jnp.zeros((), jnp.int32)), inputs=(X, Y))
 
 
 @program
@@ -132,7 +130,7 @@ def sharpness_aware():
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "sharp_loss": sharp_loss}
 
     params = init()
-    return Program(step=step, state=(params, transform.init(params)), inputs=INPUTS)
+    return Program(step=step, state=(params, transform.init(params)), inputs=(X, Y))
 
 
 @program
@@ -155,7 +153,7 @@ def shampoo_like():
 
     params = init()
     square = lambda axis: jax.tree.map(lambda p: jnp.zeros((p.shape[axis],) * 2) if p.ndim == 2 else p[:0], params)  # noqa: E731
-    return Program(step=step, state=(params, square(0), square(1)), inputs=INPUTS)
+    return Program(step=step, state=(params, square(0), square(1)), inputs=(X, Y))
 
 
 @program
@@ -168,7 +166,7 @@ def natural_gradient_by_cholesky():
         grads = {**grads, "a": {**grads["a"], "w": first}}
         return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads), {"loss": loss}
 
-    return Program(step=step, state=init(), inputs=INPUTS)
+    return Program(step=step, state=init(), inputs=(X, Y))
 
 
 @program
@@ -181,7 +179,7 @@ def line_search_by_while():
         rate = jax.lax.while_loop(too_long, lambda rate: rate * 0.5, 4.0)
         return at(rate), {"loss": loss, "rate": rate}
 
-    return Program(step=step, state=init(), inputs=INPUTS)
+    return Program(step=step, state=init(), inputs=(X, Y))
 
 
 @program
@@ -198,4 +196,4 @@ def average_of_weights():
         return (params, target, opt_state, count + 1), {"loss": loss, "average_loss": loss_fn(average, x, y)}
 
     params = init()
-    return Program(step=step, state=(params, params, transform.init(params), jnp.zeros((), jnp.int32)), inputs=INPUTS)
+    return Program(step=step, state=(params, params, transform.init(params), jnp.zeros((), jnp.int32)), inputs=(X, Y))

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from tests.zoo.registry import BATCH, Program, global_norm, normal, program, weights
-
-X, Y = normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2)
-
-
-def init() -> Any:
-    """Weights of three layers."""
-    return weights({"a": (8, 16), "b": (16, 16), "c": (16, 4)})
-
-
-def forward(params, x):
-    return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]
-
-
-def loss_fn(params, x, y):
-    return jnp.mean((forward(params, x) - y) ** 2)
+from tests.zoo.network import X, Y, forward, init, loss_fn
+from tests.zoo.registry import Program, global_norm, program
 
 
 @program

@@ -9,28 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.zoo.network import X, Y, forward, init, loss_fn
 from tests.zoo.registry import BATCH, Program, cross_entropy, descend, global_norm, integers, normal, program, weights
 
-X, Y = normal(BATCH, 8, seed=1), normal(BATCH, 4, seed=2)
 LABELS = integers(4, BATCH, seed=3)
-
-
-def init(seed: int = 0) -> Any:
-    """Weights of three layers."""
-    return weights({"a": (8, 16), "b": (16, 16), "c": (16, 4)}, seed)
 
 
 def stacked(count: int) -> Any:
     """Weights of several networks, stacked."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[init(seed) for seed in range(count)])
-
-
-def forward(params, x):
-    return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]
-
-
-def loss_fn(params, x, y):
-    return jnp.mean((forward(params, x) - y) ** 2)
 
 
 def plain(step: Any, *inputs: Any, **options: Any) -> Program:

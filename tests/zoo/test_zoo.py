@@ -14,9 +14,9 @@ import jax
 import pytest
 
 import alpa_lite as al
-from tests.end_to_end.cases import PLANNERS, eager_cluster
+from tests.end_to_end.cases import parallel
 from tests.zoo import compare
-from tests.zoo.registry import PROGRAMS, Program, load
+from tests.zoo.registry import PROGRAMS, load
 
 load()
 
@@ -43,17 +43,6 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-def parallel(program: Program, planner: str, num_microbatches: int) -> Any:
-    """The program's step, parallelised."""
-    return al.parallelize(
-        program.step,
-        cluster=eager_cluster(),
-        planner=PLANNERS[planner],
-        num_microbatches=num_microbatches,
-        batch_argnums=program.batch_argnums,
-    )
 
 
 def check(name: str, planner: str, num_microbatches: int) -> None:
@@ -93,6 +82,6 @@ def test_program_in_micro_batches_is_equal_or_refused(name: str, planner: str, d
 @pytest.mark.parametrize("planner", ["data_parallel", "hybrid"])
 def test_what_a_step_prints_is_printed_once(planner: str, devices: Any, capfd: pytest.CaptureFixture[str]) -> None:
     program = PROGRAMS["printing"]()
-    program.run(parallel(program, planner, 1))
+    program.run(parallel(program, planner))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("loss") == 2

@@ -1,0 +1,88 @@
+"""A graph with the equations that lowering needs to run its ops on real arrays, indexed by the same op ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.graph.ir import Graph, Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """How to run one op: the JAX primitive, its parameters, and the equations of the bodies of a loop."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    bodies: tuple[tuple[Equation, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphWithEquations:
+    """A graph, the equation of each of its ops, and the arrays captured by the function (its last inputs)."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...] = ()
+
+
+def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
+    """The program without ops whose results nobody reads and that do nothing else, renumbered."""
+    graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
+    for op in reversed(graph.ops):
+        if op.effectful or any(r in needed for r in op.results):
+            needed.update(op.operands)
+            kept.append(op)
+    kept.reverse()
+    results = {r for op in kept for r in op.results}
+    alive = [v for v in graph.values if v.id in needed or v.id in graph.inputs or v.id in results]
+    number = {v.id: i for i, v in enumerate(alive)}
+    renamed = Graph(
+        values=tuple(dataclasses.replace(v, id=number[v.id]) for v in alive),
+        ops=tuple(
+            dataclasses.replace(
+                op, id=i, operands=tuple(number[v] for v in op.operands), results=tuple(number[v] for v in op.results)
+            )
+            for i, op in enumerate(kept)
+        ),
+        inputs=tuple(number[v] for v in graph.inputs),
+        outputs=tuple(number[v] for v in graph.outputs),
+    )
+    equations = tuple(program.equations[op.id] for op in kept)
+    return dataclasses.replace(program, graph=renamed, equations=equations)
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an equation as plain data; whatever has no plain form is left out."""
+    plain = {key: _plain(value) for key, value in params.items()}
+    return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
+
+
+_NO_PLAIN_FORM = object()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.generic):
+        return value.item()
+    as_dict = getattr(value, "_asdict", None)
+    if as_dict is not None:
+        return {key: _plain(item) for key, item in as_dict().items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        items = tuple(_plain(item) for item in value)
+        return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
+    if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
+        return str(np.dtype(value))
+    if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
+        return str(value)
+    return _NO_PLAIN_FORM
