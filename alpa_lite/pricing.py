@@ -16,10 +16,10 @@ from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
-from alpa_lite.rules import FactorKind, Rule
+from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import fused_values, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
-from alpa_lite.spmd import Application, Walk, body_walk, sharing_axes
+from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
 from cost_models.work import Work
@@ -119,11 +119,14 @@ def own_collectives(
     rule, shared = rule_of_op(graph, op.id), sharing_axes(op, sizes)
     found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
     found += [("all_reduce", shared, float(v.bytes)) for v in graph.results(op) if shared and v.bytes]
-    if rule.reduction == "sum":
+    axes = tuple(a for a in sizes if a in reduced_axes(rule, placement))
+    if rule.reduction == "sum" or not axes:
         return found
-    axes = [a for f, k in enumerate(rule.kinds) if k is FactorKind.REDUCTION for a in placement.factors[f]]
-    buffer = sum(v.bytes / _shards(rule.results[i], placement, sizes) for i, v in enumerate(graph.results(op)))
-    return [*found, *(("all_reduce", (axis,), buffer) for axis in axes)]
+    for i, v in enumerate(graph.results(op)):
+        kind, item = combination(rule.reduction, v.dtype)
+        block = item * v.num_elements / _shards(rule.results[i], placement, sizes)
+        found.append((kind, axes, block * (prod(sizes[a] for a in axes) if kind == "all_gather" else 1)))
+    return found
 
 
 def _halo_exchanges(

@@ -76,13 +76,29 @@ def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
     """The specs of the results before their reductions are carried out."""
     partial = set(placement.partial)
     if rule.reduction == "sum":
-        partial |= {
-            a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]
-        }
+        partial |= reduced_axes(rule, placement)
     return tuple(
         Spec(tuple(_axes(factors, placement.factors) for factors in dims), tuple(sorted(partial)))
         for dims in rule.results
     )
+
+
+def reduced_axes(rule: Rule, placement: OpPlacement) -> set[str]:
+    """The mesh axes over which each device reduces a part."""
+    return {a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]}
+
+
+def combination(reduction: str, dtype: str) -> tuple[str, int]:
+    """Kind of the collective that combines parts of a reduction that is no sum, and bytes per element on the way.
+
+    There are collectives for extremes, of which truth values are a case; other parts are gathered and reduced.
+    """
+    if reduction in ("max", "min"):
+        # GPUs have no collective for 16-bit integers, as which narrow floats would be compared.
+        return "all_reduce", max(4, item_bytes(dtype)) if dtype.startswith(("float", "bfloat")) else item_bytes(dtype)
+    if reduction in ("and", "or") and dtype == "bool":
+        return "all_reduce", item_bytes(dtype)
+    return "all_gather", item_bytes(dtype)
 
 
 def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Combining what the devices hold of a reduction, by one collective over mesh axes.
+"""Combining what the devices hold of a reduction, by the collective over mesh axes that `spmd.combination` names.
 
     sum          psum                             max, min     pmax, pmin on ordered integers
     and, or      pmin, pmax of truth values       prod, xor and bitwise and, or: all_gather, then reduce
@@ -44,7 +44,7 @@ def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def _extreme(kind: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     collective = lax.pmax if kind == "max" else lax.pmin
     if x.dtype == jnp.bool_:
-        return collective(x.astype(jnp.int32), axes).astype(jnp.bool_)
+        return collective(x.astype(jnp.uint8), axes).astype(jnp.bool_)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
     # 16-bit integers have no collective on GPUs; widening a float changes no comparison.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.rules import Rule, rule_of, view_of
+from alpa_lite.rules import Rule, opaque_rule, rule_of, view_of
 
 
 @lru_cache(maxsize=100_000)
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
-    """The rule of an op; cached per graph."""
-    return rule_of(view_of(graph, graph.ops[op_id]))
+    """The rule of an op; cached per graph. What has an effect runs whole, on one device: its rule is not asked."""
+    op = graph.ops[op_id]
+    return (opaque_rule if op.effectful else rule_of)(view_of(graph, op))
 
 
 @lru_cache(maxsize=200_000)

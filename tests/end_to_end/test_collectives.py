@@ -11,10 +11,12 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
-from tests.end_to_end.cases import MODELS, PLANNERS, Training, eager_cluster, make_batch
+from tests.end_to_end.cases import MODELS, PLANNERS, Training, assert_same, eager_cluster, make_batch
 from tests.end_to_end.collectives import beyond, collectives_in, emitted, handed_over, planned
 
 
@@ -110,3 +112,29 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         ("all_reduce", 32, 2): 6.5,
         ("permute", 32, 0): 10.5,
     }
+
+
+def _of_every_reduction(x: Any) -> Any:
+    """Each row is reduced over its columns in every way that has a combination of its own."""
+    whole = (x * 8).astype(jnp.int32)
+    return (
+        x.max(1) + x.min(1) + x.prod(1),
+        x.astype(jnp.bfloat16).max(1),
+        (x > 0.9).any(1) & (x > 0).all(1),
+        jnp.bitwise_or.reduce(whole, axis=1),
+        whole.max(1),
+    )
+
+
+@pytest.mark.parametrize("axes", [{"x": 8}, {"x": 2, "y": 4}], ids=str)
+def test_parts_of_every_reduction_are_combined_as_planned(axes: dict[str, int], devices: Any) -> None:
+    # Two rows cannot be split over eight devices, columns can.
+    x = np.random.default_rng(0).normal(size=(1, 4096)).astype(np.float32)
+    step = al.parallelize(
+        _of_every_reduction, cluster=eager_cluster(), planner=al.planners.OnMesh(axes=axes), num_microbatches=1
+    )
+    compiled = step.compiled(x)
+    plan = planned(compiled.plan)
+    assert {"all_reduce", "all_gather"} <= {kind for kind, _, _ in plan}
+    assert handed_over(compiled) == plan
+    assert_same(step(x), jax.jit(_of_every_reduction)(x))
