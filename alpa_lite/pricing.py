@@ -52,7 +52,7 @@ class Pricer:
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
-        if step.kind == "slice":
+        if step.is_local:
             return 0.0
         return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axes)
 
@@ -173,7 +173,7 @@ class Estimator:
     def reshard(self, array: None, value: Value, steps: tuple[Step, ...], op: Op | None) -> None:
         """Price the moves."""
         for step in steps:
-            if step.kind != "slice":
+            if not step.is_local:
                 self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op)
 
     def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None) -> None:

@@ -7,15 +7,16 @@ A spec names, for each tensor dim, the mesh axes that split it (major first), an
 
 Resharding is a walk over specs by elementary moves (moves): all_gather takes the minor-most axis off a dim, slice
 puts an unused axis on a dim (free), all_to_all moves the minor-most axis from one dim to another, all_reduce and
-reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements). The cheapest
-walk by bytes sent per device is found once and cached (reshard).
+reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements), addend makes a
+scalar a partial sum, the other addends being zero (free). The cheapest walk by bytes sent per device is found once and
+cached (reshard).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, permutations
 from math import prod
@@ -91,11 +92,11 @@ def num_shards(spec: Spec, sizes: Mapping[str, int]) -> int:
 class Step:
     """One elementary move of a resharding over one mesh axis, or over several for a permute.
 
-    kind: all_reduce, reduce_scatter, all_gather, all_to_all, permute, or slice (local). `dim` is the tensor dim that
-    loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis; `target_dim` the one that gains it in an
-    all_to_all; `pairs` the (from, to) of a permute, devices numbered along `axes`, the last one fastest. `spec` is the
-    layout afterwards. `bytes_factor` × array bytes = buffer of the collective per device, by the convention of
-    `cost_models.Collective`.
+    kind: all_reduce, reduce_scatter, all_gather, all_to_all, permute, and slice and addend, which are local. `dim` is
+    the tensor dim that loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis; `target_dim` the one
+    that gains it in an all_to_all; `pairs` the (from, to) of a permute, devices numbered along `axes`, the last one
+    fastest. `spec` is the layout afterwards. `bytes_factor` × array bytes = buffer of the collective per device, by the
+    convention of `cost_models.Collective`.
     """
 
     kind: str
@@ -107,10 +108,19 @@ class Step:
     bytes_factor: float
 
     @property
+    def is_local(self) -> bool:
+        """True when nothing is sent."""
+        return self.kind in ("slice", "addend")
+
+    @property
     def axis(self) -> str:
         """The mesh axis of a move over one."""
         (axis,) = self.axes
         return axis
+
+    def below(self, num_dims: int) -> Step:
+        """The same move of an array with more leading dims."""
+        return replace(self, dim=self.dim + num_dims, target_dim=self.target_dim + num_dims) if num_dims else self
 
 
 def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
@@ -129,6 +139,9 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
                 bytes_factor=local,
             )
     for axis in (a for a in sizes if a not in used):
+        if not shape:
+            summed = Spec((), tuple(sorted((*spec.partial, axis))))
+            yield Step(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
         for dim in _can_split(spec, shape, sizes, axis):
             yield Step(
                 kind="slice",
@@ -219,10 +232,12 @@ def _can_split(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], axi
 
 def sent_bytes_factor(step: Step, sizes: Mapping[str, int]) -> float:
     """Bytes that one device sends in a step, as a multiple of the array's bytes (ring algorithms)."""
+    if step.is_local:
+        return 0.0
     if step.kind == "permute":
         return step.bytes_factor
     n = sizes[step.axis]
-    share = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0, "slice": 0.0}
+    share = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
     return share[step.kind] * (n - 1) / n * step.bytes_factor
 
 
@@ -231,7 +246,8 @@ def reshard(
 ) -> tuple[Step, ...] | None:
     """Cheapest walk of elementary moves from `source` to `target`; None when there is none.
 
-    A partial sum can be resolved but never created. A walk costs the bytes sent per device + `STEP_BYTES` a collective.
+    A partial sum can be resolved, but only a scalar made one. A walk costs the bytes sent per device + `STEP_BYTES` a
+    collective.
     """
     if source == target:
         return ()
@@ -253,8 +269,8 @@ def _cheapest_walks(
         if cost > best[spec]:
             continue
         for step, sent in _weighed_moves(spec, shape, sizes_items):
-            # A slice costs a little too, so that a walk never wanders through pointless ones.
-            weight = STEP_BYTES if step.kind != "slice" else 1.0
+            # A local step costs a little too, so that a walk never wanders through pointless ones.
+            weight = 1.0 if step.is_local else STEP_BYTES
             total = cost + sent * array_bytes + weight
             if total < best.get(step.spec, float("inf")):
                 best[step.spec] = total

@@ -6,8 +6,9 @@ Nodes choose one strategy each:
     leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader)
     crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing)
 
-All other ops follow their main operand: their strategies are those of its node (_add_follower). An edge prices the
-resharding between what a node offers and what an op demands:
+All other ops follow their main operand: their strategies are those of its node (_add_follower). Scalars that are added
+up (a gradient norm, a loss) stay partial sums until the last addition, which is never worse (_add_sum). An edge prices
+the resharding between what a node offers and what an op demands:
 
     R[i, j] = runs × seconds(spec offered under i → spec demanded under j)                           (_add_edge)
 
@@ -19,7 +20,7 @@ branch of a `cond`, and what the branches make has one spec.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
+from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan import Accumulator, OpPlacement
@@ -38,44 +40,7 @@ from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import operand_specs, replicated_placement, stacked
 from alpa_lite.strategies import Split, resolutions
 
-Key = tuple[int, int]
-"""A value: (scope, value id). Scope 0 is the graph of the step, every loop body has its own."""
-
 _UNIT = 0  # the node of everything that has no choice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What is known of a value: the node that decides it and its spec under each of the node's strategies."""
-
-    node: int
-    specs: tuple[Spec, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class Placed:
-    """An op with one placement per strategy of its node."""
-
-    node: int
-    options: tuple[OpPlacement, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class PlacedBodies:
-    """Control flow: the scopes of its bodies, and who decides on its operands (inside) and results."""
-
-    scopes: tuple[int, ...]
-    operands: tuple[Offer, ...]
-    results: tuple[Offer, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """One graph of the stage: the step's own (number 0) or that of a body."""
-
-    graph: Graph
-    batch_dims: tuple[int | None, ...]
-    in_loop: bool
 
 
 class Builder:
@@ -90,11 +55,12 @@ class Builder:
         self.costs: list[FloatArray] = [np.zeros(1)]
         self.edges: dict[tuple[int, int], FloatArray] = {}
         self.offers: dict[Key, Offer] = {}
-        self.placed: dict[Key, Placed | PlacedBodies] = {}
+        self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, tuple[Accumulator, ...]]] = {}
         self.usages: list[Usage] = []
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.crossing_values = frozenset(view.crossing)
+        self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
 
     # ------------------------------------------------------------------------------------------------ the problem
@@ -127,22 +93,9 @@ class Builder:
     def choice(self, choices: Sequence[int]) -> Choice:
         """Specs and placements of a solution."""
         inputs = {v: self.offers[(0, v)].specs[choices[self.offers[(0, v)].node]] for v in self.view.external}
-        ops = {op_id: self._placement((0, op_id), choices) for op_id in self.view.ops if (0, op_id) in self.placed}
+        ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
         sums = {v: options[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
-
-    def _placement(self, key: Key, choices: Sequence[int]) -> OpPlacement:
-        placed = self.placed[key]
-        if isinstance(placed, Placed):
-            return placed.options[choices[placed.node]]
-        bodies = [
-            {o.id: self._placement((n, o.id), choices) for o in self.scopes[n].graph.ops if (n, o.id) in self.placed}
-            for n in placed.scopes
-        ]
-        results, operands = (
-            tuple(offer.specs[choices[offer.node]] for offer in offers) for offers in (placed.results, placed.operands)
-        )
-        return OpPlacement(factors=(), results=results, bodies=tuple(bodies), body_operands=operands)
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -173,7 +126,9 @@ class Builder:
             self._add_control_flow(scope, graph, op, wiring, runs)
             return
         rule = rule_of_op(graph, op.id)
-        if rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
+        if _is_sum(graph, op) and any((scope, v) in self.waiting for v in op.operands):
+            self._add_sum(scope, graph, op, runs)
+        elif rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
             self._add_fixed(scope, graph, op, runs)
         elif self._leads(scope, graph, op, rule):
             self._add_leader(scope, graph, op, rule, runs)
@@ -202,6 +157,28 @@ class Builder:
         self._record(scope, op, _UNIT, (placement,))
         for i, spec in enumerate(operand_specs(rule, graph.operands(op), placement)):
             self._add_edge((scope, op.operands[i]), graph.values[op.operands[i]], _UNIT, (spec,), runs)
+
+    def _add_sum(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
+        """An addition of scalars, of which some are partial sums: what the sum costs is all but the same everywhere."""
+        self.costs[_UNIT] = self.costs[_UNIT] + runs * self.catalogue.seconds(
+            graph, op, replicated_placement(graph, op)
+        )
+        (result,) = op.results
+        waits = self._waits(scope, graph, op)
+        keys = tuple((scope, v) for v in op.operands if graph.values[v].literal is None)
+        self.placed[(scope, op.id)] = PlacedSum(operands=keys, result=(scope, result), waits=waits)
+        self.offers[(scope, result)] = self._whole(graph.values[result])
+
+    def _waits(self, scope: int, graph: Graph, op: Op) -> bool:
+        """True for a scalar that may stay a partial sum, as all that reads it in this stage is a sum of scalars."""
+        if len(op.results) != 1 or not self._feeds_addition(scope, graph, op):
+            return False
+        (result,) = op.results
+        crosses = scope == 0 and result in self.crossing_values
+        if crosses or not _is_sum(graph, graph.ops[graph.consumers[result][0]]):
+            return False
+        self.waiting.add((scope, result))
+        return True
 
     def _add_leader(self, scope: int, graph: Graph, op: Op, rule: Rule, runs: float) -> None:
         options = self.catalogue.leader(
@@ -233,8 +210,8 @@ class Builder:
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         main = self._main_operand(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
-        keep = self._only_crosses(scope, graph, op)
-        options = self.catalogue.following(graph, op, main, offer.specs, only_crosses=keep)
+        keep = self._only_crosses(scope, graph, op) or self._waits(scope, graph, op)
+        options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
         self.costs[offer.node] = self.costs[offer.node] + options.seconds * runs
         self._record(scope, op, offer.node, options.placements)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
@@ -390,3 +367,9 @@ class Builder:
         sizes = np.array([local_bytes(value, s, self.sizes) * copies for s in offer.specs])
         if sizes.any() and end > start:
             self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
+
+
+def _is_sum(graph: Graph, op: Op) -> bool:
+    """True for additions of scalars that may be partial sums."""
+    scalars = all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op)))
+    return scalars and op.primitive in ADDITIONS and bool(rule_of_op(graph, op.id).linear)

@@ -81,13 +81,13 @@ class Catalogue:
             self._leaders[key] = self._options(graph, op, found)
         return self._leaders[key]
 
-    def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, only_crosses: bool) -> Options:
+    def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
         """The placements of an op that follows its operand number `main` in each of these specs."""
-        key = (self._number(graph, op), main, specs, only_crosses)
+        key = (self._number(graph, op), main, specs, keep_partial)
         if key not in self._followers:
             rule, unique = rule_of_op(graph, op.id), list(dict.fromkeys(specs))
             found = [
-                follow(rule, graph.results(op), main, spec, self.sizes, keep_partial=only_crosses) for spec in unique
+                follow(rule, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial) for spec in unique
             ]
             options = self._options(graph, op, found)
             value = graph.operands(op)[main]

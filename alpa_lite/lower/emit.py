@@ -9,6 +9,7 @@ each device stores its addend (boundary_spec).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,7 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
 
 
 def move(x: Any, step: Step, sizes: Mapping[str, int]) -> Any:
-    """The collective (or slice) of one step of a resharding, on a device's block."""
+    """The collective (or local operation) of one step of a resharding, on a device's block."""
     if step.kind == "all_reduce":
         return lax.psum(x, step.axis)
     if step.kind == "reduce_scatter":
@@ -59,6 +60,8 @@ def move(x: Any, step: Step, sizes: Mapping[str, int]) -> Any:
         return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
     if step.kind == "permute":
         return lax.ppermute(x, step.axes, step.pairs)
+    if step.kind == "addend":
+        return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
     size = x.shape[step.dim] // sizes[step.axis]
     return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
 
@@ -79,7 +82,7 @@ class LocalMachine:
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
-        self.moved: set[tuple[Value, tuple[Step, ...]]] = set()
+        self.moved: Counter[tuple[Value, tuple[Step, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
         self.equations[graph] = equations
@@ -92,14 +95,17 @@ class LocalMachine:
         return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
 
     def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
-        """The collectives of a resharding; a barrier keeps XLA from merging a later one with an earlier one."""
-        key = (value, steps)
-        if key in self.moved and any(step.kind != "slice" for step in steps):
-            array = lax.optimization_barrier(array)
-        self.moved.add(key)
+        """The collectives of a resharding.
+
+        One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
+        by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
+        """
+        times = self.moved[value, steps]
+        self.moved[value, steps] += 1
+        array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
         for step in steps:
-            array = move(array, step, self.sizes)
-        return array
+            array = move(array, step.below(times), self.sizes)
+        return jax.numpy.reshape(array, array.shape[times:])
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
         """Bind the op's primitive on local blocks."""

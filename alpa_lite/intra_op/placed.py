@@ -1,0 +1,93 @@
+"""What the builder knows of values and ops while it makes a problem, and the placements that a solution means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.graph.ir import Graph
+from alpa_lite.plan import OpPlacement
+from alpa_lite.sharding import Spec
+
+Key = tuple[int, int]
+"""A value or an op: (scope, id). Scope 0 is the graph of the step, every loop body has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What is known of a value: the node that decides it and its spec under each of the node's strategies."""
+
+    node: int
+    specs: tuple[Spec, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """An op with one placement per strategy of its node."""
+
+    node: int
+    options: tuple[OpPlacement, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacedBodies:
+    """Control flow: the scopes of its bodies, and who decides on its operands (inside) and results."""
+
+    scopes: tuple[int, ...]
+    operands: tuple[Offer, ...]
+    results: tuple[Offer, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacedSum:
+    """An addition of scalars, partial over all axes that an operand is partial over; so is the result if it `waits`."""
+
+    operands: tuple[Key, ...]
+    result: Key
+    waits: bool
+
+    def placement(self, operands: Sequence[Spec]) -> OpPlacement:
+        """The placement for operands in these specs."""
+        partial = tuple(sorted({axis for spec in operands for axis in spec.partial}))
+        return OpPlacement(factors=(), partial=partial, results=(Spec((), partial if self.waits else ()),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """One graph of the stage: the step's own (number 0) or that of a body."""
+
+    graph: Graph
+    batch_dims: tuple[int | None, ...]
+    in_loop: bool
+
+
+def placements_of(
+    placed: Mapping[Key, Placed | PlacedSum | PlacedBodies],
+    offers: Mapping[Key, Offer],
+    scopes: Sequence[Scope],
+    ops: Iterable[int],
+    choices: Sequence[int],
+) -> dict[int, OpPlacement]:
+    """The placements of ops of the step, in order, when the nodes of the problem choose so."""
+    sums: dict[Key, Spec] = {}
+
+    def spec(key: Key) -> Spec:
+        return sums[key] if key in sums else offers[key].specs[choices[offers[key].node]]
+
+    def within(scope: int, numbers: Iterable[int]) -> dict[int, OpPlacement]:
+        return {n: placement(placed[(scope, n)]) for n in numbers if (scope, n) in placed}
+
+    def placement(op: Placed | PlacedSum | PlacedBodies) -> OpPlacement:
+        if isinstance(op, Placed):
+            return op.options[choices[op.node]]
+        if isinstance(op, PlacedSum):
+            made = op.placement([spec(key) for key in op.operands if key in sums or key in offers])
+            (sums[op.result],) = made.results
+            return made
+        bodies = tuple(within(n, range(len(scopes[n].graph.ops))) for n in op.scopes)
+        results, operands = (
+            tuple(offer.specs[choices[offer.node]] for offer in offers) for offers in (op.results, op.operands)
+        )
+        return OpPlacement(factors=(), results=results, bodies=bodies, body_operands=operands)
+
+    return within(0, ops)
