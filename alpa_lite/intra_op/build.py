@@ -259,6 +259,7 @@ class Builder:
     def _add_control_flow(self, scope: int, graph: Graph, op: Op, wiring: Wiring, runs: float) -> None:
         """Bodies are laid out in the same problem: operands, and results that are no operands, are nodes."""
         first, in_loop = len(self.scopes), self._in_loop(scope, op)
+        split = self._split_inside(in_loop=in_loop)
         for body in op.bodies:
             known = self.step.bodies.get(body)
             dims = known.batch_dims if known is not None else (None,) * len(body.values)
@@ -278,7 +279,7 @@ class Builder:
                     self.computed.add(offer.node)
                 elif r is not None:
                     if r not in results:
-                        results[r] = self._add_slot(body.values[v], self.scopes[n].batch_dims[v], in_loop=in_loop)
+                        results[r] = self._add_slot(body.values[v], self.scopes[n].batch_dims[v], split)
                     self._add_edge((n, v), body.values[v], results[r].node, results[r].specs, runs * wiring.trips)
         self.offers.update({(scope, v): results[r] for r, v in enumerate(op.results)})
         ordered = tuple(results[r] for r in range(len(op.results)))
@@ -296,7 +297,10 @@ class Builder:
             return self._whole(outer)
         n, place = readers[0]
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
-        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], in_loop=self._in_loop(scope, op))
+        # What every device can make for itself is no parameter to be stored split.
+        free = outer.id in free_values(graph)
+        split = Split.NEVER if free else self._split_inside(in_loop=self._in_loop(scope, op))
+        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
         return offer
@@ -304,14 +308,20 @@ class Builder:
     def _whole(self, value: Value) -> Offer:
         return Offer(node=_UNIT, specs=(replicated(value.rank),))
 
-    def _add_slot(self, value: Value, batch_dim: int | None, *, in_loop: bool) -> Offer:
+    def _split_inside(self, *, in_loop: bool) -> Split:
+        """Whether values without a batch are split over BATCH axes inside control flow.
+
+        An update may leave its values as they come: only what the loop reads is stored split at any price.
+        """
+        restriction = self.catalogue.restriction
+        outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
+        return restriction.parameters if in_loop else outside
+
+    def _add_slot(self, value: Value, batch_dim: int | None, split: Split) -> Offer:
         """A value inside control flow that keeps one spec of its own choice."""
         if value.rank == 0 or value.dtype.startswith("key<"):
             return self._whole(value)
-        restriction = self.catalogue.restriction
-        # An update may leave its values as they come: only what the loop reads is stored split at any price.
-        outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
-        specs = self.catalogue.value_specs(value, batch_dim, split=restriction.parameters if in_loop else outside)
+        specs = self.catalogue.value_specs(value, batch_dim, split=split)
         offer = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
             self.computed.add(offer.node)

@@ -82,6 +82,7 @@ class LocalMachine:
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
+        self.part = 0  # how many phases of the task are done: their loops may move the same values
         self.moved: Counter[tuple[Value, tuple[Step, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
@@ -100,7 +101,7 @@ class LocalMachine:
         One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
         by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
         """
-        times = self.moved[value, steps]
+        times = self.part + self.moved[value, steps]
         self.moved[value, steps] += 1
         array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
         for step in steps:
@@ -205,6 +206,7 @@ def emit_task(
         for part in _by_phase(task.ops, step):
             walk.forget()
             walk.run(part)
+            machine.part += 1
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]
