@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/alpa-lite demo
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8
 
 lint: $(STAMP)
 	$(BIN)/ruff check
