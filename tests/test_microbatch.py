@@ -227,6 +227,17 @@ def test_a_loop_value_that_ignores_the_batch_is_not_added_up() -> None:
         _split(step, (PARAMS, X), batch_argnums=1)
 
 
+def test_neighbouring_samples_that_meet_in_a_convolution_are_refused() -> None:
+    def step(p: Any, x: Any) -> Any:
+        """The correlation of each sample with the one before, itself, and the one after."""
+        numbers = ("0NC", "0IO", "0NC")
+        lags = jax.lax.conv_general_dilated(x[:, None], x[..., None], (1,), [(1, 1)], dimension_numbers=numbers)
+        return descend(p, p), jnp.sum(lags * jnp.arange(3.0)[:, None, None])
+
+    with pytest.raises(NonAdditiveError, match=r"conv_general_dilated .* mixes the samples"):
+        _split(step, (PARAMS, X), batch_argnums=1)
+
+
 @pytest.mark.parametrize("number", [3, 32, -1, 0])
 def test_numbers_that_do_not_divide_are_refused(number: int) -> None:
     with pytest.raises(BatchError, match=r"16 samples. Choose one of \[1, 2, 4, 8, 16\]"):

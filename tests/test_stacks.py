@@ -54,6 +54,13 @@ def _weight_read_whole_too(p: Any, x: Any) -> Any:
     return _loss(p, x, _body) + 1e-2 * jnp.sum(jnp.linalg.norm(p["w"].reshape(L * D, D), axis=1))
 
 
+def _neighbours_correlated(p: Any, x: Any) -> Any:
+    """Biases of neighbouring layers meet in a convolution along the layers, which parts cannot do one by one."""
+    b, numbers = p["b"], ("0NC", "0IO", "0NC")
+    lags = jax.lax.conv_general_dilated(b[:, None, :], b[:, :, None], (1,), [(1, 1)], dimension_numbers=numbers)
+    return _loss(p, x, _body) + 1e-2 * jnp.sum(lags * jnp.arange(3.0)[:, None, None])
+
+
 def _rows_by_number(state: Any, x: Any) -> Any:
     """A frozen layer, one with a rate of its own, rows looked up, and one overwritten at a computed place."""
     params, opt_state = state
@@ -78,6 +85,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "cast": _train(lambda p, x: _loss(p, x, _body, jnp.bfloat16)),
     "remat": _train(lambda p, x: _loss(p, x, jax.checkpoint(_body))),
     "read whole too": _train(_weight_read_whole_too),
+    "neighbours correlated": _train(_neighbours_correlated),
     "rows by number": _rows_by_number,
 }
 STATE = (PARAMS, TX.init(PARAMS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.rules.windows import Window
+from tests.rules.row import floats, row
 
 WINDOWS = st.builds(
     Window,
@@ -78,3 +80,12 @@ def test_windows_that_skip_inputs_have_no_halo_on_equal_blocks() -> None:
     assert Window(size=3).halo(8, 6) is None
     assert Window(size=3, low=1, high=1).halo(8, 8) == (1, 1)
     assert Window(size=2, stride=2).halo(8, 4) == (0, 0)
+
+
+def test_a_dim_is_cut_in_no_smaller_blocks_than_its_halo() -> None:
+    """A kernel of 17 rows reads 8 on either side: 32 rows are cut in 4 blocks, and not in 8."""
+    convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")  # noqa: E731
+    rule = row("conv_general_dilated", convolve, floats(1, 2, 32, 4), floats(2, 2, 17, 1)).case.rule
+    height = rule.operands[0][2][0]
+    assert rule.splits_into(height, 4) and not rule.splits_into(height, 8)
+    assert rule.splits_into(rule.operands[0][3][0], 4)  # a single column reads none
