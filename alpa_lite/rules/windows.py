@@ -16,13 +16,13 @@ its gradient        ([i,w], [i,ws]) -> ([i,ws])         the windows have a halo 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
 from alpa_lite.rules.elementwise import linear_groups
-from alpa_lite.rules.registry import FactorKind, Halo, OpView, Rule, RuleBuilder, register_rule
+from alpa_lite.rules.registry import Dims, FactorKind, Halo, OpView, Rule, RuleBuilder, register_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,63 +85,67 @@ def windows_of(params: Mapping[str, Any]) -> list[Window]:
     ]
 
 
+_Reads = tuple[tuple[int, int, int], ...]
+"""(operand, rows before, rows after) that a block reads of its neighbours along one dim."""
+
+
+def _pooled(
+    b: RuleBuilder, wide: Sequence[int], narrow: Sequence[int], reads: Sequence[_Reads | None]
+) -> tuple[Dims, Dims, tuple[Halo, ...]]:
+    """Factors of a pooled array and of the windows on it; dims are whole where nothing is known of what they read."""
+    first, second, halos = list[tuple[int, ...]](), list[tuple[int, ...]](), list[Halo]()
+    for dim, (n, m, needed) in enumerate(zip(wide, narrow, reads, strict=True)):
+        if needed is None:
+            factors = (b.factor(n, FactorKind.PERMUTATION),), (b.factor(m, FactorKind.PERMUTATION),)
+        else:
+            found = [(operand, *rows) for operand, *rows in needed if any(rows)]
+            factors = shared_factor(b, n, m, FactorKind.PERMUTATION if found else FactorKind.PASS)
+            halos += [Halo(operand, dim, factors[0][0], before, after) for operand, before, after in found]
+        first.append(factors[0])
+        second.append(factors[1])
+    return tuple(first), tuple(second), tuple(halos)
+
+
 @register_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
 def reduce_window(view: OpView) -> Rule:
     """Pooling of one array or of several alike; operands of rank 0 are what windows start from."""
-    b = RuleBuilder()
-    wide, narrow = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    halos = list[Halo]()
-    pooled = [i for i, v in enumerate(view.operands) if v.rank]
     shapes = (view.operands[0].shape, view.results[0].shape)
-    for dim, (window, length, count) in enumerate(zip(windows_of(view.params), *shapes, strict=True)):
-        reads = window.halo(length, count)
-        if reads is None:
-            wide.append((b.factor(length, FactorKind.PERMUTATION),))
-            narrow.append((b.factor(count, FactorKind.PERMUTATION),))
-            continue
-        factors = shared_factor(b, length, count, FactorKind.PERMUTATION if any(reads) else FactorKind.PASS)
-        wide.append(factors[0])
-        narrow.append(factors[1])
-        halos += [Halo(i, dim, factors[0][0], *reads) for i in pooled if any(reads)]
+    reads = list[_Reads | None]()
+    for window, n, m in zip(windows_of(view.params), *shapes, strict=True):
+        halo = window.halo(n, m)
+        reads.append(halo and tuple((i, *halo) for i, v in enumerate(view.operands) if v.rank))
+    b = RuleBuilder()
+    wide, narrow, halos = _pooled(b, *shapes, reads)
     return b.build(
-        tuple(tuple(wide) if v.rank else () for v in view.operands),
-        tuple(tuple(narrow) for _ in view.results),
+        tuple(wide if v.rank else () for v in view.operands),
+        tuple(narrow for _ in view.results),
         linear=linear_groups(view, (0,)) if view.primitive in ("reduce_window_sum", "select_and_gather_add") else (),
         flops=float(view.results[0].num_elements * prod(view.params["window_dimensions"])),
-        halos=tuple(halos),
+        halos=halos,
     )
 
 
 @register_rule("select_and_scatter_add", "select_and_scatter")
 def select_and_scatter(view: OpView) -> Rule:
     """Gradient of max-pooling: operands are the cotangent (one per window) and the pooled array."""
-    b = RuleBuilder()
     adds = view.primitive == "select_and_scatter_add"
     source, operand = (0, 1) if adds else (1, 0)
-    wide, narrow = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    halos = list[Halo]()
     shapes = (view.operands[operand].shape, view.operands[source].shape)
-    for dim, (window, length, count) in enumerate(zip(windows_of(view.params), *shapes, strict=True)):
-        reads, reaching = window.halo(length, count), window.reaching()
+    reads = list[_Reads | None]()
+    for window, n, m in zip(windows_of(view.params), *shapes, strict=True):
+        before, after = window.reaching()
+        last = (after - 1) * window.stride - window.low + window.reach
+        needed = (source, before, after), (operand, before * window.stride + window.low, max(last, 0))
         # Windows beyond the array have no cotangent; a function of the user's may make something of none.
-        if reads is None or (not adds and any((*reads, *reaching))):
-            wide.append((b.factor(length, FactorKind.PERMUTATION),))
-            narrow.append((b.factor(count, FactorKind.PERMUTATION),))
-            continue
-        moved = any((*reads, *reaching))
-        factors = shared_factor(b, length, count, FactorKind.PERMUTATION if moved else FactorKind.PASS)
-        wide.append(factors[0])
-        narrow.append(factors[1])
-        before, after = reaching
-        if moved:
-            last = (after - 1) * window.stride - window.low + window.reach
-            halos.append(Halo(source, dim, factors[0][0], before, after))
-            halos.append(Halo(operand, dim, factors[0][0], before * window.stride + window.low, max(last, 0)))
-    operands = {source: tuple(narrow), operand: tuple(wide)}
+        known = window.halo(n, m) is not None and (adds or not any((*needed[0][1:], *needed[1][1:])))
+        reads.append(needed if known else None)
+    b = RuleBuilder()
+    wide, narrow, halos = _pooled(b, *shapes, reads)
+    operands = {source: narrow, operand: wide}
     return b.build(
         tuple(operands.get(i, ()) for i in range(len(view.operands))),
-        (tuple(wide),),
+        (wide,),
         linear=linear_groups(view, (0,)) if adds else (),
         flops=float(view.operands[source].num_elements * prod(view.params["window_dimensions"])),
-        halos=tuple(halos),
+        halos=halos,
     )

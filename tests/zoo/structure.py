@@ -61,7 +61,7 @@ def accumulate_in_scan_of_given_parts():
         return (optax.apply_updates(params, updates), opt_state), {"loss": losses.mean(), "losses": losses}
 
     params = init()
-    parts, batch = (X.reshape(2, 8, 8), Y.reshape(2, 8, 4)), {"x": 1, "y": 1}
+    parts, batch = (jnp.stack([X, -X]), jnp.stack([Y, Y])), {"x": 1, "y": 1}
     return Program(step=step, state=(params, transform.init(params)), inputs=parts, batch_argnums=batch)
 
 
