@@ -131,3 +131,20 @@ def test_parts_of_every_reduction_are_combined_as_planned(axes: dict[str, int], 
     assert {"all_reduce", "all_gather"} <= {kind for kind, _, _ in plan}
     assert handed_over(compiled) == plan
     assert_same(step(x), jax.jit(_of_every_reduction)(x))
+
+
+def test_tables_that_every_device_can_make_are_not_gathered_inside_a_loop(devices: Any) -> None:
+    def step(weights: Any, x: Any) -> Any:
+        angles = jnp.cos(jnp.arange(24.0)[:, None] * jnp.arange(40.0))
+
+        def loss(w: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda h, layer: (jnp.tanh((h * angles) @ layer), None), x, w)[0] ** 2)
+
+        return weights - jax.grad(loss)(weights)
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((3, 40, 40), (16, 24, 40))]
+    options = dict(cluster=eager_cluster(), planner=PLANNERS["fsdp"], num_microbatches=1)
+    plan = al.plan(step, *arguments, **options)
+    gathered = [use for use in plan.prediction.collectives if use.kind == "all_gather"]
+    assert {use.bytes for use in gathered} == {4.0 * 40 * 40}, "weights alone, layer by layer"

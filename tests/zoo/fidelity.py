@@ -25,6 +25,12 @@ def _share(part: Counts, whole: Counts) -> float:
     return sum(min(number, part.get(c, 0)) for c, number in whole.items()) / total if total else 1.0
 
 
+def _widened(left_out: Counts, added: Counts) -> Counts:
+    """What was sent in twice the bytes: XLA has no collectives of bfloat16 on CPU."""
+    pairs = ((c, min(number, added.get((c[0], 2 * c[1], c[2]), 0))) for c, number in left_out.items())
+    return {c: number for c, number in pairs if number}
+
+
 def _by_kind(counts: Counts) -> str:
     """How many of each kind, scalars apart: XLA adds scalars that are summed over devices first, and reduces once."""
     total: dict[str, float] = defaultdict(float)
@@ -43,7 +49,11 @@ def row(name: str, planner: str) -> str:
         return f"| {name} | {planner} | – | – | – | – | – | refused: {str(error)[:60]}… |"
     plan, given, made = planned(compiled.plan), handed_over(compiled), emitted(compiled)
     left_out, added = beyond(plan, made), beyond(made, plan)
-    notes = [f"XLA left out {_by_kind(left_out)}"] if left_out else []
+    widened = _widened(left_out, added)
+    left_out = beyond(left_out, widened)
+    added = beyond(added, {(kind, 2 * size, devices): n for (kind, size, devices), n in widened.items()})
+    notes = [f"XLA sent {_by_kind(widened)} of bfloat16 as float32"] if widened else []
+    notes += [f"XLA left out {_by_kind(left_out)}"] if left_out else []
     notes += [f"XLA added {_by_kind(added)}"] if added else []
     numbers = [f"{sum(c.values()):g}" for c in (plan, given, made)]
     shares = f"{_share(given, plan):.0%} | {_share(made, plan):.0%}" if not beyond(given, plan) else "ADDED | –"
