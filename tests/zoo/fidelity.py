@@ -25,18 +25,25 @@ def _share(part: Counts, whole: Counts) -> float:
     return sum(min(number, part.get(c, 0)) for c, number in whole.items()) / total if total else 1.0
 
 
-def _widened(left_out: Counts, added: Counts) -> Counts:
-    """What was sent in twice the bytes: XLA has no collectives of bfloat16 on CPU."""
-    pairs = ((c, min(number, added.get((c[0], 2 * c[1], c[2]), 0))) for c, number in left_out.items())
-    return {c: number for c, number in pairs if number}
-
-
-def _by_kind(counts: Counts) -> str:
-    """How many of each kind, scalars apart: XLA adds scalars that are summed over devices first, and reduces once."""
+def _kinds(counts: Counts) -> dict[str, float]:
+    """How many of each kind, scalars apart."""
     total: dict[str, float] = defaultdict(float)
     for (kind, size, _), number in counts.items():
         total[f"{kind} of a scalar" if size <= 8 else kind] += number
-    return ", ".join(f"{number:g} {kind}" for kind, number in sorted(total.items()))
+    return total
+
+
+def _notes(left_out: Counts, added: Counts) -> list[str]:
+    """What XLA did. Kinds that are both missing and added were widened: it has no collectives of bfloat16 on CPU."""
+    missing, more = _kinds(left_out), _kinds(added)
+    resized = {kind: min(missing[kind], more[kind]) for kind in missing if kind in more}
+    what = {
+        "sent as float32": resized,
+        "left out": {kind: n - resized.get(kind, 0) for kind, n in missing.items()},
+        "added": {kind: n - resized.get(kind, 0) for kind, n in more.items()},
+    }
+    listed = {verb: ", ".join(f"{n:g} {kind}" for kind, n in sorted(k.items()) if n) for verb, k in what.items()}
+    return [f"XLA {verb} {text}" for verb, text in listed.items() if text]
 
 
 def row(name: str, planner: str) -> str:
@@ -49,12 +56,7 @@ def row(name: str, planner: str) -> str:
         return f"| {name} | {planner} | – | – | – | – | – | refused: {str(error)[:60]}… |"
     plan, given, made = planned(compiled.plan), handed_over(compiled), emitted(compiled)
     left_out, added = beyond(plan, made), beyond(made, plan)
-    widened = _widened(left_out, added)
-    left_out = beyond(left_out, widened)
-    added = beyond(added, {(kind, 2 * size, devices): n for (kind, size, devices), n in widened.items()})
-    notes = [f"XLA sent {_by_kind(widened)} of bfloat16 as float32"] if widened else []
-    notes += [f"XLA left out {_by_kind(left_out)}"] if left_out else []
-    notes += [f"XLA added {_by_kind(added)}"] if added else []
+    notes = _notes(left_out, added)
     numbers = [f"{sum(c.values()):g}" for c in (plan, given, made)]
     shares = f"{_share(given, plan):.0%} | {_share(made, plan):.0%}" if not beyond(given, plan) else "ADDED | –"
     return f"| {name} | {planner} | {' | '.join(numbers)} | {shares} | {'; '.join(notes)} |"
