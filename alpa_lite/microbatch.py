@@ -35,6 +35,7 @@ from alpa_lite.graph.phases import (
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.stacks import PartedProgram, part_stacks
 from alpa_lite.trace import Traced
 
@@ -75,19 +76,24 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
         else:
             verify(full.program.graph)
             return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    return _without_batch(traced, _parted(traced, traced.jaxpr, unroll, frozenset()), unroll, problem)
+    return _at_one_size(traced, _parted(traced, traced.jaxpr, unroll, frozenset()), unroll, problem)
 
 
-def _without_batch(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
+def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
+    """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
     graph = verify(full.program.graph)
-    loop = loop_without_batch(graph)
+    leaves = dict(enumerate(traced.batch_leaves))
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts])
+    # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+    loop = loop_without_batch(graph) | loop_ops(graph, batch)[0]
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in graph.values),
-        batch_dims=(None,) * len(graph.values),
+        batch_dims=batch,
         phases=assign_phases(graph, loop | effects_before(graph, loop)),
         num_microbatches=1,
-        batch_size=None,
+        batch_size=traced.batch_size,
+        bodies=bodies,
         batch_problem=problem,
         input_parts=full.input_parts,
         output_parts=full.output_parts,

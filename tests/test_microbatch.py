@@ -17,6 +17,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.microbatch import TracedStep, split_step
+from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
 
@@ -256,3 +257,35 @@ def test_without_micro_batches_nothing_is_refused() -> None:
     for program in PROGRAMS.values():
         split = _split(program.step, program.args, 1, batch_argnums=program.batch_argnums)
         assert split.step.num_microbatches == 1
+
+
+def test_a_batch_size_written_into_the_step_is_followed_through_it() -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        def loss(p: Any) -> Any:
+            start = jnp.zeros((16, p["w1"].shape[1]))  # 16 samples, and no other number
+            h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + x @ p["w1"]), None), start, None, length=3)
+            return jnp.mean(((h.reshape(16, 2, -1).reshape(16, -1) @ p["w2"])[:, :4] - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return descend(p, grads), value
+
+    traced = trace(step, (PARAMS, X, Y), batch_argnums=(1, 2))
+    found = split_step(traced, 1).step
+    assert found.batch_size == 16 and "batch was lost" in found.batch_problem
+    loop = next(op for op in found.graph.ops if op.primitive == "scan")
+    assert found.batch_dims[loop.results[0]] == 0
+    assert [op.id for op in found.graph.ops if found.phases[op.id] is Phase.UPDATE]
+    with pytest.raises(TraceError, match="cannot be traced at a micro-batch of 8 samples"):
+        split_step(traced, 2)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_batch_flows_where_other_sizes_show_it(name: str) -> None:
+    program = PROGRAMS[name]
+    step = split_step(trace(program.step, program.args, batch_argnums=program.batch_argnums), 1).step
+    assert step.batch_size is not None and not step.batch_problem
+    followed, bodies = follow_batch(step.graph, [step.batch_dims[v] for v in step.graph.inputs])
+    assert all(dim in (None, seen) for dim, seen in zip(followed, step.batch_dims, strict=True))
+    for body, scope in bodies.items():
+        seen = step.bodies[body].batch_dims
+        assert all(dim in (None, other) for dim, other in zip(scope.batch_dims, seen, strict=True))

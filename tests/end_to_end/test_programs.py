@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
@@ -55,6 +56,28 @@ def test_automatic_search_leaves_out_micro_batches_that_would_change_the_step(de
     step = al.parallelize(program.step, cluster=eager_cluster(), planner=PLANNERS["auto"])
     assert_same(step(*program.args), jax.jit(program.step)(*program.args))
     assert step.last_plan is not None and step.last_plan.num_microbatches == 1
+
+
+@pytest.mark.parametrize("planner", ["data_parallel", "fsdp", "pipeline_2"])
+def test_a_step_with_its_batch_size_written_into_it_is_split_all_the_same(planner: str, devices: Any) -> None:
+    def step(p: Any, x: Any, y: Any) -> Any:
+        def loss(p: Any) -> Any:
+            start = jnp.zeros((programs.NUM_SAMPLES, 16))
+            h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + x @ p["w1"]) @ p["w2"], None), start, None, length=2)
+            return jnp.mean((h.reshape(programs.NUM_SAMPLES, 2, -1).mean(1) @ p["w2"][:8, :4] - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+    arguments = (programs.PARAMS, programs.X, programs.Y)
+    program = programs.Program(step=step, args=arguments, batch_argnums=(1, 2))
+    with pytest.raises(al.errors.TraceError, match="cannot be traced at a micro-batch of 8 samples"):
+        parallel(program, planner, 2).trace(*arguments).plan()
+    parallelised = parallel(program, planner)
+    assert_same(parallelised(*arguments), jax.jit(step)(*arguments))
+    assert parallelised.last_plan is not None
+    inputs = [spec for stage in parallelised.last_plan.stages for spec in stage.inputs.values()]
+    assert any(spec.dims and spec.dims[0] for spec in inputs)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

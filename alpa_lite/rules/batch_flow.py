@@ -1,0 +1,70 @@
+"""Where the batch goes, by the rules of the ops that it meets: for steps that run at one batch size only.
+
+A step with its batch size written into it, or one that looks at it, cannot be traced at another size to see which dims
+follow the batch (`graph.phases.batch_dims`). Its batch is then followed from the arguments through every factor that
+passes, in and out of the bodies of control flow. What it misses is merely not split as the batch is: nothing that has
+to be exact rests on it, and micro-batches are not made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import Scope
+from alpa_lite.graph.wiring import Wiring, wiring_of
+from alpa_lite.rules.registry import FactorKind, Rule, rule_of, view_of
+
+Dims = tuple[int | None, ...]
+
+
+def follow_batch(graph: Graph, inputs: Sequence[int | None]) -> tuple[Dims, dict[Graph, Scope]]:
+    """For each value the dim that carries the batch, or None; and the same of every body. `inputs`: of the inputs."""
+    found: list[int | None] = [None] * len(graph.values)
+    bodies: dict[Graph, Scope] = {}
+    for v, dim in zip(graph.inputs, inputs, strict=True):
+        found[v] = dim
+    for op in graph.ops:
+        wiring = wiring_of(op)
+        operands = [found[v] for v in op.operands]
+        results = _through(graph, op, operands) if wiring is None else _around(op, wiring, operands, bodies)
+        for r, dim in zip(op.results, results, strict=True):
+            found[r] = dim
+    return tuple(found), bodies
+
+
+def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int | None]:
+    rule = rule_of(view_of(graph, op))
+    carried = {
+        _major(rule, dims[dim]) for dims, dim in zip(rule.operands, operands, strict=True) if dims and dim is not None
+    }
+    passed = {f for f in carried if f is not None and rule.kinds[f] is FactorKind.PASS}
+    return [next((d for d, f in enumerate(dims) if _major(rule, f) in passed), None) for dims in rule.results]
+
+
+def _major(rule: Rule, factors: tuple[int, ...]) -> int | None:
+    return next((f for f in factors if rule.sizes[f] > 1), None)
+
+
+def _around(op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, Scope]) -> list[int | None]:
+    """Through the bodies until what they carry from trip to trip has the batch where it came in with it."""
+    inside = [_slice(dim) if i in wiring.scanned else dim for i, dim in enumerate(operands)]
+    while True:
+        results: list[int | None] = [None] * len(op.results)
+        for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
+            dims, inner = follow_batch(body, [inside[i] for i in inputs])
+            bodies.update(inner)
+            bodies[body] = Scope(full_shapes=tuple(v.shape for v in body.values), batch_dims=dims)
+            for v, r in zip(body.outputs, outputs, strict=True):
+                if r is not None and dims[v] is not None and results[r] is None:
+                    results[r] = dims[v]
+        entered = {i: results[r] for r, i in wiring.carried.items() if inside[i] is None and results[r] is not None}
+        if not entered:
+            return [dim + 1 if dim is not None and r in wiring.stacked else dim for r, dim in enumerate(results)]
+        for i, dim in entered.items():
+            inside[i] = dim
+
+
+def _slice(dim: int | None) -> int | None:
+    """The dim of a slice of the leading dim; a batch that is scanned over is gone."""
+    return None if not dim else dim - 1
