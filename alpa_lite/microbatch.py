@@ -36,6 +36,7 @@ from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.rules.graph_facts import is_zero
 from alpa_lite.stacks import PartedProgram, part_stacks
 from alpa_lite.trace import Traced
 
@@ -285,20 +286,6 @@ def _reaches(graph: Graph, start: set[int]) -> set[int]:
         if any(v in reached for v in op.operands):
             reached.update(op.results)
     return reached
-
-
-def is_zero(graph: Graph, value: int) -> bool:
-    """True when a value is known to be all zeros."""
-    v = graph.values[value]
-    if v.literal is not None:
-        return v.literal == 0
-    producer = graph.producer[value]
-    if producer is None:
-        return False
-    op = graph.ops[producer]
-    return op.primitive in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(
-        graph, op.operands[0]
-    )
 
 
 def _check_bodies(graph: Graph, op: Op, other: Op, wiring: Wiring) -> None:

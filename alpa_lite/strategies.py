@@ -72,7 +72,10 @@ def axis_choices(
     in_loop: bool,
     takes_partial: bool,
 ) -> list[tuple[int | None, ...]]:
-    """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it."""
+    """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it.
+
+    Over BATCH axes only what has no batch is added up in parts, and only in the loop: gradients.
+    """
     per_axis: list[list[int | None]] = []
     for axis in sizes:
         role = restriction.role(axis)
@@ -86,7 +89,7 @@ def axis_choices(
             choices = [None] if restriction.optimizer is Split.NEVER else [None, *fits]
         else:
             choices = [None, *fits]
-        if takes_partial and role is not AxisRole.BATCH:
+        if takes_partial and (role is not AxisRole.BATCH or (in_loop and not batch_factors)):
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []

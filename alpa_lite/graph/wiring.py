@@ -11,7 +11,7 @@ looks into bodies (batch tracking, search, pricing, emission) goes through `wiri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -101,3 +101,24 @@ def _reached(body: Graph, start: set[int]) -> set[int]:
         if any(v in reached for v in op.operands):
             reached.update(op.results)
     return reached
+
+
+def accumulators(op: Op, wiring: Wiring, additions: Collection[str]) -> dict[int, int]:
+    """Operands that a loop only adds to: number of the operand → the op of the last body that adds to it."""
+    found: dict[int, int] = {}
+    for r, i in wiring.carried.items():
+        *others, body = op.bodies
+        if any(_read(other, inputs, i) for other, inputs in zip(others, wiring.inputs, strict=False)):
+            continue
+        start, end = body.inputs[wiring.inputs[-1].index(i)], body.outputs[wiring.outputs[-1].index(r)]
+        producer = body.producer[end]
+        if producer is None or body.ops[producer].primitive not in additions:
+            continue
+        read_elsewhere = tuple(body.consumers[start]) != (producer,) or body.consumers[end]
+        if not read_elsewhere and start not in body.outputs and body.outputs.count(end) == 1:
+            found[i] = producer
+    return found
+
+
+def _read(body: Graph, inputs: tuple[int, ...], operand: int) -> bool:
+    return operand in inputs and bool(body.consumers[body.inputs[inputs.index(operand)]])

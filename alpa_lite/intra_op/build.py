@@ -21,21 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.wiring import Wiring, wiring_of
+from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import operand_specs, replicated_placement, stacked
 from alpa_lite.strategies import Split, resolutions
@@ -59,7 +61,8 @@ class Builder:
         self.crossings: dict[int, tuple[int, tuple[Accumulator, ...]]] = {}
         self.usages: list[Usage] = []
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
-        self.crossing_values = frozenset(view.crossing)
+        self.sums = Sums(view, self.scopes)
+        self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
 
@@ -75,7 +78,7 @@ class Builder:
             op = graph.ops[op_id]
             self._add_op(0, graph, op, self.view.runs_of(op))
             for r in op.results:
-                if r in self.crossing_values and (0, r) in self.offers:
+                if r in self.sums.crossing and (0, r) in self.offers:
                     self._add_crossing(r)
         for v in self.view.external:
             out = aliased.get(v)
@@ -126,7 +129,9 @@ class Builder:
             self._add_control_flow(scope, graph, op, wiring, runs)
             return
         rule = rule_of_op(graph, op.id)
-        if _is_sum(graph, op) and any((scope, v) in self.waiting for v in op.operands):
+        if (scope, op.id) in self.accumulating:
+            self._add_leader(scope, graph, op, rule, runs)
+        elif is_scalar_sum(graph, op) and any((scope, v) in self.waiting for v in op.operands):
             self._add_sum(scope, graph, op, runs)
         elif rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
             self._add_fixed(scope, graph, op, runs)
@@ -142,12 +147,11 @@ class Builder:
     def _leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
-        if not self._in_loop(scope, op) or op.primitive not in ADDITIONS:
-            return not self._ranked(scope, graph, op)
-        return len(self._ranked(scope, graph, op)) >= 2
-
-    def _in_loop(self, scope: int, op: Op) -> bool:
-        return self.scopes[scope].in_loop if scope > 0 else self.step.phases[op.id].in_loop
+        ranked = self._ranked(scope, graph, op)
+        if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
+            return not ranked
+        # Zeros are a partial sum too: the first addition of a loop that was written out.
+        return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
@@ -164,53 +168,35 @@ class Builder:
             graph, op, replicated_placement(graph, op)
         )
         (result,) = op.results
-        waits = self._waits(scope, graph, op)
+        waits = self._wait(scope, op)
         keys = tuple((scope, v) for v in op.operands if graph.values[v].literal is None)
         self.placed[(scope, op.id)] = PlacedSum(operands=keys, result=(scope, result), waits=waits)
         self.offers[(scope, result)] = self._whole(graph.values[result])
 
-    def _waits(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True for a scalar that may stay a partial sum, as all that reads it in this stage is a sum of scalars."""
-        if len(op.results) != 1 or not self._feeds_addition(scope, graph, op):
-            return False
-        (result,) = op.results
-        crosses = scope == 0 and result in self.crossing_values
-        if crosses or not _is_sum(graph, graph.ops[graph.consumers[result][0]]):
-            return False
-        self.waiting.add((scope, result))
-        return True
+    def _wait(self, scope: int, op: Op) -> bool:
+        """Let a scalar stay a partial sum if it is only added up; True when it does."""
+        waits = self.sums.feeds_scalars(scope, op)
+        self.waiting |= {(scope, op.results[0])} if waits else set()
+        return waits
 
     def _add_leader(self, scope: int, graph: Graph, op: Op, rule: Rule, runs: float) -> None:
         options = self.catalogue.leader(
             graph,
             op,
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
-            in_loop=self._in_loop(scope, op),
-            only_crosses=self._only_crosses(scope, graph, op),
-            may_wait=self._feeds_addition(scope, graph, op),
+            in_loop=self.sums.in_loop(scope, op),
+            only_crosses=self.sums.only_crosses(scope, op),
+            may_wait=self.sums.feeds_addition(scope, op) or self.sums.feeds_gradients(scope, op),
+            accumulates=(scope, op.id) in self.accumulating,
         )
         node = self._node(options.seconds * runs)
         self._record(scope, op, node, options.placements)
         self._demand(scope, graph, op, node, options, runs)
 
-    def _only_crosses(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True when nothing inside the loop reads the result before it is summed up over micro-batches."""
-        if scope > 0 or len(op.results) != 1:
-            return False
-        result = op.results[0]
-        return result in self.crossing_values and not any(self.step.phases[c].in_loop for c in graph.consumers[result])
-
-    def _feeds_addition(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True when one addition of this stage is all that reads the result: a partial sum may then wait for it."""
-        result = op.results[0]
-        readers = graph.consumers[result]
-        leaves = result in (self.view.leaves if scope == 0 else graph.outputs)
-        return not leaves and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
-
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         main = self._main_operand(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
-        keep = self._only_crosses(scope, graph, op) or self._waits(scope, graph, op)
+        keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
         self.costs[offer.node] = self.costs[offer.node] + options.seconds * runs
         self._record(scope, op, offer.node, options.placements)
@@ -230,7 +216,7 @@ class Builder:
         self.placed[(scope, op.id)] = Placed(node=node, options=options)
         for i, r in enumerate(op.results):
             self.offers[(scope, r)] = Offer(node=node, specs=tuple(p.results[i] for p in options))
-        if self._in_loop(scope, op) and node != _UNIT:
+        if self.sums.in_loop(scope, op) and node != _UNIT:
             self.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
@@ -258,13 +244,14 @@ class Builder:
 
     def _add_control_flow(self, scope: int, graph: Graph, op: Op, wiring: Wiring, runs: float) -> None:
         """Bodies are laid out in the same problem: operands, and results that are no operands, are nodes."""
-        first, in_loop = len(self.scopes), self._in_loop(scope, op)
+        first, in_loop = len(self.scopes), self.sums.in_loop(scope, op)
         split = self._split_inside(in_loop=in_loop)
         for body in op.bodies:
             known = self.step.bodies.get(body)
             dims = known.batch_dims if known is not None else (None,) * len(body.values)
             self.scopes.append(Scope(graph=body, batch_dims=dims, in_loop=in_loop))
         scopes = tuple(range(first, len(self.scopes)))
+        self.accumulating |= {(scopes[-1], o) for o in accumulators(op, wiring, ADDITIONS).values()}
         operands = [self._add_operand(scope, graph, op, wiring, scopes, i, runs) for i in range(len(op.operands))]
         results: dict[int, Offer] = {r: operands[i] for r, i in wiring.carried.items()}
         for n, body, inputs, outputs in zip(scopes, op.bodies, wiring.inputs, wiring.outputs, strict=True):
@@ -299,8 +286,10 @@ class Builder:
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
         # What every device can make for itself is no parameter to be stored split.
         free = outer.id in free_values(graph)
-        split = Split.NEVER if free else self._split_inside(in_loop=self._in_loop(scope, op))
-        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split)
+        split = Split.NEVER if free else self._split_inside(in_loop=self.sums.in_loop(scope, op))
+        # A sum starts from zeros, which are every addend of zero, or from a partial sum.
+        sums = number in accumulators(op, wiring, ADDITIONS) and (not free or is_zero(graph, outer.id))
+        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
         return offer
@@ -317,11 +306,20 @@ class Builder:
         outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
         return restriction.parameters if in_loop else outside
 
-    def _add_slot(self, value: Value, batch_dim: int | None, split: Split) -> Offer:
-        """A value inside control flow that keeps one spec of its own choice."""
-        if value.rank == 0 or value.dtype.startswith("key<"):
+    def _add_slot(self, value: Value, batch_dim: int | None, split: Split, *, sums: bool = False) -> Offer:
+        """A value inside control flow that keeps one spec of its own choice; `sums`: it may be a partial sum."""
+        if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
         specs = self.catalogue.value_specs(value, batch_dim, split=split)
+        # Where gradients must be stored split, they are scattered trip by trip.
+        if sums and (split is not Split.MUST or value.rank == 0):
+            specs += tuple(
+                Spec(spec.dims, axes)
+                for spec in self.catalogue.value_specs(value, batch_dim, split=Split.NEVER)
+                for number in range(1, len(self.sizes) + 1)
+                for axes in combinations(sorted(self.sizes), number)
+                if not spec.axes & set(axes)
+            )
         offer = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
             self.computed.add(offer.node)
@@ -377,9 +375,3 @@ class Builder:
         sizes = np.array([local_bytes(value, s, self.sizes) * copies for s in offer.specs])
         if sizes.any() and end > start:
             self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
-
-
-def _is_sum(graph: Graph, op: Op) -> bool:
-    """True for additions of scalars that may be partial sums."""
-    scalars = all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op)))
-    return scalars and op.primitive in ADDITIONS and bool(rule_of_op(graph, op.id).linear)

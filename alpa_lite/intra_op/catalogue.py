@@ -57,14 +57,23 @@ class Catalogue:
         self._numbers: dict[tuple[Graph, int], int] = {}
 
     def leader(
-        self, graph: Graph, op: Op, *, batch_factors: frozenset[int], in_loop: bool, only_crosses: bool, may_wait: bool
+        self,
+        graph: Graph,
+        op: Op,
+        *,
+        batch_factors: frozenset[int],
+        in_loop: bool,
+        only_crosses: bool,
+        may_wait: bool,
+        accumulates: bool,
     ) -> Options:
         """The placements of an op that decides for itself.
 
         only_crosses   the result is only summed over micro-batches: it may stay a partial sum, and nothing else pays
         may_wait       an addition reads the result: it may take a partial sum
+        accumulates    a loop adds to what it carries: that may stay a partial sum until the loop ends
         """
-        key = (self._number(graph, op), batch_factors, in_loop, only_crosses, may_wait)
+        key = (self._number(graph, op), batch_factors, in_loop, only_crosses, may_wait, accumulates)
         if key not in self._leaders:
             found = placements(
                 rule_of_op(graph, op.id),
@@ -75,7 +84,7 @@ class Catalogue:
                 restriction=self.restriction,
                 in_loop=in_loop,
                 takes_partial=op.primitive in ADDITIONS,
-                keep_partial=only_crosses or may_wait,
+                keep_partial=only_crosses or may_wait or accumulates,
                 scatter=not only_crosses,
             )
             self._leaders[key] = self._options(graph, op, found)

@@ -72,3 +72,17 @@ def free_values(graph: Graph) -> frozenset[int]:
         if all(v in free for v in ranked) and all(graph.values[r].rank > 0 for r in op.results):
             free.update(op.results)
     return frozenset(free)
+
+
+def is_zero(graph: Graph, value: int) -> bool:
+    """True when a value is known to be all zeros."""
+    v = graph.values[value]
+    if v.literal is not None:
+        return v.literal == 0
+    producer = graph.producer[value]
+    if producer is None:
+        return False
+    op = graph.ops[producer]
+    return op.primitive in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(
+        graph, op.operands[0]
+    )

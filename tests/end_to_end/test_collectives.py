@@ -148,3 +148,50 @@ def test_tables_that_every_device_can_make_are_not_gathered_inside_a_loop(device
     plan = al.plan(step, *arguments, **options)
     gathered = [use for use in plan.prediction.collectives if use.kind == "all_gather"]
     assert {use.bytes for use in gathered} == {4.0 * 40 * 40}, "weights alone, layer by layer"
+
+
+def _accumulating(weights: Any, x: Any) -> Any:
+    """Gradients and loss summed over four parts of each sample; then one step."""
+
+    def add(total: Any, part: Any) -> Any:
+        loss, grads = total
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(weights)
+        return (loss + value, grads + grad), value
+
+    start = (0.0, jnp.zeros_like(weights))
+    (loss, grads), each = jax.lax.scan(add, start, x.transpose(1, 0, 2))
+    return weights - grads / 4, (loss / 4, each)
+
+
+@pytest.mark.parametrize(("planner", "num_microbatches"), [("data_parallel", 1), ("data_parallel", 2), ("zero_2", 1)])
+def test_what_a_loop_accumulates_is_reduced_once_after_it(planner: str, num_microbatches: int, devices: Any) -> None:
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((24, 24), (16, 4, 24))]
+    step = al.parallelize(
+        _accumulating,
+        cluster=eager_cluster(),
+        planner=PLANNERS[planner],
+        num_microbatches=num_microbatches,
+        batch_argnums=1,
+    )
+    compiled = step.compiled(*arguments)
+    plan = planned(compiled.plan)
+    assert handed_over(compiled) == plan
+    # Each part's loss is handed out as it is; the gradient of 24 × 24 numbers and the sum of losses wait.
+    reduced = {c: n for c, n in plan.items() if c[0] in ("all_reduce", "reduce_scatter")}
+    assert sum(n for (_, size, _), n in reduced.items() if size == 4 * 24 * 24) == 1
+    assert sum(n for (_, size, _), n in reduced.items() if size == 4) <= 4 * num_microbatches + 1
+    assert_same(step(*arguments), jax.jit(_accumulating)(*arguments))
+
+
+def test_an_accumulator_that_starts_from_numbers_is_added_to_whole(devices: Any) -> None:
+    def step(start: Any, x: Any) -> Any:
+        ones = jnp.ones((8, 8))
+        add = lambda total, row: ((total[0] + row.T @ row, total[1] + row.T @ row), None)  # noqa: E731
+        return start, jax.lax.scan(add, (start, ones), x.transpose(1, 0, 2))[0]
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((8, 8), (16, 3, 8))]
+    options = dict(cluster=eager_cluster(), num_microbatches=1, batch_argnums=1)
+    for planner in (PLANNERS["data_parallel"], al.planners.OnMesh(axes={"x": 8})):
+        assert_same(al.parallelize(step, planner=planner, **options)(*arguments), jax.jit(step)(*arguments))

@@ -1,0 +1,74 @@
+"""Which results may wait as partial sums, and for what: another addition, the end of a loop, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.intra_op.catalogue import ADDITIONS
+from alpa_lite.intra_op.placed import Scope
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.rules.graph_facts import rule_of_op
+
+
+class Sums:
+    """Answers about the ops of a stage and, by number of the scope, of the bodies in it."""
+
+    def __init__(self, view: StageView, scopes: Sequence[Scope]) -> None:
+        """`scopes` grows while the stage is laid out."""
+        self.view = view
+        self.scopes = scopes
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """Values that the loop of the stage sums up over micro-batches."""
+        return frozenset(self.view.crossing)
+
+    def in_loop(self, scope: int, op: Op) -> bool:
+        """True for what runs once per micro-batch."""
+        return self.scopes[scope].in_loop if scope > 0 else self.view.step.phases[op.id].in_loop
+
+    def only_crosses(self, scope: int, op: Op) -> bool:
+        """True when nothing inside the loop reads the result before it is summed up over micro-batches."""
+        if scope > 0 or len(op.results) != 1:
+            return False
+        (result,), phases = op.results, self.view.step.phases
+        return result in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[result])
+
+    def feeds_addition(self, scope: int, op: Op) -> bool:
+        """True when one addition of this stage is all that reads the result: a partial sum may then wait for it."""
+        graph, result = self.scopes[scope].graph, op.results[0]
+        readers = graph.consumers[result]
+        return result not in self._leaves(scope) and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
+
+    def feeds_gradients(self, scope: int, op: Op) -> bool:
+        """True when the result, which has no batch, reaches an addition by ops that are linear in it alone."""
+        graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
+        while len(op.results) == 1 and len(graph.consumers[op.results[0]]) == 1:
+            (v,), (reader,) = op.results, graph.consumers[op.results[0]]
+            if batch_dims[v] is not None or v in self._leaves(scope):
+                return False
+            op = graph.ops[reader]
+            if op.primitive in ADDITIONS:
+                return self.in_loop(scope, op)
+            if op.bodies or rule_of_op(graph, reader).linear != ((op.operands.index(v),),):
+                return False
+        return False
+
+    def feeds_scalars(self, scope: int, op: Op) -> bool:
+        """True for a scalar that an addition of scalars alone reads, and no other micro-batch."""
+        if len(op.results) != 1 or not self.feeds_addition(scope, op):
+            return False
+        graph, (result,) = self.scopes[scope].graph, op.results
+        crosses = scope == 0 and result in self.crossing
+        return not crosses and is_scalar_sum(graph, graph.ops[graph.consumers[result][0]])
+
+    def _leaves(self, scope: int) -> Collection[int]:
+        return self.view.leaves if scope == 0 else self.scopes[scope].graph.outputs
+
+
+def is_scalar_sum(graph: Graph, op: Op) -> bool:
+    """True for additions of scalars that may be partial sums."""
+    scalars = all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op)))
+    return scalars and op.primitive in ADDITIONS and bool(rule_of_op(graph, op.id).linear)
