@@ -156,7 +156,7 @@ def _accumulating(weights: Any, x: Any) -> Any:
     def add(total: Any, part: Any) -> Any:
         loss, grads = total
         value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(weights)
-        return (loss + value, grads + grad), value
+        return (loss + value, grads + (jnp.zeros_like(grad) + grad)), value
 
     start = (0.0, jnp.zeros_like(weights))
     (loss, grads), each = jax.lax.scan(add, start, x.transpose(1, 0, 2))
