@@ -284,9 +284,13 @@ class Builder:
             return self._whole(outer)
         n, place = readers[0]
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
-        # What every device can make for itself is no parameter to be stored split.
-        free = outer.id in free_values(graph)
-        split = Split.NEVER if free else self._split_inside(in_loop=self.sums.in_loop(scope, op))
+        # What every device can make for itself is no parameter to be stored split, and what all trips read alike may be
+        # gathered once before the loop, as any other parameter is before it is used.
+        free, split = outer.id in free_values(graph), self._split_inside(in_loop=self.sums.in_loop(scope, op))
+        if free:
+            split = Split.NEVER
+        elif split is Split.MUST and number not in wiring.scanned and number not in wiring.carried.values():
+            split = Split.MAY
         # A sum starts from zeros, which are every addend of zero, or from a partial sum.
         sums = number in accumulators(op, wiring, ADDITIONS) and (not free or is_zero(graph, outer.id))
         offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split, sums=sums)

@@ -195,3 +195,21 @@ def test_an_accumulator_that_starts_from_numbers_is_added_to_whole(devices: Any)
     options = dict(cluster=eager_cluster(), num_microbatches=1, batch_argnums=1)
     for planner in (PLANNERS["data_parallel"], al.planners.OnMesh(axes={"x": 8})):
         assert_same(al.parallelize(step, planner=planner, **options)(*arguments), jax.jit(step)(*arguments))
+
+
+def test_a_weight_that_all_trips_of_a_loop_read_is_gathered_once_for_each_pass(devices: Any) -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h, _ = jax.lax.scan(lambda h, row: (jnp.tanh(row + h @ w), None), x[:, 0], x.transpose(1, 0, 2))
+            return jnp.mean(h**2)
+
+        return weights - jax.grad(loss)(weights)
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((40, 40), (16, 7, 40))]
+    options = dict(cluster=eager_cluster(), planner=PLANNERS["fsdp"], num_microbatches=1)
+    compiled = al.parallelize(step, **options).compiled(*arguments)
+    plan = planned(compiled.plan)
+    assert plan["all_gather", 4 * 40 * 40, 8] <= 2
+    assert handed_over(compiled) == emitted(compiled) == plan
+    assert_same(al.parallelize(step, **options)(*arguments), jax.jit(step)(*arguments))
