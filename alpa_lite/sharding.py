@@ -8,7 +8,7 @@ A spec names, for each tensor dim, the mesh axes that split it (major first), an
 Resharding is a walk over specs by elementary moves (moves): all_gather takes the minor-most axis off a dim, slice
 puts an unused axis on a dim (free), all_to_all moves the minor-most axis from one dim to another, all_reduce and
 reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements), addend makes a
-scalar a partial sum, the other addends being zero (free). The cheapest walk by bytes sent per device is found once and
+partial sum of a scalar (free). The cheapest walk by bytes sent per device is found once and
 cached (reshard).
 """
 
@@ -140,8 +140,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
             )
     for axis in (a for a in sizes if a not in used):
         if not shape:
-            summed = Spec((), tuple(sorted((*spec.partial, axis))))
-            yield Step(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
+            yield addend(spec, axis)
         for dim in _can_split(spec, shape, sizes, axis):
             yield Step(
                 kind="slice",
@@ -168,6 +167,12 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
                 )
 
     yield from rearrangements(spec, sizes)
+
+
+def addend(spec: Spec, axis: str) -> Step:
+    """The move to a partial sum over an unused axis: the first device along it keeps its block, others take zeros."""
+    summed = Spec(spec.dims, tuple(sorted((*spec.partial, axis))))
+    return Step(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
 
 
 def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:

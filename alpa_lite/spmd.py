@@ -21,7 +21,7 @@ from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
-from alpa_lite.sharding import Spec, Step, replicated, reshard, sent_bytes_factor
+from alpa_lite.sharding import Spec, Step, addend, replicated, reshard, sent_bytes_factor
 
 A = TypeVar("A")
 
@@ -156,7 +156,8 @@ class Walk(Generic[A]):
         return best[1], best[2]
 
     def _make_free(self, value_id: int, spec: Spec, reader: Op | None) -> None:
-        """Run the op of a free value so that the value comes out in `spec`; a partial sum of zeros is zeros."""
+        """Run the op of a free value so that the value comes out in `spec`: as a partial sum, on the first device."""
+        value = self.graph.values[value_id]
         op = self.graph.ops[self.graph.producer[value_id] or 0]
         rule = rule_of_op(self.graph, op.id)
         index = op.results.index(value_id)
@@ -168,14 +169,14 @@ class Walk(Generic[A]):
         raw = raw_result_specs(rule, OpPlacement(factors=tuple(factors)))
         placement = OpPlacement(factors=tuple(factors), results=tuple(s.without_partial() for s in raw))
         self.apply(op, placement)
-        made = placement.results[index]
+        made, whole = placement.results[index], spec.without_partial()
+        steps = reshard(made, whole, value.shape, self.sizes)
+        if steps is None:
+            raise VerificationError(f"{op.source}: {op.primitive} cannot be made in {spec}.")
+        for axis in spec.partial:
+            steps = (*steps, addend(steps[-1].spec if steps else whole, axis))
         array = self.arrays[value_id][made]
-        if made != spec.without_partial():
-            steps = reshard(made, spec.without_partial(), self.graph.values[value_id].shape, self.sizes)
-            if steps is None:
-                raise VerificationError(f"{op.source}: {op.primitive} cannot be made in {spec}.")
-            array = self.machine.reshard(array, self.graph.values[value_id], steps, reader)
-        self.put(value_id, spec, array)
+        self.put(value_id, spec, self.machine.reshard(array, value, steps, reader) if steps else array)
 
     def forget(self) -> None:
         """Keep every value only in the spec that it was computed in; what is free stays."""

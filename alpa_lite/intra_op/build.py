@@ -251,8 +251,12 @@ class Builder:
             dims = known.batch_dims if known is not None else (None,) * len(body.values)
             self.scopes.append(Scope(graph=body, batch_dims=dims, in_loop=in_loop))
         scopes = tuple(range(first, len(self.scopes)))
-        self.accumulating |= {(scopes[-1], o) for o in accumulators(op, wiring, ADDITIONS).values()}
-        operands = [self._add_operand(scope, graph, op, wiring, scopes, i, runs) for i in range(len(op.operands))]
+        added_to = accumulators(op, wiring, ADDITIONS)
+        self.accumulating |= {(scopes[-1], o) for o in added_to.values()}
+        operands = [
+            self._add_operand(scope, graph, op, wiring, scopes, i, runs, sums=i in added_to)
+            for i in range(len(op.operands))
+        ]
         results: dict[int, Offer] = {r: operands[i] for r, i in wiring.carried.items()}
         for n, body, inputs, outputs in zip(scopes, op.bodies, wiring.inputs, wiring.outputs, strict=True):
             self.offers.update({(n, v): operands[i] for v, i in zip(body.inputs, inputs, strict=True)})
@@ -273,9 +277,21 @@ class Builder:
         self.placed[(scope, op.id)] = PlacedBodies(scopes=scopes, operands=tuple(operands), results=ordered)
 
     def _add_operand(
-        self, scope: int, graph: Graph, op: Op, wiring: Wiring, scopes: Sequence[int], number: int, runs: float
+        self,
+        scope: int,
+        graph: Graph,
+        op: Op,
+        wiring: Wiring,
+        scopes: Sequence[int],
+        number: int,
+        runs: float,
+        *,
+        sums: bool,
     ) -> Offer:
-        """The spec in which the bodies read an operand (each slice of a scanned one), and what it takes to have it."""
+        """The spec in which the bodies read an operand (each slice of a scanned one), and what it takes to have it.
+
+        `sums`: the loop only adds to it.
+        """
         outer = graph.values[op.operands[number]]
         readers = [
             (n, inputs.index(number)) for n, inputs in zip(scopes, wiring.inputs, strict=True) if number in inputs
@@ -286,13 +302,11 @@ class Builder:
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
         # What every device can make for itself is no parameter to be stored split, and what all trips read alike may be
         # gathered once before the loop, as any other parameter is before it is used.
-        free, split = outer.id in free_values(graph), self._split_inside(in_loop=self.sums.in_loop(scope, op))
-        if free:
+        split = self._split_inside(in_loop=self.sums.in_loop(scope, op))
+        if outer.id in free_values(graph):
             split = Split.NEVER
         elif split is Split.MUST and number not in wiring.scanned and number not in wiring.carried.values():
             split = Split.MAY
-        # A sum starts from zeros, which are every addend of zero, or from a partial sum.
-        sums = number in accumulators(op, wiring, ADDITIONS) and (not free or is_zero(graph, outer.id))
         offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alpa_lite.spmd import combination
+
 _GATHERED: dict[str, Callable[[Any, Any], Any]] = {
     "prod": lax.mul,
     "and": lax.bitwise_and,
@@ -33,23 +35,22 @@ def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         return x
     if kind == "sum":
         return lax.psum(x, names)
-    if kind in ("max", "min"):
-        return _extreme(kind, x, names)
-    if x.dtype == jnp.bool_ and kind in ("and", "or"):
-        return _extreme("max" if kind == "or" else "min", x, names)
-    gathered = lax.all_gather(x, names)
-    return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])
+    by, item_bytes = combination(kind, str(x.dtype))
+    if by == "all_gather":
+        gathered = lax.all_gather(x, names)
+        return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])
+    return _extreme(x, names, item_bytes, largest=kind in ("max", "or"))
 
 
-def _extreme(kind: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    collective = lax.pmax if kind == "max" else lax.pmin
+def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> jax.Array:
+    collective = lax.pmax if largest else lax.pmin
     if x.dtype == jnp.bool_:
         return collective(x.astype(jnp.uint8), axes).astype(jnp.bool_)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return collective(x, axes)
-    # 16-bit integers have no collective on GPUs; widening a float changes no comparison.
-    wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
-    ordered = collective(ordered_integers(wide, nan_is_largest=kind == "max"), axes)
+    # Widening a float changes no comparison.
+    wide = x if x.dtype.itemsize == item_bytes else x.astype(jnp.float32)
+    ordered = collective(ordered_integers(wide, nan_is_largest=largest), axes)
     return floats_in_order(ordered, wide.dtype).astype(x.dtype)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Scope
 from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.rules.registry import FactorKind, Rule, rule_of, view_of
+from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.registry import FactorKind, Rule
 
 Dims = tuple[int | None, ...]
 
@@ -34,7 +35,7 @@ def follow_batch(graph: Graph, inputs: Sequence[int | None]) -> tuple[Dims, dict
 
 
 def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int | None]:
-    rule = rule_of(view_of(graph, op))
+    rule = rule_of_op(graph, op.id)
     carried = {
         _major(rule, dims[dim]) for dims, dim in zip(rule.operands, operands, strict=True) if dims and dim is not None
     }

@@ -184,11 +184,17 @@ def test_what_a_loop_accumulates_is_reduced_once_after_it(planner: str, num_micr
     assert_same(step(*arguments), jax.jit(_accumulating)(*arguments))
 
 
-def test_an_accumulator_that_starts_from_numbers_is_added_to_whole(devices: Any) -> None:
+def test_numbers_of_the_program_are_added_once_to_what_a_loop_accumulates(devices: Any) -> None:
+    """Every device can make them: of a partial sum over the batch they are the addend of one device."""
+
     def step(start: Any, x: Any) -> Any:
         ones = jnp.ones((8, 8))
-        add = lambda total, row: ((total[0] + row.T @ row, total[1] + row.T @ row), None)  # noqa: E731
-        return start, jax.lax.scan(add, (start, ones), x.transpose(1, 0, 2))[0]
+
+        def add(total: Any, row: Any) -> Any:
+            grams = row.T @ row
+            return (total[0] + grams, total[1] + grams, total[2] + ones, total[3] + 1.0), None
+
+        return start, jax.lax.scan(add, (start, ones, jnp.zeros((8, 8)), 0.0), x.transpose(1, 0, 2))[0]
 
     rng = np.random.default_rng(0)
     arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((8, 8), (16, 3, 8))]

@@ -59,16 +59,3 @@ def test_many_images_are_split_by_sample(devices: Any) -> None:
         num_microbatches=1,
     )
     assert not [use for use in plan.prediction.collectives if use.kind == "permute"]
-
-
-def test_an_image_too_small_for_its_halo_is_not_split_so_finely(devices: Any) -> None:
-    """A kernel of 17 rows reads 8 beyond each block: 32 rows are cut in 4 blocks, not in 8."""
-    kernel = np.random.default_rng(0).normal(size=(17, 1, 2, 2)).astype(np.float32)
-    image = np.random.default_rng(1).normal(size=(1, 32, 4, 2)).astype(np.float32)
-
-    def convolve(w: Any, x: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-    planner = al.planners.OnMesh(axes={"x": 2, "y": 4})
-    options = dict(cluster=eager_cluster(), planner=planner, num_microbatches=1)
-    assert_same(al.parallelize(convolve, **options)(kernel, image), jax.jit(convolve)(kernel, image))
