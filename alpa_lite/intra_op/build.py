@@ -86,10 +86,10 @@ class Builder:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
         self._add_usages(in_flight)
-        return Problem(
-            node_costs=tuple(self.costs),
-            edges=tuple(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=tuple(self.usages),
+        return Problem.of(
+            node_costs=self.costs,
+            edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
+            usages=self.usages,
             limit_bytes=limit_bytes,
         )
 

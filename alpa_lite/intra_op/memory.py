@@ -1,8 +1,8 @@
 """The times at which memory can bind: one row of the memory constraint for each.
 
-    S_t = {usages with start <= t < end}                                   ``_alive``
+    S_t = {usages with start <= t < end}
     row t matters  iff  no S_t' strictly contains S_t, and the sum over
-                   nodes v of max_i b_vt(i) exceeds the limit              ``maximal_times``, ``memory_rows``
+                   usages in S_t of max_i b(i) exceeds the limit           ``maximal_times``, ``binding_times``
     row t:  sum_v b_vt(x_v) <= limit                                       ``MemoryRow``
 
 S_t grows where a usage starts and shrinks where one ends, so it is maximal only at the last start before an end. A row
@@ -11,10 +11,12 @@ that even the greediest choices keep under the limit never binds and is left out
 
 from __future__ import annotations
 
-import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.intra_op.problem import FloatArray, Problem, Usage
+import numpy as np
+
+from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,39 +26,53 @@ class MemoryRow:
     time: int
     bytes: dict[int, FloatArray]
 
-    def total(self, choices: tuple[int, ...]) -> float:
+    def total(self, choices: Sequence[int]) -> float:
         """The bytes alive at this time."""
         return sum(float(used[choices[node]]) for node, used in self.bytes.items())
 
 
-def maximal_times(usages: tuple[Usage, ...]) -> tuple[int, ...]:
-    """The times whose set of living usages is not contained in that of another, ascending."""
-    starts = sorted({usage.start for usage in usages})
-    ends = sorted({usage.end for usage in usages})
-    times: list[int] = []
-    for index, start in enumerate(starts):
-        next_end = ends[bisect.bisect_right(ends, start)]
-        if index + 1 == len(starts) or next_end <= starts[index + 1]:
-            times.append(start)
-    return tuple(times)
+def maximal_times(usage_times: IntArray) -> IntArray:
+    """The times whose set of living usages is not contained in that of another, ascending; (U, 2) in."""
+    starts, ends = np.unique(usage_times[:, 0]), np.unique(usage_times[:, 1])
+    if starts.size == 0:
+        return starts
+    next_end = ends[np.searchsorted(ends, starts, side="right")]
+    next_start = np.append(starts[1:], next_end[-1])
+    return starts[next_end <= next_start]
 
 
-def _alive(usages: tuple[Usage, ...], time: int) -> dict[int, FloatArray]:
+def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> FloatArray:
+    """sum of the amounts whose interval [first, last) of rows holds r, for every row r; intervals are (U, 2)."""
+    change = np.zeros(num_rows + 1)
+    np.add.at(change, intervals[:, 0], amounts)
+    np.add.at(change, intervals[:, 1], -amounts)
+    return np.cumsum(change[:-1])
+
+
+def binding_times(problem: Problem) -> IntArray:
+    """The maximal times at which the greediest choices would overrun the limit; none when there is no limit."""
+    if problem.limit_bytes is None or problem.usage_nodes.size == 0:
+        return np.zeros(0, dtype=np.intp)
+    times = maximal_times(problem.usage_times)
+    greediest = np.maximum.reduceat(problem.usage_bytes.values, problem.usage_bytes.starts[:-1])
+    totals = sum_over_rows(times.size, np.searchsorted(times, problem.usage_times), greediest)
+    return times[totals > problem.limit_bytes]
+
+
+def _row(problem: Problem, time: int) -> MemoryRow:
     alive: dict[int, FloatArray] = {}
-    for usage in usages:
-        if usage.start <= time < usage.end:
-            alive[usage.node] = alive[usage.node] + usage.bytes if usage.node in alive else usage.bytes
-    return alive
+    living = (problem.usage_times[:, 0] <= time) & (time < problem.usage_times[:, 1])
+    for index in np.flatnonzero(living).tolist():
+        node, used = int(problem.usage_nodes[index]), problem.usage_bytes[index]
+        alive[node] = alive[node] + used if node in alive else used
+    return MemoryRow(time=time, bytes=alive)
 
 
 def maximal_rows(problem: Problem) -> tuple[MemoryRow, ...]:
     """The rows that decide the peak, in order of time."""
-    return tuple(MemoryRow(time=time, bytes=_alive(problem.usages, time)) for time in maximal_times(problem.usages))
+    return tuple(_row(problem, time) for time in maximal_times(problem.usage_times).tolist())
 
 
 def memory_rows(problem: Problem) -> tuple[MemoryRow, ...]:
     """The rows that can bind, in order of time; none when the problem has no limit."""
-    limit = problem.limit_bytes
-    if limit is None:
-        return ()
-    return tuple(row for row in maximal_rows(problem) if sum(float(b.max()) for b in row.bytes.values()) > limit)
+    return tuple(_row(problem, time) for time in binding_times(problem).tolist())

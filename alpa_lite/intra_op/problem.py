@@ -5,39 +5,77 @@ how many bytes b_v(i) a node keeps alive during a half-open interval of time. Co
 
     choices    x_v in {0, ..., S_v - 1} for every node v                      ``Problem``
     cost       sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v)                      ``_cost``
-    peak       max_t sum of b_v(x_v) over the usages with start <= t < end    ``_peak_bytes``
+    usage      U(t) = sum of b_v(x_v) over the usages with start <= t < end   ``usage_over_time``
+    peak       max_t U(t)                                                     ``evaluate``
     feasible   cost < inf and peak <= limit                                   ``evaluate``
     gap        (cost - bound) / |cost|                                        ``Solution.gap``
 
-``evaluate`` shares no code with any solver: it is the judge of all of them.
+``evaluate`` shares no code with any solver: it is the judge of all of them. Everything lies in a few flat arrays, for a
+problem may have 10^5 nodes and 10^7 pairs of strategies.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.intp]
+
+_MAX_TOTAL_BYTES = 2.0**62
+"""Sums of bytes are kept in 64-bit integers."""
 
 
-def _frozen_array(values: object) -> FloatArray:
-    """A read-only float64 view of ``values``; the caller's own array stays writable."""
-    array = np.asarray(values, dtype=np.float64).view()
-    array.setflags(write=False)
-    return array
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only view; the caller's own array stays writable."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
 
 
-def _check_costs(costs: FloatArray, *, owner: str) -> None:
-    if np.isnan(costs).any() or np.isneginf(costs).any():
-        raise ValueError(
-            f"{owner} has a cost that is NaN or minus infinity; a cost is a number of seconds, or inf to forbid the "
-            "choice. Check the cost model that priced it."
-        )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ragged:
+    """Vectors of different lengths in one flat array: vector k is ``values[starts[k] : starts[k + 1]]``."""
+
+    values: FloatArray
+    starts: IntArray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _frozen(np.asarray(self.values, dtype=np.float64)))
+        object.__setattr__(self, "starts", _frozen(np.asarray(self.starts, dtype=np.intp)))
+
+    @staticmethod
+    def of(vectors: Iterable[object]) -> Ragged:
+        """One vector after the other; matrices are laid out row by row."""
+        flat = [np.asarray(vector, dtype=np.float64).reshape(-1) for vector in vectors]
+        sizes = np.array([vector.size for vector in flat], dtype=np.intp)
+        values = np.concatenate(flat) if flat else np.zeros(0)
+        return Ragged(values=values, starts=np.concatenate([np.zeros(1, dtype=np.intp), np.cumsum(sizes)]))
+
+    def __len__(self) -> int:
+        return self.starts.size - 1
+
+    def __getitem__(self, index: int) -> FloatArray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"There is no vector {index} among {len(self)}.")
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
+    def __iter__(self) -> Iterator[FloatArray]:
+        starts = self.starts.tolist()
+        for first, last in itertools.pairwise(starts):
+            yield self.values[first:last]
+
+    @property
+    def sizes(self) -> IntArray:
+        """The length of every vector."""
+        return np.diff(self.starts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,99 +86,199 @@ class Edge:
     target: int
     costs: FloatArray
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "costs", _frozen_array(self.costs))
-        _check_costs(self.costs, owner=f"The edge ({self.source}, {self.target})")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """``bytes[i]`` that ``node`` keeps alive in the times ``start <= t < end`` when it takes strategy i.
-
-    Fractions of a byte are rounded up: sums of whole numbers are exact, so "fits" never depends on their order.
-    """
+    """``bytes[i]`` that ``node`` keeps alive in the times ``start <= t < end`` when it takes strategy i."""
 
     node: int
     bytes: FloatArray
     start: int
     end: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", _frozen_array(np.ceil(self.bytes)))
-        if not np.isfinite(self.bytes).all() or (self.bytes < 0).any():
-            raise ValueError(
-                f"A usage of node {self.node} holds a negative or non-finite number of bytes; memory is finite and "
-                "non-negative. To forbid a strategy, give it an infinite node cost."
-            )
-        if self.end <= self.start:
-            raise ValueError(
-                f"A usage of node {self.node} lives from {self.start} to {self.end}, which is empty; give an end "
-                "after the start, or leave the usage out."
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """One intra-op problem; ``node_costs[v][i]`` in seconds; ``limit_bytes`` is None when memory does not matter.
+    """One intra-op problem, in flat arrays; ``Problem.of`` makes one from its parts.
+
+    ``node_costs``: vector v holds c_v, in seconds. ``edge_nodes`` (E, 2): source and target; ``edge_costs``: vector e
+    holds the matrix of edge e row by row. ``usage_nodes`` (U,); ``usage_times`` (U, 2): start and end, half-open;
+    ``usage_bytes``: vector k holds one number for each strategy of the node. Fractions of a byte are rounded up: sums
+    of whole numbers are exact, so "fits" never depends on their order. ``limit_bytes`` is None when memory does not
+    matter.
 
     Raises ValueError, in a sentence, when the parts do not fit together.
     """
 
-    node_costs: tuple[FloatArray, ...]
-    edges: tuple[Edge, ...] = ()
-    usages: tuple[Usage, ...] = ()
+    node_costs: Ragged
+    edge_nodes: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.intp))
+    edge_costs: Ragged = field(default_factory=lambda: Ragged.of(()))
+    usage_nodes: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    usage_times: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.intp))
+    usage_bytes: Ragged = field(default_factory=lambda: Ragged.of(()))
     limit_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "node_costs", tuple(_frozen_array(costs) for costs in self.node_costs))
-        object.__setattr__(self, "edges", tuple(self.edges))
-        object.__setattr__(self, "usages", tuple(self.usages))
-        for node, costs in enumerate(self.node_costs):
-            if costs.ndim != 1 or costs.size == 0:
-                raise ValueError(
-                    f"Node {node} has costs of shape {costs.shape}; a node needs a vector with one cost for each of "
-                    "its strategies, and at least one strategy (replication is always one)."
-                )
-            _check_costs(costs, owner=f"Node {node}")
-        for edge in self.edges:
-            self._check_edge(edge)
-        for usage in self.usages:
-            self._check_usage(usage)
+        for name in ("edge_nodes", "usage_nodes", "usage_times"):
+            object.__setattr__(self, name, _frozen(np.asarray(getattr(self, name), dtype=np.intp)))
+        whole = Ragged(values=np.ceil(self.usage_bytes.values), starts=self.usage_bytes.starts)
+        object.__setattr__(self, "usage_bytes", whole)
+        self._check_nodes()
+        self._check_edges()
+        self._check_usages()
         if self.limit_bytes is not None and not (math.isfinite(self.limit_bytes) and self.limit_bytes >= 0):
             raise ValueError(
                 f"The memory limit is {self.limit_bytes} bytes; give a finite non-negative number, or None for none."
             )
 
-    def _check_node(self, node: int, *, owner: str) -> None:
-        if not 0 <= node < len(self.node_costs):
-            raise ValueError(f"{owner} names node {node}, but the problem has nodes 0 to {len(self.node_costs) - 1}.")
+    @staticmethod
+    def of(
+        *,
+        node_costs: Iterable[object],
+        edges: Iterable[Edge] = (),
+        usages: Iterable[Usage] = (),
+        limit_bytes: float | None = None,
+    ) -> Problem:
+        """A problem from one vector of costs per node, and edges and usages one by one.
 
-    def _check_edge(self, edge: Edge) -> None:
-        owner = f"The edge ({edge.source}, {edge.target})"
-        self._check_node(edge.source, owner=owner)
-        self._check_node(edge.target, owner=owner)
-        if edge.source == edge.target:
-            raise ValueError(f"{owner} joins a node to itself; add such a cost to the node's own costs instead.")
-        needed = (self.node_costs[edge.source].size, self.node_costs[edge.target].size)
-        if edge.costs.shape != needed:
-            raise ValueError(
-                f"{owner} has costs of shape {edge.costs.shape}, but its nodes have {needed[0]} and {needed[1]} "
-                "strategies; give one row per strategy of the source and one column per strategy of the target."
-            )
+        Raises ValueError, in a sentence, when the parts do not fit together.
+        """
+        vectors = [np.asarray(costs, dtype=np.float64) for costs in node_costs]
+        edges, usages = tuple(edges), tuple(usages)
+        for node, costs in enumerate(vectors):
+            if costs.ndim != 1:
+                raise ValueError(_bad_node(node, costs.shape))
+        for edge in edges:
+            _check_shape(edge, vectors)
+        return Problem(
+            node_costs=Ragged.of(vectors),
+            edge_nodes=np.array([(e.source, e.target) for e in edges], dtype=np.intp).reshape(-1, 2),
+            edge_costs=Ragged.of(edge.costs for edge in edges),
+            usage_nodes=np.array([usage.node for usage in usages], dtype=np.intp),
+            usage_times=np.array([(u.start, u.end) for u in usages], dtype=np.intp).reshape(-1, 2),
+            usage_bytes=Ragged.of(usage.bytes for usage in usages),
+            limit_bytes=limit_bytes,
+        )
 
-    def _check_usage(self, usage: Usage) -> None:
-        self._check_node(usage.node, owner="A usage")
-        needed = self.node_costs[usage.node].size
-        if usage.bytes.shape != (needed,):
-            raise ValueError(
-                f"A usage of node {usage.node} has bytes of shape {usage.bytes.shape}, but the node has {needed} "
-                "strategies; give one number of bytes for each."
-            )
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.node_costs)
 
     @property
     def num_strategies(self) -> tuple[int, ...]:
         """The number of strategies of every node."""
-        return tuple(costs.size for costs in self.node_costs)
+        return tuple(self.node_costs.sizes.tolist())
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """The edges one by one; their matrices are views."""
+        sizes = self.num_strategies
+        sources: list[int] = self.edge_nodes[:, 0].tolist()
+        targets: list[int] = self.edge_nodes[:, 1].tolist()
+        for source, target, costs in zip(sources, targets, self.edge_costs, strict=True):
+            yield Edge(source=source, target=target, costs=costs.reshape(sizes[source], sizes[target]))
+
+    @property
+    def usages(self) -> Iterator[Usage]:
+        """The usages one by one; their bytes are views."""
+        for node, (start, end), used in zip(
+            self.usage_nodes.tolist(), self.usage_times.tolist(), self.usage_bytes, strict=True
+        ):
+            yield Usage(node=node, bytes=used, start=start, end=end)
+
+    def _check_nodes(self) -> None:
+        empty = np.flatnonzero(self.node_costs.sizes == 0)
+        if empty.size:
+            raise ValueError(_bad_node(int(empty[0]), (0,)))
+        bad = _first_bad(self.node_costs, np.isnan(self.node_costs.values) | np.isneginf(self.node_costs.values))
+        if bad is not None:
+            raise ValueError(_bad_cost(f"Node {bad}"))
+
+    def _check_edges(self) -> None:
+        outside = np.flatnonzero(((self.edge_nodes < 0) | (self.edge_nodes >= self.num_nodes)).any(axis=1))
+        for index in outside:
+            self._refuse_node(self.edge_nodes[index], owner=_edge_name(self.edge_nodes[index]))
+        loops = np.flatnonzero(self.edge_nodes[:, 0] == self.edge_nodes[:, 1])
+        for index in loops:
+            raise ValueError(
+                f"{_edge_name(self.edge_nodes[index])} joins a node to itself; add such a cost to the node's own costs "
+                "instead."
+            )
+        sizes = self.node_costs.sizes[self.edge_nodes]
+        for index in np.flatnonzero(self.edge_costs.sizes != sizes.prod(axis=1)):
+            raise ValueError(_bad_edge(self.edge_nodes[index], (int(self.edge_costs.sizes[index]),), sizes[index]))
+        bad = _first_bad(self.edge_costs, np.isnan(self.edge_costs.values) | np.isneginf(self.edge_costs.values))
+        if bad is not None:
+            raise ValueError(_bad_cost(_edge_name(self.edge_nodes[bad])))
+
+    def _check_usages(self) -> None:
+        for index in np.flatnonzero((self.usage_nodes < 0) | (self.usage_nodes >= self.num_nodes)):
+            self._refuse_node(self.usage_nodes[[index]], owner="A usage")
+        needed = self.node_costs.sizes[self.usage_nodes]
+        for index in np.flatnonzero(self.usage_bytes.sizes != needed):
+            raise ValueError(
+                f"A usage of node {self.usage_nodes[index]} has bytes of shape ({self.usage_bytes.sizes[index]},), but "
+                f"the node has {needed[index]} strategies; give one number of bytes for each."
+            )
+        for index in np.flatnonzero(self.usage_times[:, 1] <= self.usage_times[:, 0]):
+            start, end = self.usage_times[index]
+            raise ValueError(
+                f"A usage of node {self.usage_nodes[index]} lives from {start} to {end}, which is empty; give an end "
+                "after the start, or leave the usage out."
+            )
+        bad = _first_bad(self.usage_bytes, ~np.isfinite(self.usage_bytes.values) | (self.usage_bytes.values < 0))
+        if bad is not None:
+            raise ValueError(
+                f"A usage of node {self.usage_nodes[bad]} holds a negative or non-finite number of bytes; memory is "
+                "finite and non-negative. To forbid a strategy, give it an infinite node cost."
+            )
+        if self.usage_bytes.values.sum() > _MAX_TOTAL_BYTES:
+            raise ValueError("The usages hold more than 2**62 bytes together; give them in a larger unit.")
+
+    def _refuse_node(self, nodes: IntArray, *, owner: str) -> None:
+        outside = next(node for node in nodes.tolist() if not 0 <= node < self.num_nodes)
+        raise ValueError(f"{owner} names node {outside}, but the problem has nodes 0 to {self.num_nodes - 1}.")
+
+
+def _first_bad(vectors: Ragged, bad: NDArray[np.bool_]) -> int | None:
+    """The number of the first vector with a bad entry."""
+    position = int(bad.argmax()) if bad.any() else None
+    return None if position is None else int(np.searchsorted(vectors.starts, position, side="right")) - 1
+
+
+def _edge_name(nodes: IntArray) -> str:
+    return f"The edge ({nodes[0]}, {nodes[1]})"
+
+
+def _bad_node(node: int, shape: tuple[int, ...]) -> str:
+    return (
+        f"Node {node} has costs of shape {shape}; a node needs a vector with one cost for each of its strategies, and "
+        "at least one strategy (replication is always one)."
+    )
+
+
+def _bad_cost(owner: str) -> str:
+    return (
+        f"{owner} has a cost that is NaN or minus infinity; a cost is a number of seconds, or inf to forbid the "
+        "choice. Check the cost model that priced it."
+    )
+
+
+def _bad_edge(nodes: IntArray, shape: tuple[int, ...], needed: Sequence[int] | IntArray) -> str:
+    return (
+        f"{_edge_name(nodes)} has costs of shape {shape}, but its nodes have {needed[0]} and {needed[1]} strategies; "
+        "give one row per strategy of the source and one column per strategy of the target."
+    )
+
+
+def _check_shape(edge: Edge, vectors: Sequence[FloatArray]) -> None:
+    """A matrix of the right number of entries and the wrong shape; ``Problem`` itself checks the rest."""
+    nodes, shape = np.array([edge.source, edge.target], dtype=np.intp), np.shape(edge.costs)
+    if all(0 <= node < len(vectors) for node in nodes.tolist()):
+        needed = (vectors[edge.source].size, vectors[edge.target].size)
+        if shape != needed and edge.source != edge.target:
+            raise ValueError(_bad_edge(nodes, shape, needed))
 
 
 class Status(enum.Enum):
@@ -187,18 +325,24 @@ class Solution:
         return difference if difference == 0.0 else difference / max(abs(self.cost), math.ulp(0.0))
 
 
-def _cost(problem: Problem, choices: Sequence[int]) -> float:
-    """sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v), in seconds."""
-    total = sum(float(costs[choice]) for costs, choice in zip(problem.node_costs, choices, strict=True))
-    return total + sum(float(edge.costs[choices[edge.source], choices[edge.target]]) for edge in problem.edges)
+def _cost(problem: Problem, choices: IntArray) -> float:
+    """sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v), in seconds, correctly rounded: the order does not matter."""
+    sources, targets = problem.edge_nodes.T
+    pairs = choices[sources] * problem.node_costs.sizes[targets] + choices[targets]
+    own = problem.node_costs.values[problem.node_costs.starts[:-1] + choices]
+    return math.fsum([*own.tolist(), *problem.edge_costs.values[problem.edge_costs.starts[:-1] + pairs].tolist()])
 
 
-def _peak_bytes(problem: Problem, choices: Sequence[int]) -> float:
-    """max_t sum of b_v(x_v) over usages with start <= t < end; the maximum is reached where some usage starts."""
-    used = np.array([usage.bytes[choices[usage.node]] for usage in problem.usages], dtype=np.float64)
-    starts = np.array([usage.start for usage in problem.usages])
-    ends = np.array([usage.end for usage in problem.usages])
-    return max((float(used[(starts <= time) & (time < ends)].sum()) for time in set(starts.tolist())), default=0.0)
+def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Times at which usage may change, ascending, and the bytes alive from each of them until the next."""
+    chosen = np.asarray(choices, dtype=np.intp)[problem.usage_nodes]
+    used = problem.usage_bytes.values[problem.usage_bytes.starts[:-1] + chosen].astype(np.int64)
+    times, index = np.unique(problem.usage_times, return_inverse=True)
+    index = index.reshape(-1, 2)
+    change = np.zeros(times.size, dtype=np.int64)
+    np.add.at(change, index[:, 0], used)
+    np.add.at(change, index[:, 1], -used)
+    return times, np.cumsum(change)
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
@@ -206,12 +350,16 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
 
     Raises ValueError when ``choices`` does not name one existing strategy for each node.
     """
-    if len(choices) != len(problem.node_costs):
-        raise ValueError(f"{len(choices)} choices were given for {len(problem.node_costs)} nodes; give one for each.")
-    for node, (choice, size) in enumerate(zip(choices, problem.num_strategies, strict=True)):
-        if not 0 <= choice < size:
-            raise ValueError(f"Choice {choice} was given for node {node}, which has strategies 0 to {size - 1}.")
-    cost = _cost(problem, choices)
-    peak_bytes = _peak_bytes(problem, choices)
+    if len(choices) != problem.num_nodes:
+        raise ValueError(f"{len(choices)} choices were given for {problem.num_nodes} nodes; give one for each.")
+    chosen = np.asarray(choices, dtype=np.intp)
+    for node in np.flatnonzero((chosen < 0) | (chosen >= problem.node_costs.sizes)):
+        raise ValueError(
+            f"Choice {chosen[node]} was given for node {node}, which has strategies 0 to "
+            f"{problem.node_costs.sizes[node] - 1}."
+        )
+    cost = _cost(problem, chosen)
+    _, alive = usage_over_time(problem, choices)
+    peak_bytes = float(alive.max(initial=0))
     fits = problem.limit_bytes is None or peak_bytes <= problem.limit_bytes
     return Evaluation(cost=cost, peak_bytes=peak_bytes, feasible=fits and math.isfinite(cost))

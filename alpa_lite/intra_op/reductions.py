@@ -4,8 +4,8 @@
     every step:       optimal choices after  ->  optimal choices before           ``Step.restore``
 
 Matrices are held in both directions: ``edges[u][v]`` has u's strategies as rows, and ``edges[v][u]`` is its transpose.
-Memory is held by interval [first, last) of the rows of ``memory_rows``: ``bytes[v]`` has one vector per interval in
-which v's strategies differ, and what is the same for all of them has moved to ``base_bytes``, one number per row.
+Memory is held by the rows of ``binding_times``: a node's ``Alive`` says, for disjoint runs of rows, how many bytes each
+of its strategies needs beyond the least; that least has moved to the base, which all choices keep alive.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.memory import memory_rows
-from alpa_lite.intra_op.problem import FloatArray, Problem
-
-IntArray = NDArray[np.intp]
-Interval = tuple[int, int]
+from alpa_lite.intra_op.memory import binding_times
+from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 
 class Step(ABC):
@@ -33,6 +30,10 @@ class Step(ABC):
     @abstractmethod
     def restore(self, choices: dict[int, int]) -> None:
         """Turn choices that are right after the reduction into choices that are right before it, in place."""
+
+    @abstractmethod
+    def project(self, choices: dict[int, int]) -> None:
+        """Turn any choices before the reduction into choices after it, in place; 0 for a strategy that is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +46,12 @@ class KeepStrategies(Step):
     def restore(self, choices: dict[int, int]) -> None:
         """See ``Step``."""
         choices[self.node] = int(self.kept[choices[self.node]])
+
+    def project(self, choices: dict[int, int]) -> None:
+        """See ``Step``."""
+        place = int(np.searchsorted(self.kept, choices[self.node]))
+        there = place < self.kept.size and self.kept[place] == choices[self.node]
+        choices[self.node] = place if there else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,79 +66,147 @@ class RemoveNode(Step):
         """See ``Step``."""
         choices[self.node] = int(self.best[tuple(choices[neighbour] for neighbour in self.neighbours)])
 
+    def project(self, choices: dict[int, int]) -> None:
+        """See ``Step``."""
+        del choices[self.node]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Alive:
+    """What one node keeps alive: ``bytes[k, i]`` in the rows ``rows[k, 0] <= t < rows[k, 1]``, for runs k of rows.
+
+    The runs may overlap until they are settled (``Workspace.alive_of``).
+    """
+
+    rows: IntArray
+    bytes: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _join(parts: list[Alive]) -> Alive:
+    """Runs that may overlap -> disjoint runs in order of rows, neighbours with equal bytes joined."""
+    rows = np.concatenate([part.rows for part in parts])
+    used = np.concatenate([part.bytes for part in parts])
+    bounds, index = np.unique(rows, return_inverse=True)
+    index = index.reshape(-1, 2)
+    change = np.zeros((bounds.size, used.shape[1]))
+    np.add.at(change, index[:, 0], used)
+    np.add.at(change, index[:, 1], -used)
+    return Alive(rows=np.stack([bounds[:-1], bounds[1:]], axis=1), bytes=np.cumsum(change, axis=0)[:-1])
+
+
+def _joined_equal(alive: Alive) -> Alive:
+    """Without runs of nothing, and with equal neighbours in one run."""
+    some = alive.bytes.any(axis=1)
+    rows, used = alive.rows[some], alive.bytes[some]
+    new = np.ones(len(rows), dtype=np.bool_)
+    new[1:] = (rows[1:, 0] != rows[:-1, 1]) | (used[1:] != used[:-1]).any(axis=1)
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(rows)) - 1 if first.size else first
+    return Alive(rows=np.stack([rows[first, 0], rows[last, 1]], axis=1), bytes=used[first])
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Workspace:
     """A problem under reduction, keyed by the original node numbers; the only mutable object of this module.
 
-    ``dirty`` nodes await the cheap reductions, ``stale`` ones the search for dominated strategies.
+    ``changed_edges`` (pairs in ascending order) and ``changed`` nodes await the cheap reductions, ``stale`` nodes the
+    search for dominated strategies. ``base_change[t]`` is the base of row t less that of the row before.
     """
 
     costs: dict[int, FloatArray]
     edges: dict[int, dict[int, FloatArray]]
-    bytes: dict[int, dict[Interval, FloatArray]]
-    base_bytes: FloatArray
+    base_change: FloatArray
     limit_bytes: float
     offset: float = 0.0
     steps: list[Step] = field(default_factory=list[Step])
-    dirty: dict[int, None] = field(default_factory=dict[int, None])
+    changed_edges: dict[tuple[int, int], None] = field(default_factory=dict[tuple[int, int], None])
+    changed: dict[int, None] = field(default_factory=dict[int, None])
     stale: dict[int, None] = field(default_factory=dict[int, None])
+    _alive: dict[int, list[Alive]] = field(default_factory=dict[int, list[Alive]])
+    _unsettled: set[int] = field(default_factory=set[int])
 
     @staticmethod
     def load(problem: Problem) -> Workspace:
         """The problem's arrays; parallel edges are added up here (cost = C(i, j) + C'(i, j))."""
-        times = np.array([row.time for row in memory_rows(problem)], dtype=np.int64)
-        limit_bytes = math.inf if problem.limit_bytes is None else problem.limit_bytes
+        times = binding_times(problem)
         work = Workspace(
             costs=dict(enumerate(problem.node_costs)),
-            edges={node: {} for node in range(len(problem.node_costs))},
-            bytes={node: {} for node in range(len(problem.node_costs))},
-            base_bytes=np.zeros(times.size),
-            limit_bytes=limit_bytes,
+            edges={node: {} for node in range(problem.num_nodes)},
+            base_change=np.zeros(times.size + 1),
+            limit_bytes=math.inf if problem.limit_bytes is None else problem.limit_bytes,
         )
         for edge in problem.edges:
             work.add_edge(edge.source, edge.target, edge.costs)
-        for usage in problem.usages:
-            first, last = (int(index) for index in np.searchsorted(times, (usage.start, usage.end)))
-            if first < last:
-                work.add_bytes(usage.node, (first, last), usage.bytes)
-        for node in work.costs:
-            work.settle_bytes(node)
+        rows = np.searchsorted(times, problem.usage_times)
+        for index in np.flatnonzero(rows[:, 0] < rows[:, 1]).tolist():
+            work.add_alive(
+                int(problem.usage_nodes[index]),
+                Alive(rows=rows[index : index + 1], bytes=problem.usage_bytes[index][None, :]),
+            )
         work.touch(work.costs)
         return work
 
     @property
+    def base_bytes(self) -> FloatArray:
+        """What all choices keep alive, row by row; a lower estimate while nodes are unsettled."""
+        return np.cumsum(self.base_change[:-1])
+
+    @property
     def infeasible(self) -> bool:
-        """Whether it is proven that no choices have finite cost within the limit."""
-        return math.isinf(self.offset) or bool((self.base_bytes > self.limit_bytes).any())
+        """Whether it is proven that no choices have finite cost."""
+        return math.isinf(self.offset)
 
     def touch(self, nodes: Iterable[int]) -> None:
         """These nodes changed: look at them again."""
         for node in nodes:
-            self.dirty[node] = None
+            self.changed[node] = None
             self.stale[node] = None
 
-    def add_bytes(self, node: int, interval: Interval, used: FloatArray) -> None:
-        """Add ``used`` to what the node's strategies keep alive in the interval."""
-        mine = self.bytes[node].get(interval)
-        self.bytes[node][interval] = used if mine is None else mine + used
+    # ------------------------------------------------------------------------------------------------ memory
 
-    def settle_bytes(self, node: int) -> None:
-        """Move the bytes that all strategies of ``node`` need to ``base_bytes``: b = min b + (b - min b)."""
-        for (first, last), used in list(self.bytes[node].items()):
-            least = float(used.min())
-            self.base_bytes[first:last] += least
-            if float(used.max()) == least:
-                del self.bytes[node][first, last]
-            elif least > 0.0:
-                self.bytes[node][first, last] = used - least
+    def add_alive(self, node: int, alive: Alive) -> None:
+        """Add to what the node's strategies keep alive."""
+        self._alive.setdefault(node, []).append(alive)
+        self._unsettled.add(node)
+
+    def alive_of(self, node: int) -> Alive | None:
+        """What the strategies of ``node`` keep alive beyond the least of them; None when that is nothing."""
+        if node in self._unsettled:
+            self._settle(node)
+        parts = self._alive.get(node)
+        return parts[0] if parts else None
+
+    def _settle(self, node: int) -> None:
+        self._unsettled.discard(node)
+        parts = self._alive.pop(node)
+        alive = parts[0] if len(parts) == 1 and len(parts[0]) == 1 else _join(parts)
+        least = alive.bytes.min(axis=1)
+        np.add.at(self.base_change, alive.rows[:, 0], least)
+        np.add.at(self.base_change, alive.rows[:, 1], -least)
+        alive = _joined_equal(Alive(rows=alive.rows, bytes=alive.bytes - least[:, None]))
+        if len(alive):
+            self._alive[node] = [alive]
+
+    def take_alive(self, node: int) -> list[Alive]:
+        """What ``node`` keeps alive, which is now nobody's."""
+        self._unsettled.discard(node)
+        return self._alive.pop(node, [])
+
+    # ------------------------------------------------------------------------------------------------ edges, nodes
 
     def add_edge(self, source: int, target: int, costs: FloatArray) -> None:
         """Add ``costs`` to what the pair already has."""
         if target in self.edges[source]:
             costs = self.edges[source][target] + costs
+        self._set_edge(source, target, costs)
+
+    def _set_edge(self, source: int, target: int, costs: FloatArray) -> None:
         self.edges[source][target] = costs
         self.edges[target][source] = costs.T
+        self.changed_edges[min(source, target), max(source, target)] = None
 
     def remove_edge(self, source: int, target: int) -> None:
         """Forget the pair's costs."""
@@ -149,11 +224,10 @@ class Workspace:
         self.steps.append(KeepStrategies(node=node, kept=kept))
         self.costs[node] = self.costs[node][kept]
         for other, costs in list(self.edges[node].items()):
-            self.edges[node][other] = costs[kept]
-            self.edges[other][node] = self.edges[node][other].T
-        if self.bytes[node]:
-            self.bytes[node] = {interval: used[kept] for interval, used in self.bytes[node].items()}
-            self.settle_bytes(node)
+            self._set_edge(node, other, costs[kept])
+        if node in self._alive:
+            self._alive[node] = [Alive(rows=alive.rows, bytes=alive.bytes[:, kept]) for alive in self._alive[node]]
+            self._unsettled.add(node)
         self.touch([node, *self.edges[node]])
 
     def remove_node(self, node: int, *, best: IntArray, neighbours: tuple[int, ...]) -> None:
@@ -162,6 +236,6 @@ class Workspace:
         self.touch(self.edges[node])
         for other in self.edges.pop(node):
             del self.edges[other][node]
-        del self.costs[node], self.bytes[node]
-        self.dirty.pop(node, None)
+        del self.costs[node]
+        self.changed.pop(node, None)
         self.stale.pop(node, None)

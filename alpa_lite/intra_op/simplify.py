@@ -2,32 +2,37 @@
 
     parallel edges    C, C' on one pair                  -> C + C'                              ``Workspace.load``
     forbidden         i has c_v(i) = inf, no finite partner at a neighbour, or more bytes
-                      than the others' least leave free  -> i goes                              ``drop_impossible``
-    separable edge    C(i, j) = f(i) + g(j)              -> c_u + f, c_v + g, no edge            ``fold_separable``
-    functional edge   each i of u allows one j = m(i)    -> v joins u: x_v = m(x_u)              ``merge_functional``
+                      than the others' least leave free  -> i goes           ``drop_impossible``, ``_drop_lonely``
+    separable edge    C(i, j) = f(i) + g(j)              -> c_u + f, c_v + g, no edge            ``_fold_separable``
+    functional edge   each i of u allows one j = m(i)    -> v joins u: x_v = m(x_u)              ``_merge_functional``
     degree 0, 1, 2    T(N) = min_i c_v(i) + sum_n C_vn(i, x_n) -> offset, node costs, edge       ``eliminate``
     dominated (Goldstein)
                       c(i) - c(j) + sum_n min_k (C_vn(i, k) - C_vn(j, k)) >= 0 and
-                      b_j <= b_i in every interval       -> i goes                              ``drop_dominated``
+                      b_j <= b_i in every row            -> i goes                              ``drop_dominated``
+    rows of memory    what is alive in one row is alive in another -> the row goes               ``_rows_that_bind``
 
 A node with one strategy needs no rule of its own: each of its edges is separable, and then its degree is 0. A node is
-eliminated only if all its strategies use the same bytes, for the minimum over i must not depend on memory.
+eliminated only if all its strategies use the same bytes, for the minimum over i must not depend on memory. Equal
+sub-problems, as repeated layers make them, are minimised once (``_MinPlus``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage
-from alpa_lite.intra_op.reductions import IntArray, Step, Workspace
+from alpa_lite.intra_op.memory import sum_over_rows
+from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
+from alpa_lite.intra_op.reductions import Alive, Step, Workspace
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000
+_MAX_JOINT_ENTRIES = 50_000_000
+"""A node whose elimination would look at more triples of strategies stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,91 +54,242 @@ class Simplified:
             raise ValueError(
                 "The problem has no feasible choices, so there is nothing to restore; look at offset first."
             )
-        restored = dict(zip(self.nodes, choices, strict=True))
+        restored = {node: int(choice) for node, choice in zip(self.nodes, choices, strict=True)}
         for step in reversed(self.steps):
             step.restore(restored)
         return tuple(restored[node] for node in sorted(restored))
 
+    def project(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the reduced problem near ``choices`` of the original one: the same where they are still there."""
+        left = dict(enumerate(choices))
+        for step in self.steps:
+            step.project(left)
+        return tuple(left[node] for node in self.nodes)
 
-def simplify(problem: Problem) -> Simplified:
-    """Apply every reduction until none applies. Without a limit, usages play no part and are left out."""
-    work = Workspace.load(problem)
-    while (work.dirty or work.stale) and not work.infeasible:
-        base_bytes = work.base_bytes.copy()
-        _reduce_dirty(work, max_degree=1)
-        for node in sorted(work.stale):
-            if node in work.costs and not work.infeasible:
-                drop_dominated(work, node)
-        work.stale.clear()
-        if not work.dirty:
-            work.dirty = dict.fromkeys(work.costs)
-            _reduce_dirty(work, max_degree=2)
-        if (work.base_bytes > base_bytes).any():
-            work.dirty.update((node, None) for node in work.costs if work.bytes[node])
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large a problem is."""
+
+    nodes: int
+    strategies: int
+    edges: int
+    rows: int
+
+
+Observer = Callable[[str, Size], None]
+"""Called after each kind of reduction with its name and what is left."""
+
+
+def simplify(
+    problem: Problem, *, observe: Observer | None = None, stop: Callable[[], bool] = lambda: False
+) -> Simplified:
+    """Apply every reduction until none applies. Without a limit, usages play no part and are left out.
+
+    ``observe`` is told, for tables of what each kind of reduction removes. Once ``stop`` says so, what is done is kept
+    and the rest left undone.
+    """
+    work, tables = Workspace.load(problem), _MinPlus()
+
+    def done(name: str) -> None:
+        if observe is not None:
+            observe(name, _size_of(work))
+
+    done("given")
+    base = np.full(work.base_change.size - 1, -np.inf)
+    while (work.changed_edges or work.changed or work.stale) and not (work.infeasible or stop()):
+        _reduce_edges(work)
+        done("edges")
+        base = _drop_what_cannot_fit(work, base)
+        done("memory")
+        _eliminate_changed(work, tables, max_degree=1)
+        done("degree 1")
+        if work.changed_edges or work.changed:
+            continue
+        _drop_dominated_stale(work)
+        done("dominated")
+        if not (work.changed_edges or work.changed):
+            work.changed = dict.fromkeys(work.costs)
+            _eliminate_changed(work, tables, max_degree=2)
+            done("degree 2")
     return _finish(work)
 
 
-def _reduce_dirty(work: Workspace, *, max_degree: int) -> None:
-    while work.dirty and not work.infeasible:
-        node = next(iter(work.dirty))
-        del work.dirty[node]
-        drop_impossible(work, node)
-        if work.infeasible:
-            return
-        fold_separable(work, node)
-        if not merge_functional(work, node) and len(work.edges[node]) <= max_degree and not work.bytes[node]:
-            eliminate(work, node)
+def _size_of(work: Workspace) -> Size:
+    return Size(
+        nodes=len(work.costs),
+        strategies=sum(costs.size for costs in work.costs.values()),
+        edges=sum(map(len, work.edges.values())) // 2,
+        rows=work.base_change.size - 1,
+    )
 
 
-def drop_impossible(work: Workspace, node: int) -> None:
-    """Arc consistency on infinite costs, and strategies that cannot fit even beside the leanest of the others."""
-    possible = np.isfinite(work.costs[node])
-    for other, costs in work.edges[node].items():
-        possible &= np.isfinite(costs[:, np.isfinite(work.costs[other])]).any(axis=1)
-    for (first, last), used in work.bytes[node].items():
-        possible &= work.base_bytes[first:last].max() + used <= work.limit_bytes
-    work.keep(node, possible)
+# ---------------------------------------------------------------------------------------------------------------- edges
 
 
-def fold_separable(work: Workspace, node: int) -> None:
-    """Edges with C(i, j) = f(i) + g(j), up to rounding, become node costs."""
-    for other, costs in list(work.edges[node].items()):
-        if not np.isfinite(costs).all():
-            continue
-        row_part = costs[:, 0]
-        column_part = costs[0, :] - costs[0, 0]
-        residual = np.abs(costs - row_part[:, None] - column_part[None, :]).max()
-        if residual <= _ROUNDING * np.abs(costs).max():
-            work.costs[node] = work.costs[node] + row_part
-            work.costs[other] = work.costs[other] + column_part
-            work.remove_edge(node, other)
-            work.touch((node, other))
+def _reduce_edges(work: Workspace) -> None:
+    for node in list(work.changed):
+        _drop_forbidden(work, node)
+    while work.changed_edges and not work.infeasible:
+        changed, work.changed_edges = work.changed_edges, {}
+        for source, target in changed:
+            if target in work.edges.get(source, ()) and not work.infeasible:
+                _reduce_edge(work, source, target)
 
 
-def merge_functional(work: Workspace, node: int) -> bool:
-    """Merge ``node`` into a neighbour each of whose strategies allows just one of its own; whether that happened."""
-    for other, costs in work.edges[node].items():
-        allowed = np.isfinite(costs)
-        if len(work.costs[node]) > 1 and (allowed.sum(axis=0) == 1).all():
-            _merge(work, node=node, into=other, follows=allowed.argmax(axis=0))
-            return True
-    return False
+def _drop_forbidden(work: Workspace, node: int) -> None:
+    if node in work.costs and not work.infeasible:
+        work.keep(node, np.isfinite(work.costs[node]))
+
+
+def _reduce_edge(work: Workspace, source: int, target: int) -> None:
+    finite = np.isfinite(work.edges[source][target])
+    if finite.all():
+        _fold_separable(work, source, target)
+        return
+    by_source, by_target = finite.sum(axis=1), finite.sum(axis=0)
+    if not (by_source.all() and by_target.all()):
+        _drop_lonely(work, (source, by_source > 0), (target, by_target > 0))
+        return
+    follows = [
+        (node, into, axis)
+        for node, into, axis, counts in ((target, source, 1, by_source), (source, target, 0, by_target))
+        if (counts == 1).all()
+    ]
+    if follows:
+        node, into, axis = min(follows, key=lambda follow: len(work.edges[follow[0]]))
+        _merge(work, node=node, into=into, follows=finite.argmax(axis=axis))
+
+
+def _drop_lonely(work: Workspace, *kept: tuple[int, NDArray[np.bool_]]) -> None:
+    """Strategies without a finite partner across an edge go."""
+    for node, mask in kept:
+        if not work.infeasible:
+            work.keep(node, mask)
+
+
+def _fold_separable(work: Workspace, source: int, target: int) -> None:
+    """An edge with C(i, j) = f(i) + g(j), up to rounding, becomes node costs."""
+    costs = work.edges[source][target]
+    row_part = costs[:, 0]
+    column_part = costs[0, :] - costs[0, 0]
+    residual = np.abs(costs - row_part[:, None] - column_part[None, :]).max()
+    if residual <= _ROUNDING * np.abs(costs).max():
+        work.costs[source] = work.costs[source] + row_part
+        work.costs[target] = work.costs[target] + column_part
+        work.remove_edge(source, target)
+        work.touch((source, target))
 
 
 def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
+    """``node`` takes strategy follows[x] when ``into`` takes x: the two become one."""
     columns = np.arange(follows.size)
     work.costs[into] = work.costs[into] + work.costs[node][follows] + work.edges[node][into][follows, columns]
     for other, costs in list(work.edges[node].items()):
         if other != into:
             work.add_edge(into, other, costs[follows])
-    for interval, used in work.bytes[node].items():
-        work.add_bytes(into, interval, used[follows])
-    work.settle_bytes(into)
+    for alive in work.take_alive(node):
+        work.add_alive(into, Alive(rows=alive.rows, bytes=alive.bytes[:, follows]))
     work.touch((into,))
     work.remove_node(node, best=follows, neighbours=(into,))
 
 
-def eliminate(work: Workspace, node: int) -> None:
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
+    """Strategies that do not fit beside the least of all the others go; returns the base that was looked at.
+
+    Where the base grew since it was ``seen``, everybody is looked at again, elsewhere only what changed.
+    """
+    if seen.size == 0 or work.infeasible:
+        return seen
+    for node in list(work.changed):
+        if node in work.costs:
+            work.alive_of(node)
+    base = work.base_bytes
+    if (base > work.limit_bytes).any():
+        work.offset = math.inf
+        return base
+    highest = _RangeMaximum(base)
+    for node in list(work.costs) if (base > seen).any() else list(work.changed):
+        alive = work.alive_of(node) if node in work.costs else None
+        if alive is not None and not work.infeasible:
+            room = work.limit_bytes - highest.of(alive.rows)
+            work.keep(node, np.less_equal(alive.bytes, room[:, None]).min(axis=0))
+    return base
+
+
+class _RangeMaximum:
+    """The maximum over any interval, from the maxima over all intervals of 2^k."""
+
+    def __init__(self, values: FloatArray) -> None:
+        self._levels = [values]
+        width = 1
+        while 2 * width <= values.size:
+            below = self._levels[-1]
+            self._levels.append(np.maximum(below[:-width], below[width:]))
+            width *= 2
+
+    def of(self, intervals: IntArray) -> FloatArray:
+        """The maximum over each interval [first, last); intervals are (k, 2) and not empty."""
+        first, last = intervals.T
+        level = np.log2(last - first).astype(int)
+        highest = np.empty(len(intervals))
+        for number in range(len(self._levels)):
+            here = level == number
+            values = self._levels[number]
+            highest[here] = np.maximum(values[first[here]], values[last[here] - (1 << number)])
+        return highest
+
+
+# ---------------------------------------------------------------------------------------------------------- elimination
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MinPlus:
+    """T[a, b] = min_i left[i, a] + right[i, b] and the minimiser; equal calls, as equal layers make them, run once."""
+
+    known: dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]] = field(
+        default_factory=dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]]
+    )
+
+    def __call__(self, left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray]:
+        key = (left.tobytes(), right.tobytes(), left.shape[0])
+        if key not in self.known:
+            self.known[key] = _min_plus(left, right)
+        return self.known[key]
+
+
+def _min_plus(left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray]:
+    """A few columns a at a time."""
+    size = max(1, _CHUNK_ENTRIES // max(1, right.size))
+    tables: list[FloatArray] = []
+    bests: list[IntArray] = []
+    for begin in range(0, left.shape[1], size):
+        joint = left[:, begin : begin + size, None] + right[:, None, :]
+        best = joint.argmin(axis=0)
+        bests.append(best)
+        tables.append(np.take_along_axis(joint, best[None], axis=0)[0])
+    return np.concatenate(tables), np.concatenate(bests)
+
+
+def _eliminate_changed(work: Workspace, tables: _MinPlus, *, max_degree: int) -> None:
+    """Eliminate nodes of low degree that use no memory, and those whose degree falls by it."""
+    while work.changed and not work.infeasible:
+        changed, work.changed = work.changed, {}
+        for node in changed:
+            if node in work.costs and len(work.edges[node]) <= max_degree:
+                if work.alive_of(node) is None and _is_small(work, node):
+                    eliminate(work, node, tables)
+
+
+def _is_small(work: Workspace, node: int) -> bool:
+    around = math.prod(work.costs[other].size for other in work.edges[node])
+    return around * work.costs[node].size <= _MAX_JOINT_ENTRIES
+
+
+def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray, IntArray]] = _min_plus) -> None:
     """Minimise over ``node``, which has at most two neighbours, for each choice of theirs."""
     costs = work.costs[node]
     neighbours = tuple(sorted(work.edges[node]))
@@ -149,22 +305,19 @@ def eliminate(work: Workspace, node: int) -> None:
     else:
         first, second = neighbours
         left = work.edges[node][first] + costs[:, None]
-        table, best = _min_plus(left, work.edges[node][second])
+        table, best = tables(left, work.edges[node][second])
         work.remove_node(node, best=best, neighbours=neighbours)
         work.add_edge(first, second, table)
 
 
-def _min_plus(left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray]:
-    """T[a, b] = min_i left[i, a] + right[i, b] and the minimiser, a few columns a at a time."""
-    size = max(1, _CHUNK_ENTRIES // max(1, right.size))
-    tables: list[FloatArray] = []
-    bests: list[IntArray] = []
-    for begin in range(0, left.shape[1], size):
-        joint = left[:, begin : begin + size, None] + right[:, None, :]
-        best = joint.argmin(axis=0)
-        bests.append(best)
-        tables.append(np.take_along_axis(joint, best[None], axis=0)[0])
-    return np.concatenate(tables), np.concatenate(bests)
+# ------------------------------------------------------------------------------------------------------------ dominance
+
+
+def _drop_dominated_stale(work: Workspace) -> None:
+    for node in sorted(work.stale):
+        if node in work.costs and not work.infeasible:
+            drop_dominated(work, node)
+    work.stale.clear()
 
 
 def drop_dominated(work: Workspace, node: int) -> None:
@@ -182,21 +335,33 @@ def drop_dominated(work: Workspace, node: int) -> None:
     slack = _ROUNDING * sum(float(np.abs(part).max()) for part in (costs, *least))
     possible = total[:, None] - total[None, :] >= -slack
     np.fill_diagonal(possible, val=False)
-    for used in work.bytes[node].values():
-        possible &= used[None, :] <= used[:, None]
+    alive = work.alive_of(node)
+    if alive is not None:
+        for used in alive.bytes:
+            possible &= used[None, :] <= used[:, None]
     worse, better = np.nonzero(possible)
     upper = total[worse] - total[better]
     exact = costs[worse] - costs[better]
     for matrix, low in zip(matrices, least, strict=True):
         if worse.size == 0:
             return
-        with np.errstate(invalid="ignore"):
-            change = np.fmin.reduce(matrix[worse] - matrix[better], axis=1)
+        change = _least_difference(matrix, worse, better)
         upper = upper + (change - (low[worse] - low[better]))
         exact = exact + change
         open_pairs = upper >= -slack
         worse, better, upper, exact = worse[open_pairs], better[open_pairs], upper[open_pairs], exact[open_pairs]
     work.keep(node, _undominated(costs.size, worse=worse[exact >= 0], better=better[exact >= 0]))
+
+
+def _least_difference(matrix: FloatArray, worse: IntArray, better: IntArray) -> FloatArray:
+    """min_k matrix[worse, k] - matrix[better, k], a few pairs at a time; where both are inf, k does not count."""
+    size = max(1, _CHUNK_ENTRIES // matrix.shape[1])
+    parts: list[FloatArray] = []
+    for begin in range(0, worse.size, size):
+        with np.errstate(invalid="ignore"):
+            change = matrix[worse[begin : begin + size]] - matrix[better[begin : begin + size]]
+        parts.append(np.fmin.reduce(change, axis=1))
+    return np.concatenate(parts)
 
 
 def _undominated(count: int, *, worse: IntArray, better: IntArray) -> NDArray[np.bool_]:
@@ -208,32 +373,61 @@ def _undominated(count: int, *, worse: IntArray, better: IntArray) -> NDArray[np
     return kept
 
 
+# --------------------------------------------------------------------------------------------------------------- result
+
+
+def _rows_that_bind(base: FloatArray, alive: Sequence[Alive], limit_bytes: float) -> IntArray:
+    """The rows that can overrun the limit, without those whose neighbour holds all that they hold."""
+    if not alive:
+        return np.zeros(0, dtype=np.intp)
+    intervals = np.concatenate([each.rows for each in alive])
+    most = np.concatenate([each.bytes.max(axis=1) for each in alive])
+    rows = np.flatnonzero(base + sum_over_rows(base.size, intervals, most) > limit_bytes)
+    while rows.size > 1:
+        first, last = np.searchsorted(rows, intervals).T
+        some = first < last
+        begins = np.bincount(first[some], minlength=rows.size + 1)[: rows.size] > 0
+        ends = np.bincount(last[some], minlength=rows.size + 1)[: rows.size] > 0
+        here = base[rows]
+        in_previous = np.append(False, ~begins[1:] & (here[1:] <= here[:-1]))
+        in_next = np.append(~ends[1:] & (here[:-1] <= here[1:]), False)
+        in_next[:-1] &= ~in_previous[1:]  # of two equal rows one stays
+        if not (in_previous | in_next).any():
+            break
+        rows = rows[~(in_previous | in_next)]
+    return rows
+
+
 def _finish(work: Workspace) -> Simplified:
     if work.infeasible:
-        return Simplified(problem=Problem(node_costs=()), offset=math.inf, nodes=(), steps=())
+        return Simplified(problem=Problem.of(node_costs=()), offset=math.inf, nodes=(), steps=())
     nodes = tuple(sorted(work.costs))
     number = {node: index for index, node in enumerate(nodes)}
-    edges = tuple(
-        Edge(source=number[source], target=number[target], costs=costs)
-        for source in nodes
-        for target, costs in sorted(work.edges[source].items())
-        if source < target
-    )
-    usages = tuple(
-        Usage(node=number[node], bytes=used, start=first, end=last)
-        for node in nodes
-        for (first, last), used in sorted(work.bytes[node].items())
-    )
+    alive = {number[node]: alive for node in nodes if (alive := work.alive_of(node)) is not None}
+    base = work.base_bytes
+    rows = _rows_that_bind(base, tuple(alive.values()), work.limit_bytes)
+    usages = [
+        Usage(node=node, bytes=used, start=first, end=last)
+        for node, each in alive.items()
+        for used, (first, last) in zip(each.bytes, np.searchsorted(rows, each.rows).tolist(), strict=True)
+        if first < last
+    ]
     if usages:
         everyone = np.ones(work.costs[nodes[0]].size)
-        usages += tuple(
+        usages += [
             Usage(node=0, bytes=used * everyone, start=index, end=index + 1)
-            for index, used in enumerate(work.base_bytes.tolist())
-        )
+            for index, used in enumerate(base[rows].tolist())
+            if used > 0.0
+        ]
     return Simplified(
-        problem=Problem(
-            node_costs=tuple(work.costs[node] for node in nodes),
-            edges=edges,
+        problem=Problem.of(
+            node_costs=(work.costs[node] for node in nodes),
+            edges=(
+                Edge(source=number[source], target=number[target], costs=costs)
+                for source in nodes
+                for target, costs in sorted(work.edges[source].items())
+                if source < target
+            ),
             usages=usages,
             limit_bytes=work.limit_bytes if usages else None,
         ),

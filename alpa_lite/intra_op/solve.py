@@ -11,7 +11,7 @@ from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solvers.auto import AutoSolver
+from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan import CollectiveUse
@@ -59,7 +59,7 @@ def solve_stage(
     """Choose the sharding of every op of a stage."""
     pricer, builder = catalogue.pricer, Builder(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
-    solution = (solver or AutoSolver()).solve(problem, time_limit_seconds=time_limit_seconds)
+    solution = (solver or Portfolio()).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
         return StageSolution(
             choice=None,

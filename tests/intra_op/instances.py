@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Usage, evaluate
-from alpa_lite.intra_op.solvers.auto import AutoSolver
+from alpa_lite.intra_op.solvers.portfolio import Portfolio
 
 
 def random_problem(
@@ -48,11 +48,21 @@ def random_problem(
         used = rng.integers(0, 8, int(sizes[node])).astype(float)
         usages.append(Usage(node=node, bytes=used, start=start, end=start + int(rng.integers(1, 5))))
     limit = None if tightness is None else float(int(tightness * sum(float(usage.bytes.max()) for usage in usages)))
-    return Problem(
+    return Problem.of(
         node_costs=tuple(costs(int(size)) for size in sizes),
         edges=tuple(edges),
         usages=tuple(usages),
         limit_bytes=limit,
+    )
+
+
+def frustrated(num_nodes: int, num_strategies: int) -> Problem:
+    """Random costs on many cycles: far more than HiGHS can do at once."""
+    rng = np.random.default_rng(0)
+    pairs = [tuple(int(node) for node in rng.choice(num_nodes, 2, replace=False)) for _ in range(3 * num_nodes)]
+    return Problem.of(
+        node_costs=tuple(rng.random(num_strategies) for _ in range(num_nodes)),
+        edges=tuple(Edge(source=u, target=v, costs=rng.random((num_strategies,) * 2)) for u, v in pairs),
     )
 
 
@@ -115,11 +125,11 @@ def training_step(
         link(parameter, backward[index], 1.0)
         link(backward[index], update, 1.0)
         link(parameter, update, 2.0)
-    problem = Problem(node_costs=tuple(node_costs), edges=tuple(edges), usages=tuple(usages))
+    problem = Problem.of(node_costs=tuple(node_costs), edges=tuple(edges), usages=tuple(usages))
     if limit_fraction is None:
         return problem
     least = evaluate(problem, [int(usage.bytes.argmin()) for usage in leanest(problem)]).peak_bytes
-    free = AutoSolver().solve(problem).peak_bytes
+    free = Portfolio().solve(problem).peak_bytes
     return replace(problem, limit_bytes=float(int(least + limit_fraction * (free - least))))
 
 

@@ -22,7 +22,7 @@ def two_nodes(**changes: object) -> Problem:
         ),
         "limit_bytes": 7.0,
     }
-    return Problem(**{**parts, **changes})  # type: ignore[arg-type]
+    return Problem.of(**{**parts, **changes})  # type: ignore[arg-type]
 
 
 def test_evaluate_by_hand():
@@ -33,7 +33,7 @@ def test_evaluate_by_hand():
     assert evaluate(two_nodes(limit_bytes=None), (0, 0)).feasible
     assert not evaluate(two_nodes(limit_bytes=None), (1, 0)).feasible
     assert evaluate(two_nodes(usages=()), (0, 0)).peak_bytes == 0.0
-    assert evaluate(Problem(node_costs=()), ()).cost == 0.0
+    assert evaluate(Problem.of(node_costs=()), ()).cost == 0.0
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.booleans())
@@ -60,14 +60,20 @@ def test_evaluate_is_the_plain_sum(seed: int, num_nodes: int, limited: bool):
         (lambda: two_nodes(node_costs=(np.zeros((2, 2)),)), r"Node 0 has costs of shape \(2, 2\)"),
         (lambda: two_nodes(node_costs=(np.array([]),)), "at least one strategy"),
         (lambda: two_nodes(node_costs=(np.array([np.nan]),)), "NaN or minus infinity"),
-        (lambda: Edge(source=0, target=1, costs=np.array([[-np.inf]])), r"edge \(0, 1\).*NaN or minus infinity"),
+        (
+            lambda: two_nodes(edges=(Edge(source=0, target=1, costs=np.full((2, 3), -np.inf)),)),
+            r"edge \(0, 1\).*NaN or minus infinity",
+        ),
         (lambda: two_nodes(edges=(Edge(source=0, target=2, costs=np.zeros((2, 1))),)), "nodes 0 to 1"),
         (lambda: two_nodes(edges=(Edge(source=0, target=0, costs=np.zeros((2, 2))),)), "joins a node to itself"),
         (lambda: two_nodes(edges=(Edge(source=1, target=0, costs=np.zeros((2, 3))),)), "one row per strategy"),
         (lambda: two_nodes(limit_bytes=-1.0), "memory limit is -1.0 bytes"),
         (lambda: two_nodes(limit_bytes=math.inf), "None for none"),
-        (lambda: Usage(node=0, bytes=np.array([-1.0]), start=0, end=1), "negative or non-finite"),
-        (lambda: Usage(node=0, bytes=np.array([1.0]), start=2, end=2), "which is empty"),
+        (
+            lambda: two_nodes(usages=(Usage(node=0, bytes=np.array([-1.0, 0.0]), start=0, end=1),)),
+            "negative or non-finite",
+        ),
+        (lambda: two_nodes(usages=(Usage(node=0, bytes=np.ones(2), start=2, end=2),)), "which is empty"),
         (lambda: two_nodes(usages=(Usage(node=0, bytes=np.ones(3), start=0, end=1),)), "the node has 2 strategies"),
         (lambda: two_nodes(usages=(Usage(node=7, bytes=np.ones(3), start=0, end=1),)), "names node 7"),
         (lambda: evaluate(two_nodes(), (0,)), "1 choices were given for 2 nodes"),
@@ -82,7 +88,7 @@ def test_bad_input_is_a_sentence(make, sentence: str):
 
 def test_arrays_are_frozen_and_the_callers_stay_writable():
     mine = np.array([1.0, 2.0])
-    problem = Problem(node_costs=(mine,))
+    problem = Problem.of(node_costs=(mine,))
     with pytest.raises(ValueError, match="read-only"):
         problem.node_costs[0][0] = 3.0
     mine[0] = 1.5

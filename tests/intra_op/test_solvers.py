@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.intra_op.problem import Edge, Problem, Status, Usage, evaluate
-from alpa_lite.intra_op.solvers import SOLVERS, AutoSolver, BruteForce, Elimination, Solver, TooWide
+from alpa_lite.intra_op.solvers import SOLVERS, BruteForce, Elimination, Portfolio, Solver, TooWide
 from alpa_lite.intra_op.solvers.solver import closes
 from tests.intra_op.instances import random_problem
 
-NARROW_ONLY = AutoSolver(elimination=Elimination(max_table_entries=1))
+TOO_WIDE = Portfolio(elimination=Elimination(max_table_entries=1))
 """Takes the path of problems too wide to eliminate."""
 
 PARAMETERS = [
     *(pytest.param(solver, id=solver.name) for solver in SOLVERS if not isinstance(solver, BruteForce)),
-    pytest.param(NARROW_ONLY, id="AutoSolver-wide"),
+    pytest.param(TOO_WIDE, id="Portfolio-wide"),
 ]
 
 
@@ -58,13 +58,13 @@ def test_agrees_with_enumeration(
 
 @pytest.mark.parametrize("solver", [*PARAMETERS, pytest.param(BruteForce(), id="BruteForce")])
 def test_edge_cases(solver: Solver):
-    assert solver.solve(Problem(node_costs=())).choices == ()
-    single = solver.solve(Problem(node_costs=(np.array([3.0, -1.0, np.inf]),), limit_bytes=0.0))
+    assert solver.solve(Problem.of(node_costs=())).choices == ()
+    single = solver.solve(Problem.of(node_costs=(np.array([3.0, -1.0, np.inf]),), limit_bytes=0.0))
     assert (single.choices, single.cost, single.status) == ((1,), -1.0, Status.OPTIMAL)
-    hopeless = solver.solve(Problem(node_costs=(np.array([np.inf]),)))
+    hopeless = solver.solve(Problem.of(node_costs=(np.array([np.inf]),)))
     assert (hopeless.status, hopeless.peak_bytes) == (Status.INFEASIBLE, math.inf)
     clash = Edge(source=0, target=1, costs=np.full((2, 2), np.inf))
-    assert solver.solve(Problem(node_costs=(np.zeros(2),) * 2, edges=(clash,))).status is Status.INFEASIBLE
+    assert solver.solve(Problem.of(node_costs=(np.zeros(2),) * 2, edges=(clash,))).status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize("solver", [*PARAMETERS, pytest.param(BruteForce(), id="BruteForce")])
@@ -77,7 +77,7 @@ def test_equal_calls_give_equal_answers(solver: Solver):
 def test_infeasible_says_how_much_memory_is_needed(solver: Solver):
     usages = tuple(Usage(node=node, bytes=np.array([8.0, 5.0]), start=0, end=2) for node in range(3))
     together = Edge(source=0, target=1, costs=np.array([[0.0, 1.0], [1.0, np.inf]]))
-    problem = Problem(node_costs=(np.zeros(2),) * 3, edges=(together,), usages=usages, limit_bytes=10.0)
+    problem = Problem.of(node_costs=(np.zeros(2),) * 3, edges=(together,), usages=usages, limit_bytes=10.0)
     solution = solver.solve(problem)
     assert (solution.status, solution.peak_bytes) == (Status.INFEASIBLE, 18.0)
 
@@ -89,8 +89,8 @@ def test_what_closes_the_gap():
 
 
 def test_brute_force_refuses_large_problems():
-    with pytest.raises(ValueError, match="use AutoSolver"):
-        BruteForce().solve(Problem(node_costs=(np.zeros(10),) * 7))
+    with pytest.raises(ValueError, match="use Portfolio"):
+        BruteForce().solve(Problem.of(node_costs=(np.zeros(10),) * 7))
 
 
 def test_elimination_refuses_wide_problems_and_overruns():
@@ -99,4 +99,4 @@ def test_elimination_refuses_wide_problems_and_overruns():
         Elimination(max_table_entries=1).solve(problem)
     usage = Usage(node=0, bytes=np.array([9.0, 0.0]), start=0, end=1)
     with pytest.raises(TooWide, match="overrun the memory limit"):
-        Elimination().solve(Problem(node_costs=(np.array([0.0, 1.0]),), usages=(usage,), limit_bytes=1.0))
+        Elimination().solve(Problem.of(node_costs=(np.array([0.0, 1.0]),), usages=(usage,), limit_bytes=1.0))

@@ -1,11 +1,15 @@
 """Solvers of the intra-op problem. A new one is a file with one class and an entry in ``SOLVERS``."""
 
-from alpa_lite.intra_op.solvers.auto import AutoSolver as AutoSolver
 from alpa_lite.intra_op.solvers.brute_force import BruteForce as BruteForce
 from alpa_lite.intra_op.solvers.elimination import Elimination as Elimination
 from alpa_lite.intra_op.solvers.elimination import TooWide as TooWide
+from alpa_lite.intra_op.solvers.highs import Highs as Highs
 from alpa_lite.intra_op.solvers.integer_program import IntegerProgram as IntegerProgram
+from alpa_lite.intra_op.solvers.portfolio import Portfolio as Portfolio
+from alpa_lite.intra_op.solvers.rounds import Rounds as Rounds
+from alpa_lite.intra_op.solvers.solver import Control as Control
+from alpa_lite.intra_op.solvers.solver import Progress as Progress
 from alpa_lite.intra_op.solvers.solver import Solver as Solver
 
-SOLVERS: tuple[Solver, ...] = (BruteForce(), Elimination(), IntegerProgram(), AutoSolver())
+SOLVERS: tuple[Solver, ...] = (BruteForce(), Elimination(), IntegerProgram(), Highs(), Portfolio())
 """One of each, for the tests that all solvers share."""

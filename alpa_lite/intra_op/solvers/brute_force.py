@@ -14,12 +14,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from alpa_lite.intra_op.problem import FloatArray, Problem, Solution, Status
-from alpa_lite.intra_op.solvers.solver import Solver, no_solution, solution_of
-
-IntArray = NDArray[np.intp]
+from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status
+from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
 
 def _all_choices(problem: Problem, count: int) -> list[IntArray]:
@@ -57,7 +54,7 @@ class BruteForce(Solver):
 
     max_combinations: int = 2_000_000
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
         """The best of all choices; the time limit is not needed, ``max_combinations`` keeps it short.
 
         Raises ValueError when there are more combinations than that.
@@ -67,7 +64,7 @@ class BruteForce(Solver):
         if count > self.max_combinations:
             raise ValueError(
                 f"The problem has {count:.3g} combinations of strategies and BruteForce tries at most "
-                f"{self.max_combinations:.3g}; use AutoSolver, or raise max_combinations."
+                f"{self.max_combinations:.3g}; use Portfolio, or raise max_combinations."
             )
         choices = _all_choices(problem, count)
         costs = _all_costs(problem, choices, count)

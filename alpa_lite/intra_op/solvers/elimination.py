@@ -5,8 +5,6 @@
                   in which v comes first                                                     ``_joint``
     M_v(N)      = min_i J_v(i, N); v's choice is the minimiser i                             ``_eliminate_all``
     optimum     = sum of the tables without arguments; choices follow in reverse order       ``Elimination.solve``
-    D_v(N)      = min over what is not in N of J_p + D_p - M_v,  p = first of N_v            ``min_marginals``
-    m_v(i)      = min_N J_v(i, N) + D_v(N): the least cost of all choices with x_v = i       ``min_marginals``
 
 Time and space are those of the largest J_v. Memory limits are not seen: the answer holds if it happens to respect the
 limit, since leaving a constraint out can only lower the optimum.
@@ -14,6 +12,7 @@ limit, since leaving a constraint out can only lower the optimum.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.solver import Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
 _MAX_DIMENSIONS = 32
 
@@ -54,9 +53,12 @@ class Table:
     costs: FloatArray
 
 
-def elimination_plan(problem: Problem) -> EliminationPlan:
-    """The cheaper of the two greedy orders: least table first, and least fill first."""
-    plans = [_greedy_plan(problem, rank) for rank in (_table_entries, _fill)]
+def elimination_plan(problem: Problem, max_entries: float = math.inf) -> EliminationPlan:
+    """The cheaper of the two greedy orders: least table first, and least fill first.
+
+    An order whose tables exceed ``max_entries`` in all is given up half-way; the entries of its plan are inf.
+    """
+    plans = [_greedy_plan(problem, rank, max_entries) for rank in (_table_entries, _fill)]
     return min(plans, key=lambda plan: plan.total_entries)
 
 
@@ -75,19 +77,26 @@ def _fill(node: int, adjacency: Adjacency, sizes: Scope) -> float:
     )
 
 
-def _greedy_plan(problem: Problem, rank: Callable[[int, Adjacency, Scope], float]) -> EliminationPlan:
+def _greedy_plan(
+    problem: Problem, rank: Callable[[int, Adjacency, Scope], float], max_entries: float
+) -> EliminationPlan:
     sizes = problem.num_strategies
     adjacency: Adjacency = {node: set() for node in range(len(sizes))}
-    for edge in problem.edges:
-        adjacency[edge.source].add(edge.target)
-        adjacency[edge.target].add(edge.source)
-    ranks = {node: (rank(node, adjacency, sizes), node) for node in adjacency}
+    for source, target in problem.edge_nodes.tolist():
+        adjacency[source].add(target)
+        adjacency[target].add(source)
+    ranks = {node: rank(node, adjacency, sizes) for node in adjacency}
+    queue = [(value, node) for node, value in ranks.items()]
+    heapq.heapify(queue)
     order: list[int] = []
     scopes: list[Scope] = []
-    entries: list[float] = []
-    while ranks:
-        _, node = min(ranks.values())
-        entries.append(_table_entries(node, adjacency, sizes))
+    largest = total = 0.0
+    while queue and total <= max_entries:
+        value, node = heapq.heappop(queue)
+        if ranks.get(node) != value:
+            continue  # out of date: the node is gone, or has a newer entry
+        entries = _table_entries(node, adjacency, sizes)
+        largest, total = max(largest, entries), total + entries
         neighbours = adjacency.pop(node)
         del ranks[node]
         order.append(node)
@@ -97,12 +106,14 @@ def _greedy_plan(problem: Problem, rank: Callable[[int, Adjacency, Scope], float
             adjacency[other] -= {node, other}
         affected = set(neighbours).union(*(adjacency[other] for other in neighbours)) if rank is _fill else neighbours
         for other in affected:
-            ranks[other] = (rank(other, adjacency, sizes), other)
+            ranks[other] = rank(other, adjacency, sizes)
+            heapq.heappush(queue, (ranks[other], other))
+    given_up = len(order) < len(sizes)
     return EliminationPlan(
         order=tuple(order),
         scopes=tuple(scopes),
-        largest_table=max(entries, default=0.0),
-        total_entries=sum(entries),
+        largest_table=math.inf if given_up else largest,
+        total_entries=math.inf if given_up else total,
     )
 
 
@@ -172,43 +183,6 @@ def cheapest_choices(problem: Problem, plan: EliminationPlan) -> tuple[int, ...]
     return _read_choices(plan, _eliminate_all(problem, plan))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MinMarginals:
-    """``costs[v][i]``: the least cost in seconds of all choices in which v takes i, memory aside; and the best."""
-
-    costs: tuple[FloatArray, ...]
-    choices: tuple[int, ...]
-    optimum: float
-
-
-def min_marginals(problem: Problem, plan: EliminationPlan) -> MinMarginals:
-    """The least cost with each strategy of each node held fixed, by one pass up the tables and one down."""
-    sizes = problem.num_strategies
-    up = _eliminate_all(problem, plan)
-    down: dict[int, Table] = {}
-    marginals: dict[int, FloatArray] = {}
-    scopes = dict(zip(plan.order, plan.scopes, strict=True))
-    for node in reversed(plan.order):
-        tables = list(up.tables[node])
-        if node in up.parent:
-            above = up.parent[node]
-            others = [table for table in up.tables[above] if table is not up.received[node]]
-            others += [down[above]] if above in down else []
-            scope = (above, *scopes[above])
-            joint = _joint(others, scope, sizes)
-            dropped = tuple(index for index, other in enumerate(scope) if other not in scopes[node])
-            kept = tuple(other for other in scope if other in scopes[node])
-            down[node] = Table(scope=kept, costs=joint.min(axis=dropped))
-            tables.append(down[node])
-        joint = _joint(tables, (node, *scopes[node]), sizes)
-        marginals[node] = joint.min(axis=tuple(range(1, joint.ndim)))
-    return MinMarginals(
-        costs=tuple(marginals[node] - marginals[node].min() + up.offset for node in range(len(sizes))),
-        choices=_read_choices(plan, up),
-        optimum=up.offset,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination(Solver):
     """Exact when the tables stay under ``max_table_entries``; says ``TooWide`` otherwise, before any work."""
@@ -222,7 +196,7 @@ class Elimination(Solver):
             return False
         return plan.largest_table <= self.max_table_entries and plan.total_entries <= self.max_total_entries
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
         """The optimum; the caps keep it to seconds, so the time limit is not needed.
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
@@ -242,6 +216,6 @@ class Elimination(Solver):
         if not evaluate(problem, choices).feasible:
             raise TooWide(
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
-                "AutoSolver."
+                "Portfolio."
             )
         return solution_of(problem, choices, bound=eliminated.offset, started=started, solver=self.name, proven=True)

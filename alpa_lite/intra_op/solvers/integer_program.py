@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ import pulp
 
 from alpa_lite.intra_op.memory import MemoryRow, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.solver import Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
 _LARGEST_COST = 1e4
 _TOLERANCE = 1e-9
@@ -182,17 +182,13 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
     )
 
 
-def _run(model: _Model, solver: pulp.HiGHS, *, start: Sequence[int] | None = None) -> _Run:
-    """Solve with HiGHS, from ``start`` if given: PuLP's own steps, with the start between building and running."""
+def _run(model: _Model, solver: pulp.HiGHS) -> _Run:
+    """Solve with HiGHS, step by step as PuLP does, for its status and bound."""
     program = model.program
     program.setObjective(pulp.LpAffineExpression(model.objective))
     solver.createAndConfigureSolver(program)
     solver.buildSolverModel(program)
     highs: Any = program.solverModel
-    if start is not None:
-        column = {variable.name: index for index, variable in enumerate(program.variables())}
-        given = {column[s.name]: float(i == x) for x, of in zip(start, model.nodes, strict=True) for i, s in of.items()}
-        highs.setSolution(len(given), np.array(list(given), dtype=np.int32), np.array(list(given.values())))
     solver.callSolver(program)
     status, info = highs.getModelStatus(), highs.getInfo()
     ended = highspy.HighsModelStatus
@@ -213,20 +209,15 @@ def _read_choices(model: _Model) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerProgram(Solver):
-    """Exact, for any problem; slow beyond about 10^5 pairs of strategies, so simplify first (``AutoSolver`` does).
+    """Exact, for any problem; slow beyond about 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
 
     ``relative_gap``: choices proven to be this close to the best are good enough.
     """
 
     relative_gap: float = 0.0
 
-    def solve(
-        self, problem: Problem, *, time_limit_seconds: float = 60.0, start: Sequence[int] | None = None
-    ) -> Solution:
-        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound.
-
-        ``start``: feasible choices to begin from.
-        """
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
+        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound."""
         started = time.perf_counter()
         rows = memory_rows(problem)
         if not problem.node_costs:
@@ -236,7 +227,7 @@ class IntegerProgram(Solver):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
         for row in rows:
             _memory_row(model, row, problem.limit_bytes or 0.0)
-        run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds, start=start)
+        run = self._run_exactly(problem, model, rows, deadline=started + time_limit_seconds)
         bound = run.bound * model.scale + model.offset
         if run.choices is not None:
             proven = run.optimal and self.relative_gap == 0.0
@@ -255,13 +246,12 @@ class IntegerProgram(Solver):
         rows: tuple[MemoryRow, ...],
         *,
         deadline: float,
-        start: Sequence[int] | None,
     ) -> _Run:
         """Run until the answer keeps the limit to the byte, cutting off answers that do so only within tolerance."""
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         while True:
             left = deadline - time.perf_counter()
-            run = _run(model, _highs(left, self.relative_gap), start=start)
+            run = _run(model, _highs(left, self.relative_gap))
             overrun = [row for row in rows if run.choices is not None and row.total(run.choices) > limit]
             if run.choices is None or not overrun:
                 return run

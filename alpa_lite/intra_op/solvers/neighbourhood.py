@@ -1,110 +1,397 @@
-"""Large-neighbourhood search for problems too wide to eliminate: good choices fast, nothing proven, memory not seen.
+"""Large-neighbourhood search on blocks that form trees: good choices fast, within the memory limit, nothing proven.
 
-    start     x_v = argmin c_v, then each node in turn is best given the others                ``_settle``
-    block     B grows from a random node through random neighbours while elimination on it
-              stays cheap                                                                      ``_grow``
-    improve   x_B = argmin sum_(v in B) (c_v + sum_(u not in B) C_vu(., x_u)) + edges in B      ``_conditioned``
+    block      B grows from a few random nodes through random neighbours, each of them
+               joined to B by one edge: B induces a forest                            ``_grow``
+    given      h_v(i) = c_v(i) + sum_(u not in B) C_uv(x_u, i) + sum_t p_t b_vt(i);
+               inf where the bytes alone exceed what the nodes outside B leave free   ``_condition``
+    best       x_B = argmin sum_(v in B) h_v + edges in B, from the leaves to the
+               roots and back                                                         ``_climb``, ``_descend``
+    heat       noise  T log(uniform)  on h_v draws x_B near-best instead              ``_condition``
+    accepted   if the rows are overrun no more than before, and, by the rule of
+               Metropolis, for what cost + sum_t p_t U_t grew by                      ``_search``
 
-A block's optimum includes what it held before, so the cost never grows. Infinite costs count as more than all finite
-ones together, so the search removes them first.
+Prices steer blocks away from full rows; the limit itself is kept by the test, never by a price. Rows matter only once
+some choices overran them (``Neighbourhood``): few ever do.
 """
+
+# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
-import time
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from alpa_lite.intra_op.problem import Edge, FloatArray, Problem
-from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices, elimination_plan
+from alpa_lite.intra_op.problem import FloatArray, IntArray
+from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, kernel, overrun_of, usage_of, with_rows
 
-_BLOCK_NODES = 60
-_PATIENCE = 4
-"""Stop after this many times as many blocks without gain as would cover the problem once."""
-
-Links = dict[int, dict[int, FloatArray]]
-
-
-def _finite(problem: Problem) -> tuple[list[FloatArray], Links]:
-    """Costs and links in both directions, infinities replaced by more than everything finite."""
-    arrays = [*problem.node_costs, *(edge.costs for edge in problem.edges)]
-    too_much = 1.0 + sum(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in arrays) * 2.0
-    costs = [np.where(np.isfinite(array), array, too_much) for array in problem.node_costs]
-    links: Links = {node: {} for node in range(len(costs))}
-    for edge in problem.edges:
-        matrix = np.where(np.isfinite(edge.costs), edge.costs, too_much)
-        links[edge.source][edge.target] = links[edge.source].get(edge.target, 0.0) + matrix
-        links[edge.target][edge.source] = links[edge.source][edge.target].T
-    return costs, links
+_MAX_BLOCK = 100
+_MAX_TREES = 3
+_LIKELY = 0.98
+"""Rows that the first choices fill to this part of the limit count from the start."""
 
 
-def _settle(costs: list[FloatArray], links: Links, choices: list[int]) -> None:
-    """Each node in turn takes its best strategy given the others, a few times over."""
-    for _ in range(10):
-        changed = False
-        for node, own in enumerate(costs):
-            total = sum((matrix[:, choices[other]] for other, matrix in links[node].items()), own)
-            best = int(total.argmin())
-            if total[best] < total[choices[node]]:
-                choices[node], changed = best, True
-        if not changed:
-            return
+_FIRST_PRESSURE = 1e-3
+"""The part of the cost that an overrun is priced at when memory has no price yet."""
 
 
-def _conditioned(costs: list[FloatArray], links: Links, block: list[int], choices: list[int]) -> Problem:
-    """The problem on ``block`` with every other node held at its choice."""
-    number = {node: index for index, node in enumerate(block)}
-    node_costs = [
-        sum((matrix[:, choices[other]] for other, matrix in links[node].items() if other not in number), costs[node])
-        for node in block
-    ]
-    edges = [
-        Edge(source=number[node], target=number[other], costs=matrix)
-        for node in block
-        for other, matrix in links[node].items()
-        if other in number and node < other
-    ]
-    return Problem(node_costs=tuple(node_costs), edges=tuple(edges))
+class Scratch(NamedTuple):
+    """What one search works on. A block holds ``nodes[:count]``, parents before children; ``link[p]`` is the link of
+    the parent ``nodes[parent[p]]`` to node p. ``entered`` and ``seen`` hold the number of the last block that a node
+    was in, or next to; ``near`` counts its neighbours in that block."""
+
+    nodes: IntArray
+    parent: IntArray
+    link: IntArray
+    drawn: IntArray
+    place: IntArray
+    entered: IntArray
+    seen: IntArray
+    near: IntArray
+    front: IntArray
+    front_link: IntArray
+    h: FloatArray
+    message: FloatArray
+    random: IntArray
 
 
-def _grow(links: Links, size: int, rng: np.random.Generator) -> list[int]:
-    """A connected block of at most ``size`` nodes, reached in random order."""
-    block: list[int] = []
-    front = [int(rng.integers(len(links)))]
-    seen = set(front)
-    while front and len(block) < size:
-        node = front.pop(int(rng.integers(len(front))))
-        block.append(node)
-        fresh = [other for other in links[node] if other not in seen]
-        front += fresh
-        seen.update(fresh)
-    return block
+def _scratch(flat: Flat, seed: int) -> Scratch:
+    num_nodes = flat.cost_start.size - 1
+    largest = int(np.diff(flat.cost_start).max())
+
+    def zeros(size: int) -> IntArray:
+        return np.zeros(size, dtype=np.int64)
+
+    return Scratch(
+        nodes=zeros(_MAX_BLOCK),
+        parent=zeros(_MAX_BLOCK),
+        link=zeros(_MAX_BLOCK),
+        drawn=zeros(_MAX_BLOCK),
+        place=zeros(num_nodes),
+        entered=zeros(num_nodes),
+        seen=zeros(num_nodes),
+        near=zeros(num_nodes),
+        front=zeros(flat.link_node.size + 1),
+        front_link=zeros(flat.link_node.size + 1),
+        h=np.empty(flat.costs.size),
+        message=np.empty(largest),
+        random=np.random.default_rng(seed).integers(1, 2**63, 1),
+    )
 
 
-def neighbourhood_search(problem: Problem, *, deadline: float, seed: int = 0) -> tuple[int, ...]:
-    """Good choices by ``time.perf_counter() == deadline`` or earlier, when blocks stop gaining; limits are not seen."""
-    rng = np.random.default_rng(seed)
-    cheap = Elimination(max_table_entries=100_000, max_total_entries=1_000_000)
-    costs, links = _finite(problem)
-    choices = [int(own.argmin()) for own in costs]
-    _settle(costs, links, choices)
-    size, idle, covered = min(_BLOCK_NODES, len(costs)), 0, _PATIENCE * len(costs)
-    while size > 1 and idle < covered and time.perf_counter() < deadline:
-        block = _grow(links, size, rng)
-        part = _conditioned(costs, links, block, choices)
-        plan = elimination_plan(part)
-        while not cheap.fits(plan):
-            block = block[: len(block) * 3 // 4]
-            part = _conditioned(costs, links, block, choices)
-            plan = elimination_plan(part)
-        best = cheapest_choices(part, plan)
-        gained = _part_cost(part, best) < _part_cost(part, [choices[node] for node in block])
-        idle = 0 if gained else idle + len(block)
-        for node, choice in zip(block, best, strict=True):
-            choices[node] = choice
-    return tuple(choices)
+@kernel
+def _uniform(random: IntArray) -> float:
+    """In (0, 1), by Marsaglia's xorshift generator (Journal of Statistical Software 8(14), 2003)."""
+    state = np.uint64(random[0])
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    state ^= state << np.uint64(17)
+    random[0] = np.int64(state)
+    return (float(state >> np.uint64(12)) + 0.5) / 4503599627370496.0
 
 
-def _part_cost(part: Problem, choices: tuple[int, ...] | list[int]) -> float:
-    cost = sum(float(own[choice]) for own, choice in zip(part.node_costs, choices, strict=True))
-    return cost + sum(float(edge.costs[choices[edge.source], choices[edge.target]]) for edge in part.edges)
+@kernel
+def _enter(flat: Flat, scratch: Scratch, node: int, link: int, count: int, number: int, num_front: int) -> int:
+    """Make ``node`` the block's last; its neighbours join the front, unless they were next to the block before."""
+    scratch.nodes[count] = node
+    scratch.link[count] = link
+    scratch.parent[count] = -1
+    scratch.place[node] = count
+    scratch.entered[node] = number
+    for own in range(flat.link_start[node], flat.link_start[node + 1]):
+        other = flat.link_node[own]
+        if scratch.entered[other] == number:
+            scratch.parent[count] = scratch.place[other]
+            continue
+        if scratch.seen[other] != number:
+            scratch.seen[other] = number
+            scratch.near[other] = 0
+        scratch.near[other] += 1
+        if scratch.near[other] == 1:
+            scratch.front[num_front] = other
+            scratch.front_link[num_front] = own
+            num_front += 1
+    return num_front
+
+
+@kernel
+def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
+    """A random block; how many nodes it has."""
+    num_nodes = flat.cost_start.size - 1
+    size = 1 + int(_MAX_BLOCK * _uniform(scratch.random) ** 2)
+    num_trees = 1 + int(_MAX_TREES * _uniform(scratch.random) ** 2)
+    count = 0
+    for tree in range(1, num_trees + 1):
+        seed = int(_uniform(scratch.random) * num_nodes)
+        if scratch.entered[seed] == number or (scratch.seen[seed] == number and scratch.near[seed] > 0):
+            continue
+        limit = min(_MAX_BLOCK, max(count + 1, size * tree // num_trees))
+        if count >= limit:
+            break
+        num_front = _enter(flat, scratch, seed, -1, count, number, 0)
+        count += 1
+        while num_front > 0 and count < limit:
+            pick = int(_uniform(scratch.random) * num_front)
+            node, link = scratch.front[pick], scratch.front_link[pick]
+            num_front -= 1
+            scratch.front[pick] = scratch.front[num_front]
+            scratch.front_link[pick] = scratch.front_link[num_front]
+            if scratch.near[node] == 1:
+                num_front = _enter(flat, scratch, node, link, count, number, num_front)
+                count += 1
+    return count
+
+
+@kernel
+def _condition(
+    flat: Flat,
+    scratch: Scratch,
+    node: int,
+    number: int,
+    choices: IntArray,
+    used: FloatArray,
+    prices: FloatArray,
+    heat: float,
+) -> None:
+    """h of one node of the block; ``used`` is what the nodes outside keep alive, ``prices`` are prefix sums."""
+    start = flat.cost_start[node]
+    size = flat.cost_start[node + 1] - start
+    h = scratch.h[start : start + size]
+    h[:] = flat.costs[start : start + size]
+    for link in range(flat.link_start[node], flat.link_start[node + 1]):
+        other = flat.link_node[link]
+        if scratch.entered[other] != number:
+            first = flat.link_table[link] + choices[other] * size
+            h += flat.tables[first : first + size]
+    for run in range(flat.run_start[node], flat.run_start[node + 1]):
+        first = flat.run_bytes[run]
+        free = np.inf
+        for row in range(flat.run_first[run], flat.run_last[run]):
+            free = min(free, flat.room[row] - used[row])
+        free = max(free, flat.bytes[first + choices[node]])
+        price = prices[flat.run_last[run]] - prices[flat.run_first[run]]
+        for i in range(size):
+            h[i] = h[i] + price * flat.bytes[first + i] if flat.bytes[first + i] <= free else np.inf
+    if heat > 0.0:
+        for i in range(size):
+            h[i] += heat * math.log(_uniform(scratch.random))
+
+
+@kernel
+def _climb(flat: Flat, scratch: Scratch, count: int) -> None:
+    """From the leaves to the roots: h_u(i) = h_u(i) + min_j h_v(j) + C_uv(i, j) for the children v of u."""
+    for place in range(count - 1, -1, -1):
+        above = scratch.parent[place]
+        if above < 0:
+            continue
+        start, end = flat.cost_start[scratch.nodes[place]], flat.cost_start[scratch.nodes[place] + 1]
+        to, to_end = flat.cost_start[scratch.nodes[above]], flat.cost_start[scratch.nodes[above] + 1]
+        size = to_end - to
+        table = flat.link_table[scratch.link[place]]
+        message = scratch.message[:size]
+        message[:] = np.inf
+        for j in range(end - start):
+            own = scratch.h[start + j]
+            if own < np.inf:
+                for i in range(size):
+                    message[i] = min(message[i], own + flat.tables[table + j * size + i])
+        scratch.h[to:to_end] += message
+
+
+@kernel
+def _descend(flat: Flat, scratch: Scratch, count: int) -> None:
+    """From the roots to the leaves: each node's best strategy given its parent's."""
+    for place in range(count):
+        node, above = scratch.nodes[place], scratch.parent[place]
+        start = flat.cost_start[node]
+        lowest = np.inf
+        best = 0
+        size = 0 if above < 0 else flat.cost_start[scratch.nodes[above] + 1] - flat.cost_start[scratch.nodes[above]]
+        table = 0 if above < 0 else flat.link_table[scratch.link[place]] + scratch.drawn[above]
+        for i in range(flat.cost_start[node + 1] - start):
+            value = scratch.h[start + i]
+            if above >= 0:
+                value += flat.tables[table + i * size]
+            if value < lowest:
+                lowest, best = value, i
+        scratch.drawn[place] = best
+
+
+@kernel
+def _block_cost(flat: Flat, scratch: Scratch, count: int, number: int, choices: IntArray, new: bool) -> float:
+    """The cost of the block and its edges, with what is drawn (``new``) or with what it held."""
+    total = 0.0
+    for place in range(count):
+        node = scratch.nodes[place]
+        size = flat.cost_start[node + 1] - flat.cost_start[node]
+        choice = scratch.drawn[place] if new else choices[node]
+        total += flat.costs[flat.cost_start[node] + choice]
+        for link in range(flat.link_start[node], flat.link_start[node + 1]):
+            other = flat.link_node[link]
+            theirs = choices[other]
+            if scratch.entered[other] == number:
+                if scratch.place[other] > place:
+                    continue
+                theirs = scratch.drawn[scratch.place[other]] if new else theirs
+            total += flat.tables[flat.link_table[link] + theirs * size + choice]
+    return total
+
+
+@kernel
+def _block_paid(flat: Flat, scratch: Scratch, count: int, choices: IntArray, prices: FloatArray) -> float:
+    """sum_t p_t U_t: what the drawn strategies pay for memory more than those before."""
+    total = 0.0
+    for place in range(count):
+        node = scratch.nodes[place]
+        for run in range(flat.run_start[node], flat.run_start[node + 1]):
+            first = flat.run_bytes[run]
+            more = flat.bytes[first + scratch.drawn[place]] - flat.bytes[first + choices[node]]
+            total += more * (prices[flat.run_last[run]] - prices[flat.run_first[run]])
+    return total
+
+
+@kernel
+def _put(flat: Flat, scratch: Scratch, count: int, choices: IntArray, new: bool, sign: float, used: FloatArray) -> None:
+    """Add the block's usage to ``used``, or take it off."""
+    for place in range(count):
+        node = scratch.nodes[place]
+        add_usage(flat, node, scratch.drawn[place] if new else choices[node], sign, used)
+
+
+@kernel
+def _overrun(used: FloatArray, room: FloatArray) -> float:
+    total = 0.0
+    for row in range(room.size):
+        total += max(used[row] - room[row], 0.0)
+    return total
+
+
+@kernel
+def _changes(scratch: Scratch, count: int, choices: IntArray) -> bool:
+    for place in range(count):
+        if scratch.drawn[place] != choices[scratch.nodes[place]]:
+            return True
+    return False
+
+
+@kernel
+def _accepts(growth: float, heat: float, random: IntArray) -> bool:
+    """Metropolis: always what is no worse, else with probability exp(-growth / heat)."""
+    return growth <= 0.0 or (heat > 0.0 and growth < -heat * math.log(_uniform(random)))
+
+
+@kernel
+def _search(
+    flat: Flat,
+    scratch: Scratch,
+    choices: IntArray,
+    best: IntArray,
+    prices: FloatArray,
+    num_blocks: int,
+    first_heat: float,
+    last_heat: float,
+    first_number: int,
+) -> float:
+    """Blocks one after the other, ``choices`` changed in place; ``best`` and its cost, inf if none fits."""
+    used = np.empty(flat.room.size)
+    usage_of(flat, choices, used)
+    cost, overrun, best_cost = cost_of(flat, choices), _overrun(used, flat.room), np.inf
+    if overrun == 0.0:
+        best_cost = cost
+        best[:] = choices
+    for block in range(num_blocks):
+        number = first_number + block
+        heat = first_heat * (last_heat / first_heat) ** (block / num_blocks) if first_heat > 0.0 else 0.0
+        count = _grow(flat, scratch, number)
+        _put(flat, scratch, count, choices, False, -1.0, used)
+        for place in range(count):
+            _condition(flat, scratch, scratch.nodes[place], number, choices, used, prices, heat)
+        _climb(flat, scratch, count)
+        _descend(flat, scratch, count)
+        accepted = _changes(scratch, count, choices)
+        growth, left = 0.0, overrun
+        if accepted:
+            growth = _block_cost(flat, scratch, count, number, choices, True)
+            growth -= _block_cost(flat, scratch, count, number, choices, False)
+            _put(flat, scratch, count, choices, True, 1.0, used)
+            left = _overrun(used, flat.room)
+            priced = growth + _block_paid(flat, scratch, count, choices, prices)
+            accepted = left < overrun or (left == overrun and _accepts(priced, heat, scratch.random))
+            if not accepted:
+                _put(flat, scratch, count, choices, True, -1.0, used)
+        if not accepted:
+            _put(flat, scratch, count, choices, False, 1.0, used)
+            continue
+        for place in range(count):
+            choices[scratch.nodes[place]] = scratch.drawn[place]
+        cost, overrun = cost + growth, left
+        if overrun == 0.0 and cost < best_cost:
+            best_cost = cost
+            best[:] = choices
+    return best_cost
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Neighbourhood:
+    """A search of one problem that goes on from call to call; equal seeds and calls give equal answers.
+
+    ``flat`` has finite costs, those for infinite ones larger than any solution's. ``best`` fits the limit; None until
+    something did. ``best_cost`` is in seconds.
+    """
+
+    flat: Flat
+    seed: int
+    best: IntArray | None = None
+    best_cost: float = np.inf
+    _rows: set[int] = field(default_factory=set[int])
+    _scratch: Scratch = field(init=False)
+    _pressure: FloatArray = field(init=False)
+    _number: int = 1
+
+    def __post_init__(self) -> None:
+        self._scratch = _scratch(self.flat, self.seed)
+        self._pressure = np.zeros(self.flat.room.size)
+
+    def run(
+        self, start: IntArray, row_prices: FloatArray, *, num_blocks: int, first_heat: float, last_heat: float
+    ) -> IntArray:
+        """Search from ``start``; the choices at the end, which may be worse than ``best``. Heats are in seconds."""
+        self._watch(overrun_of(self.flat, start), _LIKELY)
+        rows = np.array(sorted(self._rows), dtype=np.int64)
+        prices = np.concatenate([np.zeros(1), np.cumsum((row_prices + self._pressure)[rows])])
+        choices, best = start.copy(), start.copy()
+        cost = _search(
+            with_rows(self.flat, rows), self._scratch, choices, best, prices, num_blocks,
+            first_heat, last_heat, self._number,
+        )  # fmt: skip
+        self._number += num_blocks
+        overrun = overrun_of(self.flat, choices)
+        self._watch(overrun, 1.0)
+        self._press(overrun, row_prices, cost_of(self.flat, choices))
+        overrun = overrun_of(self.flat, best)
+        self._watch(overrun, 1.0)
+        if cost < self.best_cost and (overrun <= 0.0).all():
+            self.best, self.best_cost = best, cost
+        return choices
+
+    def _press(self, overrun: FloatArray, row_prices: FloatArray, cost: float) -> None:
+        """Rows that stay overrun get ever higher prices, the others lose theirs."""
+        over = overrun > 0.0
+        first = max(
+            float(row_prices.max(initial=0.0)), _FIRST_PRESSURE * abs(cost) / max(overrun.max(initial=0.0), 1.0)
+        )
+        self._pressure = np.where(over, np.maximum(4.0 * self._pressure, first), self._pressure / 2.0)
+        self._pressure[self._pressure < first / 16.0] = 0.0
+
+    def _watch(self, overrun: FloatArray, part: float) -> None:
+        """From now on, keep the rows that are overrun, and those that are nearly full: of neighbours, the fullest."""
+        near = np.flatnonzero(overrun > 0.0) if part == 1.0 else np.flatnonzero(overrun > (part - 1.0) * self.flat.room)
+        while near.size:
+            row = int(near[overrun[near].argmax()])
+            self._rows.add(row)
+            near = near[np.abs(near - row) > max(1, overrun.size // 1000)]

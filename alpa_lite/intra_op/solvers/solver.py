@@ -8,13 +8,65 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
 
 PROOF_TOLERANCE = 1e-9
 """Costs within this relative distance count as equal: what floating-point sums of a few thousand seconds leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a solve stands: seconds since it began, the best cost and bound so far (seconds), and what it is at."""
+
+    seconds: float
+    cost: float
+    bound: float
+    doing: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """How a caller follows a solve and ends it early: the best choices so far are then the answer."""
+
+    stop: Callable[[], bool] = lambda: False
+    report: Callable[[Progress], None] = lambda _: None
+
+
+@dataclass(slots=True, kw_only=True)
+class Clock:
+    """The time of one solve and its reports; ``offset`` (seconds) is what reductions took out of the costs."""
+
+    seconds: float
+    control: Control
+    started: float = field(default_factory=time.perf_counter)
+    offset: float = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the solve began."""
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds until its time is up; negative afterwards."""
+        return self.seconds - self.spent
+
+    def over(self) -> bool:
+        """Whether to come to an end."""
+        return self.left <= 0.0 or self.control.stop()
+
+    def inside(self, offset: float) -> Clock:
+        """The clock of a problem whose costs are smaller by ``offset``."""
+        return replace(self, offset=self.offset + offset)
+
+    def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
+        """Tell the caller; costs are those of the problem at hand."""
+        offset = self.offset
+        self.control.report(Progress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
 
 
 class Solver(ABC):
@@ -28,7 +80,7 @@ class Solver(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
         """The best choices found within the time; see ``Status`` for what is proven about them."""
 
 

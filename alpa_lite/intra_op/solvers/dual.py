@@ -1,0 +1,246 @@
+"""A lower bound from messages between nodes and prices on memory, for problems of any width.
+
+    prices     L(p) = min_x cost(x) + sum_t p_t (U_t(x) - limit),  p >= 0, is a lower bound of the optimum
+    messages   m_ev(i) moves cost from the edge e to its node v under strategy i:
+                   theta_v(i)    = c_v(i) + sum_t p_t b_vt(i) + sum_e m_ev(i)             ``_priced``, ``_pass``
+                   theta_e(i, j) = C_e(i, j) - m_eu(i) - m_ev(j)
+               cost(x) is the same whatever the messages, so that
+                   L(p) >= sum_v min theta_v + sum_e min theta_e - sum_t p_t limit        ``_pass``
+    one pass   at each node in order, m_ev(i) = min_j C_e(i, j) - m_eu(j) for the edges to
+               nodes before it, then theta_v goes in equal shares to the edges to nodes
+               after it; the bound never falls. Passes run forth and back                 ``_collect``, ``_pass``
+    decoding   x_v = argmin theta_v(i) + C_uv(x_u, i) - m_ev(i) over nodes u before v     ``_pass``
+    p          follows U(x) - limit, averaged over the decodings; after some passes
+               without gain it returns to the best prices, and the step shrinks           ``_price``
+    fixing     a strategy whose bound in any solution exceeds the best known cost goes    ``strategies_left``
+
+The messages are sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE
+TPAMI 37(5), 2015), which solves the linear relaxation of the program in ``integer_program.py`` up to fixed points; the
+prices are a subgradient method with Polyak's step (Polyak, "Minimization of unsmooth functionals", 1969).
+"""
+
+# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.intra_op.problem import FloatArray, IntArray
+from alpa_lite.intra_op.solvers.flat import Flat, kernel, usage_of
+
+_FIRST_STEP = 0.1
+_SHRINK = 0.7
+_PATIENCE = 10
+"""Price changes without gain before the step shrinks."""
+_ENOUGH_GAIN = 1e-4
+"""A gain of less than this part of the gap counts as none."""
+_KEPT = 0.9
+"""The part of the averaged usage that a new decoding does not replace."""
+_SMALLEST_STEP = 1e-7
+_ROUNDING = 1e-12
+_WARM_UP = 30
+"""Passes before memory gets prices: the first decodings say little about usage."""
+
+
+@kernel
+def _priced(flat: Flat, node: int, prices: FloatArray, theta: FloatArray) -> None:
+    """theta(i) = c_v(i) + sum_t p_t b_vt(i); ``prices`` are prefix sums over the rows."""
+    start = flat.cost_start[node]
+    size = flat.cost_start[node + 1] - start
+    theta[:size] = flat.costs[start : start + size]
+    for run in range(flat.run_start[node], flat.run_start[node + 1]):
+        price = prices[flat.run_last[run]] - prices[flat.run_first[run]]
+        if price != 0.0:
+            first = flat.run_bytes[run]
+            for i in range(size):
+                theta[i] += price * flat.bytes[first + i]
+
+
+@kernel
+def _collect(flat: Flat, link: int, size: int, message_start: IntArray, messages: FloatArray, into: FloatArray) -> None:
+    """into(i) = min_j C(i, j) - m(j), with m the message of the edge to the node at its other end."""
+    other = flat.link_node[link]
+    there = message_start[flat.link_reverse[link]]
+    table = flat.link_table[link]
+    into[:size] = np.inf
+    for j in range(flat.cost_start[other + 1] - flat.cost_start[other]):
+        sent = messages[there + j]
+        for i in range(size):
+            into[i] = min(into[i], flat.tables[table + j * size + i] - sent)
+
+
+@kernel
+def _pass(
+    flat: Flat,
+    message_start: IntArray,
+    messages: FloatArray,
+    prices: FloatArray,
+    forth: bool,
+    choices: IntArray,
+    theta: FloatArray,
+    decoded: FloatArray,
+) -> float:
+    """One pass over the nodes; the bound that it reaches, before sum_t p_t limit is taken off."""
+    num_nodes = choices.size
+    bound = 0.0
+    for step in range(num_nodes):
+        node = step if forth else num_nodes - 1 - step
+        size = flat.cost_start[node + 1] - flat.cost_start[node]
+        _priced(flat, node, prices, theta)
+        decoded[:size] = theta[:size]
+        num_after = 0
+        for link in range(flat.link_start[node], flat.link_start[node + 1]):
+            other = flat.link_node[link]
+            mine = messages[message_start[link] : message_start[link] + size]
+            if (other > node) == forth:
+                num_after += 1
+                decoded[:size] += mine
+            else:
+                _collect(flat, link, size, message_start, messages, mine)
+                first = flat.link_table[link] + choices[other] * size
+                decoded[:size] += flat.tables[first : first + size]
+            theta[:size] += mine
+        choices[node] = decoded[:size].argmin()
+        num_links = flat.link_start[node + 1] - flat.link_start[node]
+        share = 1.0 / max(num_after, num_links - num_after, 1)
+        for link in range(flat.link_start[node], flat.link_start[node + 1]):
+            if (flat.link_node[link] > node) == forth:
+                messages[message_start[link] : message_start[link] + size] -= share * theta[:size]
+        bound += theta[:size].min() * (1.0 - num_after * share)
+    return bound
+
+
+@kernel
+def _price(row_prices: FloatArray, averaged: FloatArray, room: FloatArray, length: float) -> None:
+    """p = max(0, p + length (U - limit) / |U - limit|^2)."""
+    norm = 0.0
+    for row in range(room.size):
+        over = averaged[row] - room[row]
+        if over > 0.0 or row_prices[row] > 0.0:
+            norm += over * over
+    if norm > 0.0:
+        for row in range(room.size):
+            row_prices[row] = max(0.0, row_prices[row] + length / norm * (averaged[row] - room[row]))
+
+
+@kernel
+def _prefix_sums(row_prices: FloatArray, room: FloatArray, prices: FloatArray) -> float:
+    """Write the prefix sums of the prices; sum_t p_t limit."""
+    paid = 0.0
+    for row in range(room.size):
+        prices[row + 1] = prices[row] + row_prices[row]
+        paid += row_prices[row] * room[row]
+    return paid
+
+
+@kernel
+def _bounds_by_strategy(
+    flat: Flat, message_start: IntArray, messages: FloatArray, prices: FloatArray, bounds: FloatArray
+) -> float:
+    """Write, for every strategy of every node, a bound of all choices with it; the bound without any condition."""
+    largest = 0
+    for node in range(flat.cost_start.size - 1):
+        largest = max(largest, flat.cost_start[node + 1] - flat.cost_start[node])
+    theta, least = np.empty(largest), np.empty(largest)
+    total = 0.0
+    for node in range(flat.cost_start.size - 1):
+        start = flat.cost_start[node]
+        size = flat.cost_start[node + 1] - start
+        _priced(flat, node, prices, theta)
+        for link in range(flat.link_start[node], flat.link_start[node + 1]):
+            theta[:size] += messages[message_start[link] : message_start[link] + size]
+        lowest = theta[:size].min()
+        total += lowest
+        bounds[start : start + size] = theta[:size] - lowest
+        for link in range(flat.link_start[node], flat.link_start[node + 1]):
+            _collect(flat, link, size, message_start, messages, least)
+            least[:size] -= messages[message_start[link] : message_start[link] + size]
+            lowest = least[:size].min()
+            bounds[start : start + size] += least[:size] - lowest
+            if flat.link_node[link] > node:
+                total += lowest
+    bounds += total
+    return total
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Dual:
+    """The messages and prices of one problem, which ``run`` improves.
+
+    ``flat`` has finite costs only: what stands for an infinite cost may be any number, since a smaller one can only
+    lower the bound. ``bound`` (seconds) is the best so far; ``choices`` the last decoding, which may overrun the
+    memory limit or use what is forbidden.
+    """
+
+    flat: Flat
+    bound: float = -np.inf
+    choices: IntArray = field(init=False)
+    best_prices: FloatArray = field(init=False)
+    _message_start: IntArray = field(init=False)
+    _messages: FloatArray = field(init=False)
+    _row_prices: FloatArray = field(init=False)
+    _averaged: FloatArray = field(init=False)
+    _step: float = _FIRST_STEP
+    _idle: int = 0
+    _passes: int = 0
+    _stalled: bool = False
+
+    def __post_init__(self) -> None:
+        flat = self.flat
+        owner = np.repeat(np.arange(flat.cost_start.size - 1), np.diff(flat.link_start))
+        ends = np.cumsum(np.diff(flat.cost_start)[owner])
+        self._message_start = np.concatenate([np.zeros(1, dtype=np.int64), ends]).astype(np.int64)
+        self._messages = np.zeros(int(self._message_start[-1]))
+        self._row_prices, self._averaged = np.zeros(flat.room.size), np.zeros(flat.room.size)
+        self.best_prices = np.zeros(flat.room.size)
+        self.choices = np.zeros(flat.cost_start.size - 1, dtype=np.int64)
+
+    @property
+    def converged(self) -> bool:
+        """Whether more passes are not worth their time."""
+        return self._step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
+
+    def run(self, num_passes: int, *, upper: float) -> None:
+        """Some passes forth and back; ``upper`` is the best known cost, or a guess at it, for the length of steps."""
+        flat, before = self.flat, self.bound
+        theta = np.empty(int(np.diff(flat.cost_start).max()))
+        decoded, prices, used = np.empty_like(theta), np.zeros(flat.room.size + 1), np.empty(flat.room.size)
+        for _ in range(num_passes):
+            paid = _prefix_sums(self._row_prices, flat.room, prices)
+            for forth in (True, False):
+                bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)
+                if forth and flat.room.size:
+                    usage_of(flat, self.choices, used)
+                    first = not np.isfinite(self.bound)
+                    self._averaged = used.copy() if first else _KEPT * self._averaged + (1.0 - _KEPT) * used
+            self._note(bound - paid, upper)
+            self._passes += 1
+            if flat.room.size and self._passes > _WARM_UP:
+                _price(self._row_prices, self._averaged, flat.room, self._step * max(upper - self.bound, 0.0))
+        enough = _ENOUGH_GAIN * max(upper - self.bound, 0.0) + _ROUNDING * abs(self.bound)
+        self._stalled = self.bound - before <= enough
+
+    def _note(self, bound: float, upper: float) -> None:
+        """Keep the best prices; go back to them when nothing was gained for a while."""
+        gained = bound > self.bound + _ENOUGH_GAIN * max(upper - self.bound, 0.0)
+        self._idle = 0 if gained else self._idle + 1
+        if bound > self.bound:
+            self.bound = bound
+            self.best_prices[:] = self._row_prices
+        if self._idle > _PATIENCE and self.flat.room.size:
+            self._step, self._idle = self._step * _SHRINK, 0
+            self._row_prices[:] = self.best_prices
+
+    def strategies_left(self, upper: float) -> NDArray[np.bool_]:
+        """Which strategies, of all nodes one after the other, choices that cost at most ``upper`` may use."""
+        prices = np.zeros(self.flat.room.size + 1)
+        paid = _prefix_sums(self.best_prices, self.flat.room, prices)
+        bounds = np.empty(self.flat.costs.size)
+        _bounds_by_strategy(self.flat, self._message_start, self._messages, prices, bounds)
+        return bounds - paid <= upper + 1e-9 * (abs(upper) + paid)

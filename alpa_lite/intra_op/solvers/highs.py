@@ -1,0 +1,345 @@
+"""The integer program of ``integer_program.py`` handed to HiGHS as arrays, its linear relaxation first, rows lazily.
+
+    columns    s[v,i] for every strategy, e[uv,i,j] for every pair of finite cost           ``_program``
+    rows       sum_i s[v,i] = 1;  sum_j e[uv,i,j] = s[u,i];  sum_i e[uv,i,j] = s[v,j]        ``_program``
+    memory     sum_v,i b_vt(i) s[v,i] <= limit enters for the rows t that an answer
+               overruns most, until none is overrun                                         ``_add_overrun``
+    relaxed    without integrality; an answer that is integral anyway is the optimum        ``Highs.solve``
+    then       with it, from the rows and the basis that the relaxation left                ``Highs.solve``
+
+Leaving rows out can only lower the optimum: every bound on the way is one of the whole program. Costs are shifted to
+begin at zero and scaled to a largest value of ``_LARGEST_COST``, for HiGHS knows absolute tolerances. Rounding within
+them can still overrun the limit by a few bytes; such an answer is cut off by a row of its own (``_cut_off``).
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import highspy
+import numpy as np
+from scipy import sparse
+
+from alpa_lite.intra_op.memory import binding_times, sum_over_rows
+from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.solvers.integer_program import leanest_choices
+from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
+
+_LARGEST_COST = 1e4
+_TOLERANCE = 1e-9
+_ROWS_AT_ONCE = 20
+_OVERRUN = 1e-7
+"""What the relaxation may overrun, as a part of the limit."""
+_POLL_SECONDS = 0.05
+
+
+def _least(values: FloatArray, starts: IntArray) -> FloatArray:
+    """The least of every vector of a flat array."""
+    return np.minimum.reduceat(values, starts[:-1]) if starts.size > 1 else np.zeros(0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Program:
+    """The program inside HiGHS; its objective times ``scale`` plus ``offset`` is seconds."""
+
+    problem: Problem
+    highs: Any
+    scale: float
+    offset: float
+    times: IntArray
+    rows: IntArray
+    column: IntArray
+    added: set[int] = field(default_factory=set[int])
+
+    def seconds(self, objective: float) -> float:
+        """A cost or bound of HiGHS in seconds."""
+        return objective * self.scale + self.offset
+
+    def usage(self, values: FloatArray) -> FloatArray:
+        """The bytes alive at every binding time, for values of s that may be fractions."""
+        used = self.problem.usage_bytes
+        if used.values.size == 0:
+            return np.zeros(self.times.size)
+        alive = np.add.reduceat(used.values * values[self.column], used.starts[:-1])
+        return sum_over_rows(self.times.size, self.rows, alive)
+
+
+def _program(problem: Problem) -> _Program | None:
+    """All but the memory rows; None when a node has no strategy of finite cost."""
+    own, pair = problem.node_costs.values, problem.edge_costs.values
+    least_own = _least(own, problem.node_costs.starts)
+    least_pair = _least(pair, problem.edge_costs.starts)
+    if not (np.isfinite(least_own).all() and np.isfinite(least_pair).all()):
+        return None
+    finite = np.flatnonzero(np.isfinite(pair))
+    edge = np.searchsorted(problem.edge_costs.starts, finite, side="right") - 1
+    costs = np.concatenate([own - np.repeat(least_own, problem.node_costs.sizes), pair[finite] - least_pair[edge]])
+    allowed = np.isfinite(costs)
+    scale = max(float(costs[allowed].max(initial=0.0)) / _LARGEST_COST, np.finfo(float).tiny * 1e9)
+    matrix = _matrix(problem, edge, finite - problem.edge_costs.starts[edge])
+    right = np.where(np.arange(matrix.shape[0]) < problem.num_nodes, 1.0, 0.0)
+    times = binding_times(problem)
+    first = problem.node_costs.starts[problem.usage_nodes] - problem.usage_bytes.starts[:-1]
+    return _Program(
+        problem=problem,
+        highs=_pass(matrix, np.where(allowed, costs, 0.0) / scale, allowed.astype(float), right),
+        scale=scale,
+        offset=math.fsum(least_own.tolist()) + math.fsum(least_pair.tolist()),
+        times=times,
+        rows=np.searchsorted(times, problem.usage_times),
+        column=np.repeat(first, problem.usage_bytes.sizes) + np.arange(problem.usage_bytes.values.size),
+    )
+
+
+def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
+    """The one-hot rows, then for every edge one row per strategy of its source and one per strategy of its target.
+
+    Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column comes after those of the strategies.
+    """
+    sizes, starts = problem.node_costs.sizes, problem.node_costs.starts
+    sources, targets = problem.edge_nodes.T
+    ends = sizes[sources] + sizes[targets]
+    source_rows = problem.num_nodes + np.cumsum(ends) - ends
+    target_rows = source_rows + sizes[sources]
+    width = sizes[targets][edge]
+    pairs = starts[-1] + np.arange(edge.size)
+    rows = [np.repeat(np.arange(sizes.size), sizes), source_rows[edge] + entry // width]
+    rows.append(target_rows[edge] + entry % width)
+    columns = [np.arange(starts[-1]), pairs, pairs]
+    values = [np.ones(starts[-1] + 2 * edge.size)]
+    for nodes, first in ((sources, source_rows), (targets, target_rows)):
+        owner = np.repeat(np.arange(nodes.size), sizes[nodes])
+        strategy = np.arange(owner.size) - np.repeat(np.cumsum(sizes[nodes]) - sizes[nodes], sizes[nodes])
+        rows.append(first[owner] + strategy)
+        columns.append(starts[nodes][owner] + strategy)
+        values.append(np.full(owner.size, -1.0))
+    shape = (problem.num_nodes + int(ends.sum()), int(starts[-1]) + edge.size)
+    return sparse.csc_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=shape)
+
+
+def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) -> Any:
+    """A HiGHS object with the linear program."""
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
+        highs.setOptionValue(name, _TOLERANCE)
+    program = highspy.HighsLp()
+    program.num_row_, program.num_col_ = matrix.shape
+    program.col_cost_, program.col_upper_ = costs, upper
+    program.col_lower_ = np.zeros(costs.size)
+    program.row_lower_ = program.row_upper_ = right
+    program.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    program.a_matrix_.start_, program.a_matrix_.index_ = matrix.indptr, matrix.indices
+    program.a_matrix_.value_ = matrix.data
+    highs.passModel(program)
+    return highs
+
+
+def _add_overrun(program: _Program, values: FloatArray, tolerance: float) -> None:
+    """Add the rows that are overrun most and not yet there, of neighbours only one."""
+    limit = program.problem.limit_bytes
+    if limit is None or program.times.size == 0:
+        return
+    unit = max(limit, 1.0)
+    over = (program.usage(values) - limit) / unit
+    open_rows = np.flatnonzero(over > tolerance)
+    open_rows = open_rows[~np.isin(open_rows, list(program.added))]
+    for _ in range(_ROWS_AT_ONCE):
+        if open_rows.size == 0:
+            break
+        row = int(open_rows[over[open_rows].argmax()])
+        open_rows = open_rows[np.abs(open_rows - row) > max(1, program.times.size // 200)]
+        program.added.add(row)
+        columns, used = _row_terms(program, row)
+        program.highs.addRow(-highspy.kHighsInf, limit / unit, columns.size, columns.astype(np.int32), used / unit)
+
+
+def _row_terms(program: _Program, row: int) -> tuple[IntArray, FloatArray]:
+    """The columns and coefficients of sum_v,i b_vt(i) s[v,i]."""
+    alive = (program.rows[:, 0] <= row) & (row < program.rows[:, 1])
+    here = np.repeat(alive, program.problem.usage_bytes.sizes)
+    columns, index = np.unique(program.column[here], return_inverse=True)
+    used = np.zeros(columns.size)
+    np.add.at(used, index, program.problem.usage_bytes.values[here])
+    some = used > 0.0
+    return columns[some], used[some]
+
+
+def _cut_off(program: _Program, choices: Sequence[int]) -> None:
+    """What ``choices`` keep alive at an overrun time is too much together: not all of it again."""
+    problem, limit = program.problem, program.problem.limit_bytes or 0.0
+    values = np.zeros(problem.node_costs.values.size)
+    values[problem.node_costs.starts[:-1] + np.asarray(choices)] = 1.0
+    for row in np.flatnonzero(program.usage(values) > limit).tolist():
+        columns, _ = _row_terms(program, row)
+        chosen = columns[values[columns] > 0.0].astype(np.int32)
+        program.highs.addRow(-highspy.kHighsInf, chosen.size - 1.0, chosen.size, chosen, np.ones(chosen.size))
+
+
+@contextlib.contextmanager
+def _stoppable(highs: Any, control: Control) -> Generator[None]:
+    """Cancel HiGHS when the control says stop."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_POLL_SECONDS):
+            if control.stop():
+                highs.cancelSolve()
+                return
+
+    highs.HandleUserInterrupt = True
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Highs(Solver):
+    """Exact; for problems of up to a few 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
+
+    ``relative_gap``: choices proven to be this close to the best are good enough.
+    """
+
+    relative_gap: float = 0.0
+
+    def solve(
+        self,
+        problem: Problem,
+        *,
+        time_limit_seconds: float = 60.0,
+        control: Control | None = None,
+        start: Sequence[int] | None = None,
+    ) -> Solution:
+        """Optimal (within ``relative_gap``) unless stopped; the bound is HiGHS's. ``start``: choices to begin from."""
+        solution = self.search(problem, time_limit_seconds=time_limit_seconds, control=control, start=start)
+        if solution.status is not Status.INFEASIBLE or problem.limit_bytes is None:
+            return solution
+        leanest = leanest_choices(problem, time_limit_seconds=max(time_limit_seconds - solution.seconds, 0.1))
+        peak_bytes = math.inf if leanest is None else evaluate(problem, leanest).peak_bytes
+        return replace(solution, peak_bytes=peak_bytes)
+
+    def search(
+        self,
+        problem: Problem,
+        *,
+        time_limit_seconds: float,
+        control: Control | None = None,
+        start: Sequence[int] | None = None,
+    ) -> Solution:
+        """``solve``, without the smallest peak when nothing fits."""
+        started = time.perf_counter()
+        control = control or Control()
+        if problem.num_nodes == 0:
+            return solution_of(problem, (), bound=0.0, started=started, solver=self.name)
+        program = _program(problem)
+        if program is None:
+            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+        return _Run(
+            solver=self, program=program, control=control, started=started, deadline=started + time_limit_seconds,
+            start=start,
+        ).solve()  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Run:
+    """One solve: the relaxation, then the program with integrality."""
+
+    solver: Highs
+    program: _Program
+    control: Control
+    started: float
+    deadline: float
+    start: Sequence[int] | None
+    bound: float = -math.inf
+
+    def solve(self) -> Solution:
+        """See ``Highs.solve``."""
+        ended = highspy.HighsModelStatus
+        status, values = self._until_nothing_is_overrun(_OVERRUN)
+        if status == ended.kOptimal:
+            self.bound = self.program.seconds(self.program.highs.getInfo().objective_function_value)
+            choices = self._read(values)
+            if np.abs(values - values.round()).max() <= 1e-6 and evaluate(self.program.problem, choices).feasible:
+                return self._answer(choices, proven=True)
+        else:
+            return self._without_choices(status)
+        count = self.program.problem.node_costs.values.size
+        self.program.highs.changeColsIntegrality(
+            count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
+        )
+        self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
+        self.program.highs.setOptionValue("mip_abs_gap", 0.0)
+        return self._integral()
+
+    def _integral(self) -> Solution:
+        ended = highspy.HighsModelStatus
+        while True:
+            if self.start is not None:
+                chosen = self.program.problem.node_costs.starts[:-1] + np.asarray(self.start)
+                self.program.highs.setSolution(chosen.size, chosen.astype(np.int32), np.ones(chosen.size))
+            status, values = self._until_nothing_is_overrun(0.0)
+            info = self.program.highs.getInfo()
+            self.bound = max(self.bound, self.program.seconds(float(info.mip_dual_bound)))
+            if values.size == 0:
+                return self._without_choices(status)
+            choices = self._read(values)
+            if evaluate(self.program.problem, choices).feasible:
+                return self._answer(choices, proven=status == ended.kOptimal and self.solver.relative_gap == 0.0)
+            if self._left() <= 0.0 or self.control.stop():
+                return self._without_choices(status)
+            _cut_off(self.program, choices)
+
+    def _until_nothing_is_overrun(self, tolerance: float) -> tuple[Any, FloatArray]:
+        """Solve until no row outside the program is overrun; the values of s, empty if there are none."""
+        highs, count = self.program.highs, self.program.problem.node_costs.values.size
+        while True:
+            highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
+            with _stoppable(highs, self.control):
+                highs.run()
+            status, info = highs.getModelStatus(), highs.getInfo()
+            if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+                return status, np.zeros(0)
+            values = np.array(highs.getSolution().col_value[:count])
+            known = len(self.program.added)
+            _add_overrun(self.program, values, tolerance)
+            if len(self.program.added) == known or self._left() <= 0.0 or self.control.stop():
+                return status, values
+
+    def _left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def _read(self, values: FloatArray) -> list[int]:
+        starts = self.program.problem.node_costs.starts.tolist()
+        return [int(values[first:last].argmax()) for first, last in itertools.pairwise(starts)]
+
+    def _answer(self, choices: Sequence[int], *, proven: bool) -> Solution:
+        return solution_of(
+            self.program.problem, choices, bound=self.bound, started=self.started, solver=self.solver.name,
+            proven=proven,
+        )  # fmt: skip
+
+    def _without_choices(self, status: Any) -> Solution:
+        ended = highspy.HighsModelStatus
+        infeasible = status in (ended.kInfeasible, ended.kUnboundedOrInfeasible)
+        if not infeasible and self.start is not None and evaluate(self.program.problem, self.start).feasible:
+            return self._answer(self.start, proven=False)
+        return no_solution(
+            status=Status.INFEASIBLE if infeasible else Status.TIME_LIMIT,
+            started=self.started,
+            solver=self.solver.name,
+            bound=self.bound,
+        )

@@ -1,0 +1,151 @@
+"""The solver to use: reduce, then eliminate, or run HiGHS on what is small, or bound and search what is not.
+
+    reduce       simplify; without memory rows each connected part is a problem of its
+                 own, and equal parts are solved once                                   ``_solve_parts``
+    narrow       elimination finds the best choices without the limit: the optimum if
+                 they fit, else a bound, for dropping a constraint only lowers it       ``_eliminate``
+    small        HiGHS on arrays, exact                                                 ``_solve_part``
+    else         rounds of messages, search, recombination and fixing (rounds.py), with
+                 HiGHS as soon as what is left is small                                 ``RoundSearch``
+
+Every answer is re-priced by ``evaluate`` on the problem as given, and none overruns the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from alpa_lite.intra_op.parts import connected_parts
+from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.simplify import Simplified, simplify
+from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices, elimination_plan
+from alpa_lite.intra_op.solvers.highs import Highs
+from alpa_lite.intra_op.solvers.peak import smallest_peak
+from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
+from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solution, solution_of
+
+_MAX_PEAK_SECONDS = 5.0
+_PROGRAM_SHARE = 0.4
+"""The part of the time that HiGHS may take before search gets its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portfolio(Solver):
+    """Exact where that is possible in the time; otherwise the best choices found, with a proven bound.
+
+    ``relative_gap``: choices proven to be this close to the best are good enough (1e-3 saves most of the time when
+    memory binds). ``rounds``: the search of large problems, with its seed; a number of rounds in place of the time
+    limit makes it reproducible. ``max_program_entries``: HiGHS gets programs of up to this many pairs of strategies.
+    """
+
+    elimination: Elimination = field(default_factory=Elimination)
+    rounds: Rounds = field(default_factory=Rounds)
+    relative_gap: float = 0.0
+    max_program_entries: int = 60_000
+
+    def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
+        """The best choices within the limit; INFEASIBLE carries the smallest peak that any choices reach."""
+        clock = Clock(seconds=time_limit_seconds, control=control or Control())
+        solution = self._solve(problem, clock)
+        if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None:
+            peak_bytes = smallest_peak(
+                problem,
+                solve=lambda part, seconds: self._solve(part, Clock(seconds=seconds, control=clock.control)),
+                time_limit_seconds=min(max(clock.left, 0.1), _MAX_PEAK_SECONDS),
+            )
+            solution = replace(solution, peak_bytes=peak_bytes)
+        return replace(solution, seconds=clock.spent)
+
+    def _solve(self, problem: Problem, clock: Clock) -> Solution:
+        reduced = simplify(problem, stop=clock.over)
+        clock.report(f"reduced from {problem.num_nodes} to {reduced.problem.num_nodes} nodes")
+        if math.isinf(reduced.offset):
+            return no_solution(status=Status.INFEASIBLE, started=clock.started, solver=self.name)
+        inner = self._solve_parts(reduced.problem, clock.inside(reduced.offset))
+        return self._restored(problem, reduced, inner)
+
+    def _solve_parts(self, problem: Problem, clock: Clock) -> Solution:
+        """Part by part where no memory row joins the parts; equal parts once."""
+        if problem.usage_nodes.size or problem.num_nodes == 0:
+            return self._solve_part(problem, clock)
+        known: dict[bytes, Solution] = {}
+        choices = np.zeros(problem.num_nodes, dtype=np.intp)
+        bound, proven = 0.0, True
+        for nodes, part in _parts(problem):
+            key = b"".join(
+                array.tobytes()
+                for array in (part.node_costs.starts, part.node_costs.values, part.edge_nodes, part.edge_costs.values)
+            )
+            if key not in known:
+                known[key] = self._solve_part(part, clock)
+            solution = known[key]
+            if solution.choices is None:
+                return replace(solution, bound=-math.inf if solution.status is Status.TIME_LIMIT else math.inf)
+            choices[nodes] = solution.choices
+            bound, proven = bound + solution.bound, proven and solution.status is Status.OPTIMAL
+        return self._answer(problem, choices.tolist(), bound=bound, proven=proven)
+
+    def _solve_part(self, problem: Problem, clock: Clock) -> Solution:
+        """By the first method that is made for it."""
+        free = self._eliminate(problem)
+        if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return free
+        first = free
+        if problem.edge_costs.values.size <= self.max_program_entries:
+            clock.report("integer program", bound=free.bound)
+            first = Highs(relative_gap=self.relative_gap).search(
+                problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control
+            )
+            first = replace(first, bound=max(first.bound, min(free.bound, first.cost)))
+            if first.status in (Status.OPTIMAL, Status.INFEASIBLE) or first.gap <= self.relative_gap:
+                return first
+        return RoundSearch(
+            problem=problem, options=self.rounds, clock=clock, relative_gap=self.relative_gap,
+            max_program_entries=self.max_program_entries,
+        ).solve(first)  # fmt: skip
+
+    def _eliminate(self, problem: Problem) -> Solution:
+        """The best choices without the limit, if their tables are small: the answer if they fit, else a bound."""
+        started = time.perf_counter()
+        free = replace(problem, limit_bytes=None)
+        plan = elimination_plan(free, self.elimination.max_total_entries)
+        if not self.elimination.fits(plan):
+            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+        choices = cheapest_choices(free, plan)
+        cost = evaluate(free, choices).cost
+        if math.isinf(cost):
+            return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+        if evaluate(problem, choices).feasible:
+            return self._answer(problem, choices, bound=cost, proven=True)
+        return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=cost)
+
+    def _answer(self, problem: Problem, choices: Sequence[int], *, bound: float, proven: bool) -> Solution:
+        started = time.perf_counter()
+        return solution_of(problem, choices, bound=bound, started=started, solver=self.name, proven=proven)
+
+    def _restored(self, problem: Problem, reduced: Simplified, inner: Solution) -> Solution:
+        """The reduced problem's solution as one of ``problem``."""
+        bound = inner.bound + reduced.offset
+        if inner.choices is None:
+            return replace(inner, bound=bound, solver=self.name)
+        proven = inner.status is Status.OPTIMAL
+        return self._answer(problem, reduced.restore(inner.choices), bound=bound, proven=proven)
+
+
+def _parts(problem: Problem) -> Iterator[tuple[IntArray, Problem]]:
+    """The nodes of each connected part, and the problem on them; memory plays no part."""
+    parts = connected_parts(problem.num_nodes, problem.edge_nodes)
+    number, place = np.empty(problem.num_nodes, dtype=np.intp), np.empty(problem.num_nodes, dtype=np.intp)
+    for index, nodes in enumerate(parts):
+        number[nodes], place[nodes] = index, np.arange(nodes.size)
+    inside: list[list[Edge]] = [[] for _ in parts]
+    for edge in problem.edges:
+        source, target = int(place[edge.source]), int(place[edge.target])
+        inside[int(number[edge.source])].append(Edge(source=source, target=target, costs=edge.costs))
+    for nodes, edges in zip(parts, inside, strict=True):
+        yield nodes, Problem.of(node_costs=(problem.node_costs[node] for node in nodes.tolist()), edges=edges)

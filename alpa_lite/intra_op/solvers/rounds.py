@@ -1,0 +1,343 @@
+"""The search of problems that are too large for an exact method: rounds of bounding and searching, side by side.
+
+    round       messages and prices (dual.py) on one thread, until they gain no more, and
+                neighbourhood search (neighbourhood.py) on the others                        ``_round``
+    starts      decodings of the messages until the bound gains little; then cycles, from
+                the best or from a decoding                                         ``_settle``, ``_start_of``
+    heat        falls within a cycle of rounds, and rises again with the next                ``_heat``
+    between     the best choices take over what others do better (recombine.py)              ``_offer``
+    fixing      strategies that the bound excludes go; what is left is handed to HiGHS
+                as soon as it is small, and reduced when it has become much smaller          ``_fix``
+    ends        when the gap is closed, the rounds or the time are up, or the caller says so ``solve``
+
+What a round does is counted in passes and blocks, not seconds: equal seeds and numbers of rounds give equal answers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from alpa_lite.intra_op.problem import IntArray, Problem, Ragged, Solution, Status, evaluate
+from alpa_lite.intra_op.simplify import Simplified, simplify
+from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.flat import Flat, flat_problem, with_finite_costs, with_rows
+from alpa_lite.intra_op.solvers.highs import Highs
+from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
+from alpa_lite.intra_op.solvers.recombine import recombine
+from alpa_lite.intra_op.solvers.solver import Clock, closes, no_solution, solution_of
+
+_NAME = "Portfolio"
+_ENTRIES_PER_ROUND = 60_000_000
+_BLOCKS_PER_ROUND = 4000
+_CYCLE = 24
+_HOT = (1e-5, 1e-6, 1e-4)
+"""The first heat of successive cycles, as a part of the cost."""
+_COOLING = 1e-4
+"""The last heat of a cycle, as a part of its first."""
+_FIX_EVERY = 8
+_BOUND_SHARE = 0.25
+"""The part of the time after which search no longer waits for the bound."""
+_LOOK_BACK = 8
+_SLOW = 2e-4
+"""The bound gains little when this many rounds raise it by less than this part of it."""
+_LIKELY_GAP = 0.5
+_MUCH_SMALLER = 0.3
+_PROGRAM_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Options: ``max_rounds`` ends the search before the time limit does; ``num_threads`` run side by side."""
+
+    seed: int = 0
+    max_rounds: int | None = None
+    num_threads: int = 2
+    recombine: bool = True
+    heat: bool = True
+    fix: bool = True
+
+
+def largest_cost(problem: Problem) -> float:
+    """sum_v max finite c_v + sum_uv max finite C_uv: no choices of finite cost cost more (seconds)."""
+    return sum(_extremes(vectors, np.maximum, -np.inf) for vectors in (problem.node_costs, problem.edge_costs))
+
+
+def smallest_cost(problem: Problem) -> float:
+    """sum_v min c_v + sum_uv min C_uv: no choices cost less (seconds)."""
+    return sum(_extremes(vectors, np.minimum, np.inf) for vectors in (problem.node_costs, problem.edge_costs))
+
+
+def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
+    if not len(vectors):
+        return 0.0
+    values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
+    return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Core:
+    """What is searched: the given problem, or what fixing left of it, with the tools that work on it."""
+
+    problem: Problem
+    flat: Flat
+    dual: Dual
+    searches: list[Neighbourhood]
+    at: list[IntArray | None]
+    offered: list[IntArray | None]
+    span: float
+    settled: int | None = None
+    bounds: list[float] = field(default_factory=list[float])
+    seconds_per_pass: float = 0.0
+    seconds_per_block: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RoundSearch:
+    """One search; ``choices``, ``cost`` and ``bound`` are those of ``problem``, the best so far."""
+
+    problem: Problem
+    options: Rounds
+    clock: Clock
+    relative_gap: float
+    max_program_entries: int
+    choices: tuple[int, ...] | None = None
+    cost: float = math.inf
+    bound: float = -math.inf
+    _reduced: list[Simplified] = field(default_factory=list[Simplified])
+    _core: _Core = field(init=False)
+    _fixed_at: float = math.inf
+
+    def solve(self, first: Solution | None) -> Solution:
+        """The best choices found, within the limit, and the best bound; ``first`` is what is known before."""
+        if first is not None:
+            self.bound = first.bound
+        self._core = self._prepare(self.problem)
+        if first is not None and first.choices is not None:
+            self._offer(np.array(first.choices))
+        with ThreadPoolExecutor(max(1, self.options.num_threads)) as pool:
+            number = 0
+            while not self._ends(number):
+                self._round(number, pool)
+                self.clock.report(f"round {number}", cost=self.cost, bound=self.bound)
+                number += 1
+                if self.options.fix and number % _FIX_EVERY == 0 and self.cost < self._fixed_at:
+                    self._fix()
+        return self._solution()
+
+    def _ends(self, number: int) -> bool:
+        rounds = self.options.max_rounds
+        if self.bound > largest_cost(self.problem) or (rounds is not None and number >= rounds):
+            return True
+        near = self.cost - self.bound <= self.relative_gap * abs(self.cost) if math.isfinite(self.cost) else False
+        return near or closes(self.bound, self.cost) or (self.clock.over() if rounds is None else self._stopped())
+
+    def _stopped(self) -> bool:
+        return self.clock.control.stop()
+
+    def _solution(self) -> Solution:
+        started = self.clock.started
+        if self.choices is not None:
+            return solution_of(self.problem, self.choices, bound=self.bound, started=started, solver=_NAME)
+        infeasible = self.bound > largest_cost(self.problem)
+        status = Status.INFEASIBLE if infeasible else Status.TIME_LIMIT
+        return no_solution(status=status, started=started, solver=_NAME, bound=self.bound)
+
+    # ------------------------------------------------------------------------------------------------ the core
+
+    def _prepare(self, problem: Problem) -> _Core:
+        flat = flat_problem(problem)
+        # For search, what is forbidden must cost more than anything else; for the bound any number is right, and the
+        # nearer it is to the costs that matter, the sooner messages converge.
+        searched = with_finite_costs(flat, 2.0 * (largest_cost(problem) - smallest_cost(problem)) + 1e-300)
+        searches = [
+            Neighbourhood(flat=searched, seed=self.options.seed + number) for number in range(self.options.num_threads)
+        ]
+        guess = self._descent(searched)
+        dual = Dual(flat=with_finite_costs(flat, 2.0 * (guess - smallest_cost(problem)) + 1e-300))
+        nothing: list[IntArray | None] = [None] * len(searches)
+        return _Core(
+            problem=problem, flat=searched, dual=dual, searches=searches, at=nothing, offered=nothing.copy(),
+            span=guess - smallest_cost(problem),
+        )  # fmt: skip
+
+    def _descent(self, flat: Flat) -> float:
+        """The cost of some choices that use nothing forbidden, memory aside, if they are easily found."""
+        free = with_rows(flat, np.zeros(0, dtype=np.int64))
+        search = Neighbourhood(flat=free, seed=self.options.seed)
+        start = np.array([int(np.argmin(costs)) for costs in np.split(flat.costs, flat.cost_start[1:-1])])
+        search.run(start, np.zeros(0), num_blocks=min(2000, 10 * start.size), first_heat=0.0, last_heat=0.0)
+        return search.best_cost
+
+    @property
+    def _offset(self) -> float:
+        return math.fsum(reduced.offset for reduced in self._reduced)
+
+    def _lift(self, choices: IntArray) -> tuple[int, ...]:
+        """Choices of the core as choices of the problem."""
+        lifted = tuple(choices.tolist())
+        for reduced in reversed(self._reduced):
+            lifted = reduced.restore(lifted)
+        return lifted
+
+    def _project(self, choices: tuple[int, ...]) -> IntArray:
+        for reduced in self._reduced:
+            choices = reduced.project(choices)
+        return np.array(choices, dtype=np.int64)
+
+    # ------------------------------------------------------------------------------------------------ one round
+
+    def _round(self, number: int, pool: ThreadPoolExecutor) -> None:
+        core = self._core
+        self._settle(number)
+        jobs: list[Callable[[], None]] = []
+        if not core.dual.converged:
+            jobs.append(self._bounding())
+        if math.isfinite(core.dual.bound):
+            free = max(1, self.options.num_threads - len(jobs))
+            jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+        self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
+        self._offer(core.dual.choices)
+        for index, search in enumerate(core.searches):
+            if search.best is not None and search.best is not core.offered[index]:
+                core.offered[index] = search.best
+                self._offer(search.best)
+
+    def _settle(self, number: int) -> None:
+        """The bound comes first: cycles of heat begin when it gains little, or has had its share of the time."""
+        core = self._core
+        if core.settled is not None:
+            return
+        core.bounds.append(core.dual.bound)
+        rounds = self.options.max_rounds
+        spent = self.clock.spent / max(self.clock.seconds, 1e-9) if rounds is None else number / rounds
+        slow = False
+        if len(core.bounds) > _LOOK_BACK and math.isfinite(self.cost):
+            gained = core.bounds[-1] - core.bounds[-1 - _LOOK_BACK]
+            slow = gained < _SLOW * abs(core.bounds[-1])
+        if core.dual.converged or slow or spent > _BOUND_SHARE:
+            core.settled = number
+
+    def _bounding(self) -> Callable[[], None]:
+        core = self._core
+        entries = max(1, core.flat.tables.size)
+        num_passes = self._within(max(2, min(500, _ENTRIES_PER_ROUND // entries)), core.seconds_per_pass)
+        # Steps are as long as the gap is thought to be: bad first answers say nothing about it.
+        reach = _LIKELY_GAP * max(abs(core.dual.bound), 1e-3 * core.span)
+        upper = min(self.cost - self._offset, core.dual.bound + reach) if math.isfinite(core.dual.bound) else core.span
+
+        def job() -> None:
+            begun = time.perf_counter()
+            core.dual.run(num_passes, upper=upper)
+            core.seconds_per_pass = (time.perf_counter() - begun) / num_passes
+
+        return job
+
+    def _searching(self, index: int, number: int) -> Callable[[], None]:
+        core = self._core
+        start = self._start_of(index, number)
+        first_heat, last_heat = self._heat(index, number)
+        num_blocks = self._within(_BLOCKS_PER_ROUND, core.seconds_per_block)
+
+        def job() -> None:
+            begun = time.perf_counter()
+            core.at[index] = core.searches[index].run(
+                start, core.dual.best_prices, num_blocks=num_blocks, first_heat=first_heat, last_heat=last_heat
+            )
+            core.seconds_per_block = (time.perf_counter() - begun) / num_blocks
+
+        return job
+
+    def _within(self, number: int, seconds_each: float) -> int:
+        """As many as the time allows; all of them if rounds are counted instead."""
+        if self.options.max_rounds is not None or seconds_each == 0.0:
+            return number
+        return max(1, min(number, int(self.clock.left / seconds_each)))
+
+    def _start_of(self, index: int, number: int) -> IntArray:
+        """Where a search goes on: a new decoding until the bound has settled and at some cycles' start, else the best
+        at a cycle's start, and what it is at within a cycle."""
+        core = self._core
+        at, place = core.at[index], self._place(number)
+        if core.settled is None or at is None:
+            return core.dual.choices.copy()
+        if place % _CYCLE > 0:
+            return at
+        if self.choices is None or (place // _CYCLE + index) % 3 == 1:
+            return core.dual.choices.copy()
+        return self._project(self.choices)
+
+    def _place(self, number: int) -> int:
+        """Rounds since the bound settled."""
+        return 0 if self._core.settled is None else number - self._core.settled
+
+    def _heat(self, index: int, number: int) -> tuple[float, float]:
+        """The heat in seconds at the start and the end of a round; none before there is an answer."""
+        core, place = self._core, self._place(number)
+        if self.choices is None or core.settled is None or not self.options.heat:
+            return 0.0, 0.0
+        hot = _HOT[(place // _CYCLE + index) % len(_HOT)] * max(abs(self.cost - self._offset), self.cost - self.bound)
+        return hot * _COOLING ** (place % _CYCLE / _CYCLE), hot * _COOLING ** ((place % _CYCLE + 1) / _CYCLE)
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def _offer(self, choices: IntArray) -> None:
+        """Keep choices of the core if they are better, or what the two together make."""
+        core = self._core
+        if not self._fits(choices):
+            return
+        candidates = [choices]
+        if self.options.recombine and self.choices is not None:
+            best = self._project(self.choices)
+            if self._fits(best):
+                candidates += [recombine(core.problem, core.flat, *pair) for pair in ((choices, best), (best, choices))]
+        for candidate in candidates:
+            lifted = self._lift(candidate)
+            priced = evaluate(self.problem, lifted)
+            if priced.feasible and priced.cost < self.cost:
+                self.choices, self.cost = lifted, priced.cost
+
+    def _fits(self, choices: IntArray) -> bool:
+        return evaluate(self._core.problem, choices.tolist()).feasible
+
+    # ------------------------------------------------------------------------------------------------ fixing
+
+    def _fix(self) -> None:
+        """Take away what no better choices use; finish with HiGHS, or go on with less, if that is worth it."""
+        core = self._core
+        self._fixed_at = self.cost
+        left = core.dual.strategies_left(self.cost - self._offset)
+        counts = np.add.reduceat(left.astype(np.int64), core.problem.node_costs.starts[:-1])
+        entries = int(counts[core.problem.edge_nodes].prod(axis=1).sum())
+        if entries > max(self.max_program_entries, _MUCH_SMALLER * core.problem.edge_costs.values.size):
+            return
+        costs = np.where(left, core.problem.node_costs.values, np.inf)
+        smaller = replace(core.problem, node_costs=Ragged(values=costs, starts=core.problem.node_costs.starts))
+        reduced = simplify(smaller)
+        if math.isinf(reduced.offset):
+            self.bound = self.cost
+            return
+        if reduced.problem.edge_costs.values.size <= self.max_program_entries:
+            self._finish(reduced)
+            return
+        self._reduced.append(reduced)
+        self._core = self._prepare(reduced.problem)
+
+    def _finish(self, reduced: Simplified) -> None:
+        """The integer program on what is left: its optimum, or the best known, is the optimum."""
+        self.clock.report("integer program", cost=self.cost, bound=self.bound)
+        seconds = _PROGRAM_SHARE * max(self.clock.left, 0.1)
+        solution = Highs(relative_gap=self.relative_gap).search(
+            reduced.problem, time_limit_seconds=seconds, control=self.clock.control
+        )
+        offset = self._offset
+        if solution.choices is not None:
+            self._offer(np.array(reduced.restore(solution.choices), dtype=np.int64))
+        self.bound = max(self.bound, min(solution.bound + reduced.offset + offset, self.cost))
