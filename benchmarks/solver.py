@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -64,7 +65,7 @@ def name_of(path: Path) -> str:
     return path.name.split(".")[0].rpartition("-")[2]
 
 
-def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, object]:
+def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
     """The child's part: solve one file and say how it went, with the memory it took."""
     solver = {**SOLVERS_BY_NAME, **ABLATIONS}[solver_name]
     begun = time.perf_counter()
@@ -82,7 +83,7 @@ def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, object]:
     }
 
 
-def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, object]:
+def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
     """``run_one`` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.solver", "--child", str(path), solver_name, str(timeout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -94,31 +95,31 @@ def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, object]
 def compare(files: list[Path], solvers: list[str], known: dict[str, Known], timeout: float, out: Path | None) -> Table:
     """One row for each instance and solver."""
     table = Table("instance", "solver", "status", "cost", "ratio", "bound / cost", "gap", "seconds", "peak GB")
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for path in files:
         best = known.get(name_of(path))
         for solver in solvers:
             seconds = best.timeout_seconds if best is not None and timeout == 0.0 else timeout or 60.0
             found = run_apart(path, solver, seconds)
             rows.append({**found, "instance": name_of(path), "solver": solver, "timeout": seconds})
-            cost, bound = found.get("cost"), found.get("bound")
-            table.add_row(
-                name_of(path),
-                solver,
-                str(found["status"]),
-                f"{cost:.12g}" if isinstance(cost, (int, float)) else "-",
-                f"{cost / best.best_cost:.6f}" if best is not None and isinstance(cost, (int, float)) else "-",
-                f"{bound / cost:.6f}"
-                if isinstance(bound, (int, float)) and isinstance(cost, (int, float)) and cost
-                else "-",
-                f"{found['gap']:.4%}" if isinstance(found.get("gap"), (int, float)) else "-",
-                f"{found.get('total_seconds', 0.0):.1f}",
-                f"{found.get('rss_bytes', 0) / 1e9:.2f}",
-            )
+            table.add_row(name_of(path), solver, str(found["status"]), *_cells(found, best))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     if out is not None:
         out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return table
+
+
+def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
+    """Cost, ratio, bound, gap, seconds and memory as text; a dash for what there is not."""
+    cost, bound, gap = (found.get(name) for name in ("cost", "bound", "gap"))
+    return [
+        "-" if cost is None else f"{cost:.12g}",
+        "-" if cost is None or best is None else f"{cost / best.best_cost:.6f}",
+        "-" if not cost or bound is None else f"{bound / cost:.6f}",
+        "-" if gap is None else f"{gap:.4%}",
+        f"{found.get('total_seconds', 0.0):.1f}",
+        f"{found.get('rss_bytes', 0) / 1e9:.2f}",
+    ]
 
 
 def reductions(files: list[Path]) -> Table:
