@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-import numpy as np
-
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
@@ -35,11 +33,10 @@ from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
-from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
-from alpa_lite.spmd import operand_specs, replicated_placement, stacked
+from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
 
 _UNIT = 0  # the node of everything that has no choice
@@ -160,17 +157,14 @@ class Builder:
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
-        placement = replicated_placement(graph, op)
-        rule = rule_of_op(graph, op.id)
-        self._charge(_UNIT, np.array([self.catalogue.seconds(graph, op, placement)]), runs)
-        self._record(scope, op, _UNIT, (placement,), tuple((spec,) for spec in placement.results))
-        for i, spec in enumerate(operand_specs(rule, graph.operands(op), placement)):
-            self._add_edge((scope, op.operands[i]), graph.values[op.operands[i]], _UNIT, (spec,), runs)
+        options = self.catalogue.whole(graph, op)
+        self._charge(_UNIT, options.seconds, runs)
+        self._record(scope, op, _UNIT, options)
+        self._demand(scope, graph, op, _UNIT, options, runs)
 
     def _add_sum(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An addition of scalars, of which some are partial sums: what the sum costs is all but the same everywhere."""
-        seconds = self.catalogue.seconds(graph, op, replicated_placement(graph, op))
-        self._charge(_UNIT, np.array([seconds]), runs)
+        self._charge(_UNIT, self.catalogue.whole(graph, op).seconds, runs)
         (result,) = op.results
         waits = self._wait(scope, op)
         keys = tuple((scope, v) for v in op.operands if graph.values[v].literal is None)
@@ -194,7 +188,7 @@ class Builder:
             accumulates=(scope, op.id) in self.accumulating,
         )
         node = self._node(self.arrays.product(options.seconds, runs))
-        self._record(scope, op, node, options.placements, options.results)
+        self._record(scope, op, node, options)
         self._demand(scope, graph, op, node, options, runs)
 
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
@@ -203,7 +197,7 @@ class Builder:
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
         self._charge(offer.node, options.seconds, runs)
-        self._record(scope, op, offer.node, options.placements, options.results)
+        self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
@@ -216,16 +210,9 @@ class Builder:
 
         return max(self._ranked(scope, graph, op), key=rank)
 
-    def _record(
-        self,
-        scope: int,
-        op: Op,
-        node: int,
-        options: tuple[OpPlacement, ...],
-        results: tuple[tuple[Spec, ...], ...],
-    ) -> None:
-        self.placed[(scope, op.id)] = Placed(node=node, options=options)
-        for r, specs in zip(op.results, results, strict=True):
+    def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
+        self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
+        for r, specs in zip(op.results, options.results, strict=True):
             self.offers[(scope, r)] = Offer(node=node, specs=specs)
         if self.sums.in_loop(scope, op) and node != _UNIT:
             self.computed.add(node)

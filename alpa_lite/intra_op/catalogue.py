@@ -22,7 +22,7 @@ from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import price_class, rule_of_op
 from alpa_lite.sharding import Spec, reshard
-from alpa_lite.spmd import operand_specs, raw_result_specs
+from alpa_lite.spmd import placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
 
 #: Additions, which may take partial sums and resolve them once.
@@ -58,9 +58,9 @@ class Catalogue:
         self.restriction = restriction
         self.sizes: Mapping[str, int] = dict(pricer.sizes)
         self._leaders: dict[object, Options] = {}
+        self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
-        self._demands: dict[object, tuple[Spec, ...]] = {}
         self._moves: dict[object, float] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
@@ -122,8 +122,15 @@ class Catalogue:
             )
         return self._followers[key]
 
+    def whole(self, graph: Graph, op: Op) -> Options:
+        """The one placement of an op without a choice: everything whole."""
+        key = price_class(graph, op.id)
+        if key not in self._whole:
+            self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
+        return self._whole[key]
+
     def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
-        demands = [self._operand_specs(graph, op, p) for p in found]
+        demands = [placed_specs(graph, op, p).operands for p in found]
         return Options(
             placements=tuple(found),
             seconds=np.array([self.seconds(graph, op, p) for p in found], dtype=float),
@@ -133,17 +140,10 @@ class Catalogue:
 
     def seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """One run of an op: its work, and bringing its results from partial sums to their planned specs."""
-        rule, results = rule_of_op(graph, op.id), graph.results(op)
-        total = self.pricer.op_seconds(graph, op, placement)
-        for value, raw, target in zip(results, raw_result_specs(rule, placement), placement.results, strict=True):
+        total, made = self.pricer.op_seconds(graph, op, placement), placed_specs(graph, op, placement).results
+        for value, raw, target in zip(graph.results(op), made, placement.results, strict=True):
             total += self.move_seconds(value, raw, target)
         return total
-
-    def _operand_specs(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[Spec, ...]:
-        key = (price_class(graph, op.id), placement.factors, placement.partial)
-        if key not in self._demands:
-            self._demands[key] = operand_specs(rule_of_op(graph, op.id), graph.operands(op), placement)
-        return self._demands[key]
 
     def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
         """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.

@@ -10,11 +10,15 @@ from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpClass:
-    """What ops have in common that do the same to the same shapes; a class is one object, in all graphs."""
+    """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
+
+    `view` is that of the op that was seen first: the numbers and names of its values are not those of the others.
+    """
 
     rule: Rule
+    view: OpView
 
 
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
@@ -44,7 +48,7 @@ class _Look:
 
 @lru_cache(maxsize=50_000)
 def _class(look: _Look) -> OpClass:
-    return OpClass((opaque_rule if look.effectful else rule_of)(look.view))
+    return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
 
 
 @lru_cache(maxsize=200_000)
