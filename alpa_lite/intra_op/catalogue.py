@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.intra_op.sharing import FloatArray, Numbering
@@ -21,7 +22,7 @@ from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import price_class, rule_of_op
-from alpa_lite.sharding import Spec, reshard
+from alpa_lite.sharding import Spec, SpecGraph, cheapest_walks, spec_graph
 from alpa_lite.spmd import placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
 
@@ -61,7 +62,8 @@ class Catalogue:
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
-        self._moves: dict[object, float] = {}
+        self._moves: dict[object, FloatArray] = {}
+        self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
@@ -196,23 +198,45 @@ class Catalogue:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        key = (value.shape, value.dtype, source, target)
-        if key not in self._moves:
-            steps = reshard(source, target, value.shape, self.sizes, item_bytes(value.dtype))
-            seconds = float("inf") if steps is None else self.pricer.steps_seconds(steps, float(value.bytes))
-            self._moves[key] = seconds
-        return self._moves[key]
+        row, number = self._moves_from(value, source), self._graph(value).number(target)
+        return float(row[number]) if number < row.size else float("inf")
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
         key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
         if key not in self._tables:
-            sources, targets = list(dict.fromkeys(offered)), list(dict.fromkeys(demanded))
-            table = np.array([[self.move_seconds(value, s, t) for t in targets] for s in sources])
-            rows = [sources.index(s) for s in offered]
-            columns = [targets.index(t) for t in demanded]
-            self._tables[key] = table[np.ix_(rows, columns)]
+            targets, graph = self._spec_numbers(value, demanded), self._graph(value)
+            sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
+            table = np.full((sources.size, targets.size), np.inf)
+            for i, source in enumerate(map(int, sources)):
+                seconds = self._moves_from(value, graph.specs[source])
+                known = targets < seconds.size
+                table[i, known] = seconds[targets[known]]
+            self._tables[key] = table[rows]
         return self._tables[key]
+
+    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
+        """Seconds from a spec to the others by number; what was numbered later cannot be reached from it."""
+        key = (value.shape, value.dtype, source)
+        if key not in self._moves:
+            walks, size = cheapest_walks(source, value.shape, self.sizes, item_bytes(value.dtype)), float(value.bytes)
+            seconds = np.full(len(walks.graph.specs), np.inf)
+            seconds[walks.source] = 0.0
+            for number, (before, step) in walks.tree.items():
+                seconds[number] = seconds[before] + self.pricer.step_seconds(step, size)
+            self._moves[key] = seconds
+        return self._moves[key]
+
+    def _graph(self, value: Value) -> SpecGraph:
+        return spec_graph(value.shape, tuple(self.sizes.items()))
+
+    def _spec_numbers(self, value: Value, specs: tuple[Spec, ...]) -> NDArray[np.int64]:
+        """The numbers of specs in the graph of a value's shape."""
+        graph = self._graph(value)
+        key = (graph, self._number(specs))
+        if key not in self._numbers:
+            self._numbers[key] = np.array([graph.number(spec) for spec in specs], dtype=np.int64)
+        return self._numbers[key]
 
     def local_sizes(self, value: Value, specs: tuple[Spec, ...]) -> FloatArray:
         """Bytes of one device's block of a value under each spec."""
