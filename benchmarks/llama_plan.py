@@ -1,11 +1,13 @@
 """Seconds of planning one step of Llama 3 8B on 8 hosts of 8 devices, part by part: `python -m benchmarks.llama_plan`.
 
-trace      JAX traces the step twice and the traces become a graph
-graph      layers, phases and what the stage keeps alive
+trace      JAX traces the step at two batch sizes, and the traces become a graph with phases
+layers     the layers of the graph, and what their one stage reads, makes and keeps alive
 build      strategies, resharding matrices, usages: the intra-op problem
-simplify   the exact reductions alone, once, without the limit (part of solve)
-solve      the solver, reductions included, to the gap asked for
-price      decoding the solution and pricing it as it will be emitted
+solve      the solver, to a gap of 1 %; simplify, its exact reductions, is also timed alone and without the limit
+price      decoding the solution, and pricing it as it will be emitted
+
+The mesh is 8 × 8. As in the search, its first axis splits the batch and may split state, and its second everything
+else; with --free-axes both may do anything.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
+from alpa_lite.strategies import Restriction, Split
 from benchmarks.models.llama import Llama
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster
@@ -68,13 +71,12 @@ def traced_step(model: Llama, batch_size: int) -> StepGraph:
     return al.parallelize(step).trace(state, {"tokens": tokens, "targets": tokens}).step().step
 
 
-def built(step: StepGraph, cluster: Cluster, mesh: LogicalMesh, limit_bytes: float | None) -> tuple[Builder, Problem]:
-    """The problem of the whole step as one stage, and what decodes its solutions."""
-    view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+def new_builder(view: StageView, cluster: Cluster, *, free_axes: bool) -> Builder:
+    """A builder for a stage on the whole cluster that remembers nothing."""
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
-    pricer = Pricer(cost_model=ComposedCostModel(cluster), submesh=submesh, mesh=mesh)
-    builder = Builder(view, Catalogue(pricer, free_restriction(mesh)))
-    return builder, builder.problem(limit_bytes=limit_bytes, in_flight=1)
+    pricer = Pricer(cost_model=ComposedCostModel(cluster), submesh=submesh, mesh=MESH)
+    free = Restriction(optimizer=Split.MAY, parameters=Split.MAY)
+    return Builder(view, Catalogue(pricer, free if free_axes else free_restriction(MESH)))
 
 
 def size_of(problem: Problem) -> str:
@@ -95,29 +97,32 @@ def answer(solution: Solution, step_seconds: float) -> str:
     )
 
 
-def measure(model: Llama, *, batch_size: int, cluster: Cluster, limits: list[float | None], time_limit: float) -> None:
-    """Trace once, then plan under each limit; every plan starts with nothing remembered but the trace."""
+def measure(model: Llama, options: argparse.Namespace) -> None:
+    """Trace once, then plan under each limit; every plan starts with nothing remembered but the trace and the view."""
+    cluster = al.cluster(options.cluster, num_hosts=8)
     clock = Clock()
     with clock.part("trace"):
-        step = traced_step(model, batch_size)
-    form = "scan" if model.scan_layers else "loop"
-    print(f"{form}: {len(step.graph.ops)} ops, batch {batch_size} × {model.seq_len}, {clock}", flush=True)
-    for limit in limits:
+        step = traced_step(model, options.batch_size)
+    with clock.part("layers"):
+        view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+        print(f"{'scan' if model.scan_layers else 'loop'}: {len(view.ops)} ops", end=", ", flush=True)
+    print(f"batch {options.batch_size} × {model.seq_len}, {clock}", flush=True)
+    for limit in (gigabytes * 1e9 or None for gigabytes in options.limits):
+        builder = new_builder(view, cluster, free_axes=options.free_axes)
         clock = Clock()
         with clock.part("build"):
-            builder, problem = built(step, cluster, MESH, limit)
+            problem = builder.problem(limit_bytes=limit, in_flight=1)
         with clock.part("simplify"):
             simplify(replace(problem, limit_bytes=None))
         with clock.part("solve"):
             solver = AutoSolver(relative_gap=RELATIVE_GAP)
-            solution = solver.solve(problem, time_limit_seconds=time_limit)
+            solution = solver.solve(problem, time_limit_seconds=options.time_limit)
         seconds = math.inf
         if solution.choices is not None:
             with clock.part("price"):
-                view, pricer = builder.view, builder.catalogue.pricer
                 priced = price_choice(
                     view,
-                    pricer,
+                    builder.catalogue.pricer,
                     builder.choice(solution.choices),
                     solution.status,
                     solution.cost,
@@ -142,12 +147,11 @@ def main() -> None:
     parser.add_argument("--limits", nargs="+", type=float, default=[0, 80, 20], help="GB per device; 0 for none")
     parser.add_argument("--no-remat", action="store_true", help="save all activations")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
+    parser.add_argument("--free-axes", action="store_true", help="both axes of the mesh may split anything")
     options = parser.parse_args()
-    cluster = al.cluster(options.cluster, num_hosts=8)
     for form in options.forms:
         model = Llama(num_layers=options.layers, scan_layers=form == "scan", remat=not options.no_remat)
-        limits = [limit * 1e9 or None for limit in options.limits]
-        measure(model, batch_size=options.batch_size, cluster=cluster, limits=limits, time_limit=options.time_limit)
+        measure(model, options)
 
 
 if __name__ == "__main__":
