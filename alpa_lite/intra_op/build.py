@@ -57,7 +57,7 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.usages: list[Usage] = []
+        self.usages: list[tuple[int, FloatArray, int, int]] = []  # node, bytes by strategy, start, end
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
@@ -87,7 +87,7 @@ class Builder:
         return Problem(
             node_costs=tuple(self.costs),
             edges=tuple(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=tuple(self.usages),
+            usages=tuple(Usage(node=n, bytes=b, start=start, end=end) for n, b, start, end in self.usages),
             limit_bytes=limit_bytes,
         )
 
@@ -379,4 +379,4 @@ class Builder:
         value = self.view.graph.values[v]
         sizes = self.arrays.product(self.catalogue.local_sizes(value, offer.specs), copies)
         if sizes.any() and end > start:
-            self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
+            self.usages.append((offer.node, sizes, start, end))

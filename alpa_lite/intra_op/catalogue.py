@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
-from alpa_lite.intra_op.sharing import FloatArray, Numbering
+from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
@@ -118,7 +118,7 @@ class Catalogue:
             order = [number[spec] for spec in specs]
             self._followers[key] = Options(
                 placements=tuple(found[n] for n in order),
-                seconds=(options.seconds + np.array(gathers))[order],
+                seconds=frozen((options.seconds + np.array(gathers))[order]),
                 demanded=tuple(tuple(by_option[n] for n in order) for by_option in options.demanded),
                 results=tuple(tuple(by_option[n] for n in order) for by_option in options.results),
             )
@@ -135,7 +135,7 @@ class Catalogue:
         demands = [placed_specs(graph, op, p).operands for p in found]
         return Options(
             placements=tuple(found),
-            seconds=np.array([self.seconds(graph, op, p) for p in found], dtype=float),
+            seconds=frozen(np.array([self.seconds(graph, op, p) for p in found], dtype=float)),
             demanded=tuple(tuple(d[i] for d in demands) for i in range(len(op.operands))),
             results=tuple(tuple(p.results[i] for p in found) for i in range(len(op.results))),
         )
@@ -188,7 +188,7 @@ class Catalogue:
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
                 accumulators=tuple(found),
-                seconds=np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float),
+                seconds=frozen(np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float)),
                 stored=tuple(a.stored for a in found),
                 resolved=tuple(a.resolved for a in found),
             )
@@ -212,7 +212,7 @@ class Catalogue:
                 seconds = self._moves_from(value, graph.specs[source])
                 known = targets < seconds.size
                 table[i, known] = seconds[targets[known]]
-            self._tables[key] = table[rows]
+            self._tables[key] = frozen(table[rows])
         return self._tables[key]
 
     def _moves_from(self, value: Value, source: Spec) -> FloatArray:
@@ -242,7 +242,7 @@ class Catalogue:
         """Bytes of one device's block of a value under each spec."""
         key = (value.shape, value.dtype, self._number(specs))
         if key not in self._sizes:
-            self._sizes[key] = np.array([local_bytes(value, spec, self.sizes) for spec in specs])
+            self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
         return self._sizes[key]
 
 

@@ -17,6 +17,12 @@ FloatArray = NDArray[np.float64]
 T = TypeVar("T", bound=Hashable)
 
 
+def frozen(array: FloatArray) -> FloatArray:
+    """The array itself, which from now on nobody can write to."""
+    array.setflags(write=False)
+    return array
+
+
 class Numbering(Generic[T]):
     """Equal things get equal numbers, from 0 on; what was seen before is found without being compared."""
 
@@ -35,7 +41,7 @@ class Numbering(Generic[T]):
 
 
 class SharedArrays:
-    """Arithmetic on arrays that nobody writes to; the same operands give the same object."""
+    """Arithmetic on frozen arrays; the same operands give the same object, frozen too."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -69,5 +75,5 @@ class SharedArrays:
         found = self._made.get(key)
         if found is None:
             # The operands are kept, so that their ids stay their own.
-            found = self._made[key] = (make(), operands)
+            found = self._made[key] = (frozen(make()), operands)
         return found[0]
