@@ -37,7 +37,7 @@ from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, is_shared, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import operand_specs, replicated_placement, stacked
 from alpa_lite.strategies import Split, resolutions
@@ -65,6 +65,7 @@ class Builder:
         self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
+        self.extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
 
     # ------------------------------------------------------------------------------------------------ the problem
 
@@ -148,6 +149,8 @@ class Builder:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
+        if ranked and is_shared(graph, op):
+            return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
         # Zeros are a partial sum too: the first addition of a loop that was written out.
@@ -198,19 +201,27 @@ class Builder:
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
+        extent = self._extent(scope, graph.values[op.operands[main]])
+        self.extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
         self.costs[offer.node] = self.costs[offer.node] + options.seconds * runs
         self._record(scope, op, offer.node, options.placements)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
-        """The operand that decides: one that a leader computed before one that came in, then larger, then later."""
+        """The operand that decides: one that a leader computed before one that came in, then larger, then later.
+
+        What was broadcast counts as large as it was before: its specs split nothing of what it was broadcast over.
+        """
 
         def rank(i: int) -> tuple[bool, int, int]:
             value = graph.values[op.operands[i]]
             offer = self.offers[(scope, value.id)]
-            return (offer.node in self.computed, value.num_elements, value.id)
+            return (offer.node in self.computed, self._extent(scope, value), value.id)
 
         return max(self._ranked(scope, graph, op), key=rank)
+
+    def _extent(self, scope: int, value: Value) -> int:
+        return self.extents.get((scope, value.id), value.num_elements)
 
     def _record(self, scope: int, op: Op, node: int, options: tuple[OpPlacement, ...]) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options)
