@@ -74,7 +74,7 @@ def axis_choices(
 ) -> list[tuple[int | None, ...]]:
     """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it.
 
-    Over BATCH axes only what has no batch is added up in parts, and only in the loop: gradients.
+    Over BATCH axes only what has no batch is added up in parts: gradients.
     """
     per_axis: list[list[int | None]] = []
     for axis in sizes:
@@ -89,7 +89,7 @@ def axis_choices(
             choices = [None] if restriction.optimizer is Split.NEVER else [None, *fits]
         else:
             choices = [None, *fits]
-        if takes_partial and (role is not AxisRole.BATCH or (in_loop and not batch_factors)):
+        if takes_partial and (role is not AxisRole.BATCH or not batch_factors):
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []

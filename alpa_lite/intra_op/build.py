@@ -4,7 +4,8 @@ Nodes choose one strategy each:
 
     input    a spec for a graph input, or for a value that another stage sends                       (_add_input)
     leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader)
-    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing)
+    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
+             what the update only adds to other such sums may stay a partial sum until then
 
 All other ops follow their main operand: their strategies are those of its node (_add_follower). Scalars that are added
 up (a gradient norm, a loss) stay partial sums until the last addition, which is never worse (_add_sum). An edge prices
@@ -149,7 +150,7 @@ class Builder:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
-        if ranked and is_shared(graph, op):
+        if ranked and (is_shared(graph, op) or self.sums.adds_sums(scope, op)):
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
@@ -235,10 +236,10 @@ class Builder:
         value = self.view.graph.values[v]
         offer = self.offers[(0, v)]
         restriction = self.catalogue.restriction
-        options: list[Accumulator] = []
+        options, keep = list[Accumulator](), self.sums.feeds_sums(v)
         for stored in dict.fromkeys(offer.specs):
             targets = resolutions(
-                stored, value.shape, self.sizes, keep=False, scatter=True, allowed=restriction.may_scatter
+                stored, value.shape, self.sizes, keep=keep, scatter=True, allowed=restriction.may_scatter
             )
             options += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
         may_split = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
