@@ -153,7 +153,7 @@ class Catalogue:
                 return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
             return True
 
-        specs = all_specs(value.shape, self.sizes, allowed)
+        specs = all_specs(value.shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
             if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):

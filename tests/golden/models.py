@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import Primitive
 
 Params = Any
 
@@ -363,3 +364,36 @@ def depthwise_convolutions(*, batch: int, image: int, channels: int) -> Program:
 
     images = array(batch, image, image, channels)
     return with_statistics(apply, params, stats, images, images)
+
+
+# ---------------------------------------------------------------------------------------------------- forward programs
+
+_whole = Primitive("whole")
+_whole.def_abstract_eval(lambda x: x)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """`x`, which every device must hold whole: an op that no rule knows."""
+    return _whole.bind(x)
+
+
+def attention_forward(*, batch: int, seq: int, hidden: int, heads: int, whole_output: bool) -> Program:
+    """Self-attention without residual and normalisation; weights by head."""
+    shape = (hidden, heads, hidden // heads)
+    params = {name: {"w": array(*shape), "b": array(*shape[1:])} for name in ("q", "k", "v")}
+    params["out"] = {"w": array(*shape), "b": array(hidden)}
+
+    def run(params: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
+        rows = x.reshape(batch * seq, hidden)
+
+        def project(p: Params) -> jax.Array:
+            return (rows @ p["w"].reshape(hidden, hidden)).reshape(batch, seq, heads, -1) + p["b"]
+
+        q, k, v = (project(params[name]) for name in ("q", "k", "v"))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", 0.125 * q, k)
+        weights = jax.nn.softmax(scores + jnp.where(mask > 0, 0.0, -1e10)[:, None, None, :])
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch * seq, hidden)
+        out = (mixed @ params["out"]["w"].reshape(hidden, hidden)).reshape(x.shape) + params["out"]["b"]
+        return whole(out) if whole_output else out
+
+    return Program(run=run, args=(params, array(batch, seq, hidden), array(batch, seq, dtype=jnp.int32)))
