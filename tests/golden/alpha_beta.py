@@ -11,7 +11,7 @@ collective costs
 
 These are the cost functions of Alpa (Zheng et al., OSDI 2022; class `LogicalDeviceMesh`), the constants included. Over
 both dims at once, n is the number of all devices, α the larger and β the smaller one. Alpa has no permute; one costs
-α + β B here, B being what each device sends. A kind of collective can be forbidden.
+α + β B here, B being what each device sends, and β over both dims the larger one. A kind can be forbidden.
 
 Alpa's search never leaves a contraction whole on every device. A price per FLOP says the same: with it as high as
 here, a contraction that is not split over all devices costs more than any communication that this would save.
@@ -28,7 +28,6 @@ import alpa_lite as al
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective
 from cost_models.work import Work
-
 
 #: The dim that stands for both dims at once.
 BOTH = 2
@@ -68,17 +67,14 @@ class AlphaBeta:
 
     def permute(self, num_bytes: float, dim: int) -> float:
         """Seconds for each device to send `num_bytes` to another one."""
-        return self._latency(dim) + self._seconds_per_byte(dim) * num_bytes
+        return self._latency(dim) + (*self.beta, max(self.beta))[dim] * num_bytes
 
     def _latency(self, dim: int) -> float:
         return (*self.alpha, max(self.alpha))[dim]
 
-    def _seconds_per_byte(self, dim: int) -> float:
-        return (*self.beta, min(self.beta))[dim]
-
     def _sent(self, num_bytes: float, dim: int) -> float:
         n = (*self.shape, prod(self.shape))[dim]
-        return self._seconds_per_byte(dim) * (n - 1) / n * num_bytes
+        return (*self.beta, min(self.beta))[dim] * (n - 1) / n * num_bytes
 
     def collective_seconds(self, collective: Collective) -> float:
         """Seconds of one collective, by the dim that its group lies along."""

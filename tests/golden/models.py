@@ -257,7 +257,11 @@ def moe_lm(
         x = jax.nn.one_hot(ids, vocab) @ params["embed"] + params["position"]
         x = layer_norm(params["norm"], x)
         for i, p in enumerate(params["layers"]):
-            x = bert_layer(p, x, mask, heads=heads, key=None) if i % 2 else moe_block(p, x, mask, heads=heads, group=group)
+            x = (
+                bert_layer(p, x, mask, heads=heads, key=None)
+                if i % 2
+                else moe_block(p, x, mask, heads=heads, group=group)
+            )
         logits = x @ params["embed"].T + params["bias"]
         counted = jnp.where(labels > 0, 1.0, 0.0)
         losses = -jnp.sum(jax.nn.one_hot(labels, vocab) * jax.nn.log_softmax(logits), -1)
@@ -396,4 +400,5 @@ def attention_forward(*, batch: int, seq: int, hidden: int, heads: int, whole_ou
         out = (mixed @ params["out"]["w"].reshape(hidden, hidden)).reshape(x.shape) + params["out"]["b"]
         return whole(out) if whole_output else out
 
-    return Program(run=run, args=(params, array(batch, seq, hidden), array(batch, seq, dtype=jnp.int32)))
+    states, mask = array(batch, seq, hidden), array(batch, seq, dtype=jnp.int32)
+    return Program(run=run, args=(params, states, mask), batch=(1, 2))
