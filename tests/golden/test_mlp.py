@@ -40,7 +40,7 @@ def gradients(program: Program, model: AlphaBeta, dim: int) -> float:
 
 
 def with_penalty(found: Found, program: Program, model: AlphaBeta) -> float:
-    """Alpa's objective: with a penalty for each leaf of parameters and optimizer state that is whole on every device."""
+    """Alpa's objective: with a penalty for each leaf of parameters and optimizer state that every device holds."""
     penalty = int(model.all_reduce(1, 0) + model.all_reduce(1, 1))
     state = [spec for name, spec in found.specs.items() if name.startswith(("params", "state"))]
     scalars = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(program.args[:2]))

@@ -95,7 +95,7 @@ def test_biases_cost_nothing_where_activations_are_reduced(shape: tuple[int, int
 
 @pytest.mark.parametrize("shape", TWO_DIMS, ids=str)
 def test_biases_on_dear_and_cheap_dims(shape: tuple[int, int]) -> None:
-    """The bias behind a sum of parts is whole on the cheap dim: its gradient is reduced whole, or in parts and gathered.
+    """A bias behind a sum of parts is whole on the cheap dim: its gradient is reduced so, or in parts and gathered.
 
     Alpa does the first, which is what is left when nothing is gathered.
     """
