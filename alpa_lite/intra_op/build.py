@@ -3,7 +3,8 @@
 Nodes choose one strategy each:
 
     input    a spec for a graph input, or for a value that another stage sends                       (_add_input)
-    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader)
+    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader),
+             and of samples that several contractions read: they are moved for all of them at once
     crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
              what the update only adds to other such sums may stay a partial sum until then
 
@@ -150,12 +151,16 @@ class Builder:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
-        if ranked and (is_shared(graph, op) or self.sums.adds_sums(scope, op)):
+        if ranked and (self._is_shared(scope, graph, op) or self.sums.adds_sums(scope, op)):
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
         # Zeros are a partial sum too: the first addition of a loop that was written out.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
+
+    def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
+        """True for samples that several contractions read. (Weights are better gathered by each that wants them.)"""
+        return is_shared(graph, op) and self.scopes[scope].batch_dims[op.results[0]] is not None
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""

@@ -23,6 +23,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import alpa_lite as al
 from cost_models.cluster import Cluster
@@ -106,3 +107,12 @@ class AlphaBeta:
     def launch_seconds(self) -> float:
         """Launching is free."""
         return 0.0
+
+
+#: Four devices in a row, along either dim.
+ONE_DIM = [(4, 1), (1, 4)]
+
+
+def line(shape: tuple[int, int], **options: Any) -> tuple[AlphaBeta, int]:
+    """The cost model of a mesh with one dim of several devices, and that dim."""
+    return AlphaBeta(shape=shape, **options), 0 if shape[0] > 1 else 1

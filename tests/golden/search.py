@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
+import jax
 import pytest
 
 import alpa_lite as al
@@ -91,3 +93,8 @@ def contraction_flops(graph: Graph) -> float:
     """Floating-point operations of the products and convolutions of a graph without loops."""
     rules = (rule_of_op(graph, op.id) for op in graph.ops)
     return sum(rule.flops for rule in rules if rule.work_kind != "elementwise")
+
+
+def gradients(program: Program, model: AlphaBeta, dim: int, *, parts: int = 1) -> float:
+    """Seconds to all_reduce the gradient of each parameter by itself, or one of so many parts of each."""
+    return sum(model.all_reduce(4 * prod(leaf.shape) / parts, dim) for leaf in jax.tree.leaves(program.args[0]))

@@ -3,38 +3,25 @@ tests/shard_parallel/test_bert.py); tolerance 1 %."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
-import jax
 import pytest
 
 from alpa_lite.strategies import Restriction, Split
-from tests.golden.alpha_beta import AlphaBeta
-from tests.golden.models import Program, bert_layers, tied_embedding
-from tests.golden.search import DATA_AND_MODEL, Found, search
+from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
+from tests.golden.models import bert_layers, tied_embedding
+from tests.golden.search import DATA_AND_MODEL, Found, gradients, search
 
 TOLERANCE = 1e-2
-ONE_DIM = [(4, 1), (1, 4)]
 LAYERS = 2
 MANY_SAMPLES = bert_layers(layers=LAYERS, batch=64, seq=64, hidden=32, heads=8)
 WIDE = bert_layers(layers=LAYERS, batch=8, seq=8, hidden=128, heads=8)
 ACTIVATION = 8 * 8 * 128 * 4
 
 
-def line(shape: tuple[int, int], **options: Any) -> tuple[AlphaBeta, int]:
-    """The cost model of a mesh with one dim of several devices, and that dim."""
-    return AlphaBeta(shape=shape, **options), 0 if shape[0] > 1 else 1
-
-
 def same(expected: float) -> Any:
     """Equal within the tolerance."""
     return pytest.approx(expected, rel=TOLERANCE)
-
-
-def gradients(program: Program, model: AlphaBeta, dim: int, parts: int = 1) -> float:
-    """Seconds to all_reduce one of so many parts of the gradient of each parameter."""
-    return sum(model.all_reduce(4 * prod(leaf.shape) / parts, dim) for leaf in jax.tree.leaves(program.args[0]))
 
 
 def assert_split_by_column_and_by_row(found: Found, dim: int) -> None:
@@ -48,7 +35,7 @@ def assert_split_by_column_and_by_row(found: Found, dim: int) -> None:
             assert str(found.specs[f"params/{layer}/{name}/w"]) == spec, (layer, name)
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_many_samples_are_split(shape: tuple[int, int]) -> None:
     """Alpa adds its penalty of 3 for each of 24 parameters and 49 optimizer leaves, 0.1 % of the whole."""
     model, dim = line(shape)
@@ -59,7 +46,7 @@ def test_many_samples_are_split(shape: tuple[int, int]) -> None:
     assert all(spec.is_replicated for name, spec in found.specs.items() if name.startswith("params"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_wide_layers_are_split_by_head_and_by_feature(shape: tuple[int, int]) -> None:
     """Two sums in each pass through a layer; the first layer's input needs no gradient."""
     model, dim = line(shape)
@@ -117,7 +104,7 @@ def test_dim_one_never_splits_the_batch(batch: int) -> None:
     assert not any("1" in found.specs[name].dims[0] for name in ("argument 2", "argument 3", "argument 4"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_recomputed_layers_are_summed_again(shape: tuple[int, int]) -> None:
     """Cheaper than Alpa by 8 %: what is recomputed for the backward pass alone is scattered, not made whole."""
     program = bert_layers(layers=LAYERS, batch=8, seq=8, hidden=128, heads=8, remat=True)

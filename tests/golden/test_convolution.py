@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import jax
 import pytest
 
 from alpa_lite.strategies import Split
-from tests.golden.alpha_beta import AlphaBeta
+from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import convolutions, depthwise_convolutions
 from tests.golden.search import DATA_AND_MODEL, data_parallel, search
 
-ONE_DIM = [(4, 1), (1, 4)]
 SMALL = convolutions(layers=3, batch=16, image=16, channels=4)
 
 
-def line(shape: tuple[int, int], **options: Any) -> tuple[AlphaBeta, int]:
-    """The cost model of a mesh with one dim of several devices, and that dim."""
-    return AlphaBeta(shape=shape, **options), 0 if shape[0] > 1 else 1
-
-
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_many_images_are_split(shape: tuple[int, int]) -> None:
     """The gradient of each parameter, and two sums in each pass through a normalisation. Alpa's tolerance is 5 %.
 
@@ -39,7 +32,7 @@ def test_many_images_are_split(shape: tuple[int, int]) -> None:
     assert all(spec.is_replicated for name, spec in found.specs.items() if name.startswith("params"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_many_images_are_split_and_the_optimizer_state_with_them(shape: tuple[int, int]) -> None:
     """The sums within the normalisations stay; the statistics, which only the update reads, are split and gathered."""
     found = search(SMALL, line(shape)[0], restriction=data_parallel(optimizer=Split.MUST))
@@ -48,7 +41,7 @@ def test_many_images_are_split_and_the_optimizer_state_with_them(shape: tuple[in
     assert len(kernels) == 3 and not any(spec.is_replicated for spec in kernels)
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_many_channels_are_split(shape: tuple[int, int]) -> None:
     """Channels out, in, out, in: two sums in the forward pass, one in the backward pass.
 
@@ -75,7 +68,7 @@ def test_two_dims() -> None:
     assert free <= min(roles, batch)
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_a_convolution_of_each_channel_needs_no_sum(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(depthwise_convolutions(batch=4, image=8, channels=256), model)

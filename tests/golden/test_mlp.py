@@ -13,30 +13,19 @@ import jax
 import pytest
 
 from alpa_lite.strategies import Restriction, Split
-from tests.golden.alpha_beta import AlphaBeta
+from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import Program, mlp
-from tests.golden.search import DATA_AND_MODEL, Found, data_parallel, search
+from tests.golden.search import DATA_AND_MODEL, Found, data_parallel, gradients, search
 
 TOLERANCE = 1e-2
-ONE_DIM = [(4, 1), (1, 4)]
 LAYERS = 6
 NARROW = mlp(layers=LAYERS, batch=256, hidden=32)
 WIDE = mlp(layers=LAYERS, batch=32, hidden=256)
 
 
-def line(shape: tuple[int, int], **options: Any) -> tuple[AlphaBeta, int]:
-    """The cost model of a mesh with one dim of several devices, and that dim."""
-    return AlphaBeta(shape=shape, **options), 0 if shape[0] > 1 else 1
-
-
 def same(expected: float) -> Any:
     """Equal within the tolerance."""
     return pytest.approx(expected, rel=TOLERANCE)
-
-
-def gradients(program: Program, model: AlphaBeta, dim: int) -> float:
-    """Seconds to all_reduce the gradient of each parameter by itself."""
-    return sum(model.all_reduce(4 * prod(leaf.shape), dim) for leaf in jax.tree.leaves(program.args[0]))
 
 
 def with_penalty(found: Found, program: Program, model: AlphaBeta) -> float:
@@ -52,7 +41,7 @@ def kernels(found: Found) -> list[str]:
     return found.specs_of("params/", "/w")
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_a_large_batch_is_split(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(NARROW, model)
@@ -62,7 +51,7 @@ def test_a_large_batch_is_split(shape: tuple[int, int]) -> None:
     assert all(spec.is_replicated for name, spec in found.specs.items() if name.startswith("params"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_large_weights_are_split_by_column_and_by_row(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(WIDE, model)
@@ -135,7 +124,7 @@ def test_two_dims_with_the_optimizer_state_split_over_both() -> None:
     assert len(state) == 2 * LAYERS and all(spec.axes == {"0", "1"} for spec in state.values())
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_activations_scattered_and_gathered_cost_but_latency(shape: tuple[int, int]) -> None:
     model, dim = line(shape, forbidden=("all_reduce",))
     found = search(WIDE, model)
@@ -153,7 +142,7 @@ def test_the_batch_is_split_when_that_is_asked_for(shape: tuple[int, int]) -> No
     assert all(spec.is_replicated for name, spec in found.specs.items() if name.startswith("params"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_the_batch_belongs_to_dim_zero(shape: tuple[int, int]) -> None:
     """Dim 0 splits the batch even where splitting weights is cheaper, and dim 1 never does."""
     model, dim = line(shape)
@@ -162,7 +151,7 @@ def test_the_batch_belongs_to_dim_zero(shape: tuple[int, int]) -> None:
     assert found.objective == same(expected)
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_optimizer_state_split_with_the_batch(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(NARROW, model, restriction=data_parallel(optimizer=Split.MUST))
@@ -173,7 +162,7 @@ def test_optimizer_state_split_with_the_batch(shape: tuple[int, int]) -> None:
     assert not any(spec.is_replicated for name, spec in found.specs.items() if name.startswith("state"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_all_state_split_with_the_batch(shape: tuple[int, int]) -> None:
     """Weights are gathered in both passes, but for the first, whose input needs no gradient; biases in one."""
     model, dim = line(shape)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden.alpha_beta import BOTH, AlphaBeta
+from tests.golden.alpha_beta import BOTH, ONE_DIM, AlphaBeta, line
 from tests.golden.models import dense_and_experts, moe_layer, moe_lm
 from tests.golden.search import data_parallel, search
 
-ONE_DIM = [(4, 1), (1, 4)]
 BATCH, SEQ, HIDDEN, HEADS, GROUP, EXPERTS = 64, 16, 64, 16, 32, 16
 SIZES: dict[str, int] = {
     "batch": BATCH,
@@ -21,11 +20,6 @@ SIZES: dict[str, int] = {
 }
 
 
-def line(shape: tuple[int, int]) -> tuple[AlphaBeta, int]:
-    """The cost model of a mesh with one dim of several devices, and that dim."""
-    return AlphaBeta(shape=shape), 0 if shape[0] > 1 else 1
-
-
 def experts_and_batch_split(model: AlphaBeta, dim: int) -> float:
     """Tokens to their experts and back in each pass; all but the experts is data parallel."""
     elements = [3 * HIDDEN * HIDDEN, 3 * HIDDEN, HIDDEN * HIDDEN, *[HIDDEN] * 5, HIDDEN * EXPERTS]
@@ -33,7 +27,7 @@ def experts_and_batch_split(model: AlphaBeta, dim: int) -> float:
     return 4 * model.all_to_all(BATCH * SEQ * HIDDEN * 2 * 4, dim) + reduced
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_experts_are_split_and_all_else_splits_the_batch(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(moe_layer(**SIZES), model)
@@ -55,7 +49,7 @@ def test_two_dims_split_experts_over_all_devices() -> None:
     assert all(found.specs[f"params/experts/{name}"].axes == {"0", "1"} for name in ("wi", "wo"))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_a_language_model_with_experts_in_every_other_layer(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     program = moe_lm(layers=2, vocab=32, **SIZES)

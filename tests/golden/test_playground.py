@@ -13,18 +13,12 @@ import jax
 import pytest
 
 from alpa_lite.strategies import FREE_CHOICE, Restriction
-from tests.golden.alpha_beta import AlphaBeta
+from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import Program, array, attention_forward, linear_network, whole
 from tests.golden.search import DATA_AND_MODEL, data_parallel, search
 
 TOLERANCE = 1e-3
-ONE_DIM = [(4, 1), (1, 4)]
 TWO_DIMS = [(4, 8), (8, 4), (3, 4)]
-
-
-def line(shape: tuple[int, int], **options: Any) -> tuple[AlphaBeta, int]:
-    """The cost model of a mesh with one dim of several devices, and that dim."""
-    return AlphaBeta(shape=shape, **options), 0 if shape[0] > 1 else 1
 
 
 def divided_batch(shape: tuple[int, int]) -> int:
@@ -41,7 +35,7 @@ def same(expected: float) -> Any:
 # ---------------------------------------------------------------------------------------------------- perceptrons
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 @pytest.mark.parametrize("layers", [2, 12])
 def test_small_weights_are_reduced(layers: int, shape: tuple[int, int]) -> None:
     model, dim = line(shape)
@@ -50,7 +44,7 @@ def test_small_weights_are_reduced(layers: int, shape: tuple[int, int]) -> None:
     assert found.count == {"all_reduce": layers}
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 @pytest.mark.parametrize("layers", [2, 12])
 def test_small_activations_are_reduced(layers: int, shape: tuple[int, int]) -> None:
     model, dim = line(shape)
@@ -79,14 +73,14 @@ def test_dear_and_cheap_dims(layers: int, shape: tuple[int, int]) -> None:
     assert free == same(min(expected, weights + layers * scattered))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_biases_are_reduced_with_their_weights(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(linear_network(layers=2, batch=1024, hidden=128, bias=True), model)
     assert found.objective == same(2 * model.all_reduce(128 * 128 * 4, dim) + 2 * model.all_reduce(128 * 4, dim))
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_biases_cost_nothing_where_activations_are_reduced(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
     found = search(linear_network(layers=2, batch=128, hidden=1024, bias=True), model)
@@ -152,7 +146,7 @@ PRODUCTS: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 @pytest.mark.parametrize(("run", "x", "y"), PRODUCTS, ids=[run.__name__ for run, _, _ in PRODUCTS])
 def test_a_product_of_long_rows_is_reduced_once(
     run: Callable[..., Any], x: tuple[int, ...], y: tuple[int, ...], shape: tuple[int, int]
@@ -191,7 +185,7 @@ def test_three_products_that_are_added_to_an_array() -> None:
 # ---------------------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("shape", ONE_DIM)
+@pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_attention_is_split_by_head_and_reduced_once(shape: tuple[int, int]) -> None:
     model, dim = line(shape, forbidden=("all_gather",))
     found = search(attention_forward(batch=4, seq=128, hidden=512, heads=16, whole_output=True), model)
