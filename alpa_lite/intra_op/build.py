@@ -3,8 +3,10 @@
 Nodes choose one strategy each:
 
     input    a spec for a graph input, or for a value that another stage sends                       (_add_input)
-    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader)
-    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing)
+    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader),
+             and of samples that several contractions read: they are moved for all of them at once
+    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
+             what the update only adds to other such sums may stay a partial sum until then
 
 All other ops follow their main operand: their strategies are those of its node (_add_follower). Scalars that are added
 up (a gradient norm, a loss) stay partial sums until the last addition, which is never worse (_add_sum). An edge prices
@@ -34,7 +36,7 @@ from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, is_shared, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
@@ -63,6 +65,7 @@ class Builder:
         self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
+        self.extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
 
     # ------------------------------------------------------------------------------------------------ the problem
 
@@ -150,10 +153,16 @@ class Builder:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
+        if ranked and (self._is_shared(scope, graph, op) or self.sums.adds_sums(scope, op)):
+            return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
         # Zeros are a partial sum too: the first addition of a loop that was written out.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
+
+    def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
+        """True for samples that several contractions read. (Weights are better gathered by each that wants them.)"""
+        return is_shared(graph, op) and self.scopes[scope].batch_dims[op.results[0]] is not None
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
@@ -196,19 +205,27 @@ class Builder:
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
+        extent = self._extent(scope, graph.values[op.operands[main]])
+        self.extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
         self._charge(offer.node, options.seconds, runs)
         self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
-        """The operand that decides: one that a leader computed before one that came in, then larger, then later."""
+        """The operand that decides: one that a leader computed before one that came in, then larger, then later.
+
+        What was broadcast counts as large as it was before: its specs split nothing of what it was broadcast over.
+        """
 
         def rank(i: int) -> tuple[bool, int, int]:
             value = graph.values[op.operands[i]]
             offer = self.offers[(scope, value.id)]
-            return (offer.node in self.computed, value.num_elements, value.id)
+            return (offer.node in self.computed, self._extent(scope, value), value.id)
 
         return max(self._ranked(scope, graph, op), key=rank)
+
+    def _extent(self, scope: int, value: Value) -> int:
+        return self.extents.get((scope, value.id), value.num_elements)
 
     def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
@@ -220,7 +237,7 @@ class Builder:
     def _add_crossing(self, v: int) -> None:
         """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
         value = self.view.graph.values[v]
-        options = self.catalogue.sums(value, self.offers[(0, v)].specs)
+        options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
         node = self._node(options.seconds)
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)

@@ -167,21 +167,24 @@ class Catalogue:
                 return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
             return True
 
-        specs = all_specs(shape, self.sizes, allowed)
+        specs = all_specs(shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
             if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):
                 specs = using
         return tuple(specs)
 
-    def sums(self, value: Value, offered: tuple[Spec, ...]) -> SumOptions:
-        """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after."""
-        key = (value.shape, value.dtype, self._number(offered))
+    def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
+        """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after.
+
+        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum.
+        """
+        key = (value.shape, value.dtype, self._number(offered), keep_partial)
         if key not in self._sums:
             found: list[Accumulator] = []
             allowed = self.restriction.may_scatter
             for stored in dict.fromkeys(offered):
-                targets = resolutions(stored, value.shape, self.sizes, keep=False, scatter=True, allowed=allowed)
+                targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
                 found += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
             may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
