@@ -36,7 +36,7 @@ from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, is_shared, is_zero, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
@@ -161,8 +161,14 @@ class Builder:
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
     def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True for samples that several contractions read. (Weights are better gathered by each that wants them.)"""
-        return is_shared(graph, op) and self.scopes[scope].batch_dims[op.results[0]] is not None
+        """True for samples that several contractions of this stage read: moved for all of them, they are moved once.
+
+        Weights are better gathered by each that wants them.
+        """
+        if len(op.results) != 1 or self.scopes[scope].batch_dims[op.results[0]] is None:
+            return False
+        readers = {c for c in graph.consumers[op.results[0]] if scope > 0 or c in self.view.op_set}
+        return sum(rule_of_op(graph, c).work_kind != "elementwise" for c in readers) > 1
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""

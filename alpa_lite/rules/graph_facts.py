@@ -106,14 +106,6 @@ def free_values(graph: Graph) -> frozenset[int]:
     return frozenset(free)
 
 
-def is_shared(graph: Graph, op: Op) -> bool:
-    """True when several contractions read the one result of an op: moved for all of them, it is moved once."""
-    if len(op.results) != 1:
-        return False
-    readers = set(graph.consumers[op.results[0]])
-    return sum(rule_of_op(graph, c).work_kind != "elementwise" for c in readers) > 1
-
-
 def is_zero(graph: Graph, value: int) -> bool:
     """True when a value is known to be all zeros."""
     v = graph.values[value]

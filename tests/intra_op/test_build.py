@@ -11,8 +11,9 @@ import pytest
 import alpa_lite as al
 from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.placed import Placed
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.layers import make_layers
+from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
 from alpa_lite.strategies import Restriction, Split
@@ -32,7 +33,10 @@ def built(num_layers: int) -> Builder:
         state, {"tokens": tokens, "targets": tokens}
     )
     step = traced.step().step
-    view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+    return built_view(StageView(step=step, layers=make_layers(step, 1), first=0, last=0))
+
+
+def built_view(view: StageView) -> Builder:
     pricer = Pricer(
         cost_model=ComposedCostModel(al.cluster("p3.16xlarge")),
         submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
@@ -60,3 +64,23 @@ def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
     _, many = builders
     matrices = {id(costs): costs for costs in many.edges.values()}.values()
     assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
+
+
+def test_activations_decide_for_the_contractions_of_their_own_stage() -> None:
+    def step(x: jax.Array, w: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ w)
+        return h @ u + h @ v
+
+    sizes = [(16, 8), (8, 32), (32, 8), (32, 8)]
+    args = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    traced = al.parallelize(step, batch_argnums=(0,)).trace(*args).step(1).step
+    layers = Layers(num_layers=2, of_op=(0, 0, 1, 1, 1), of_input=(0, 0, 1, 1))
+
+    def leads(last: int) -> bool:
+        placed = built_view(StageView(step=traced, layers=layers, first=0, last=last)).placed
+        first, second = placed[(0, 0)], placed[(0, 1)]
+        assert isinstance(first, Placed) and isinstance(second, Placed)
+        return first.node != second.node
+
+    assert leads(1)
+    assert not leads(0)
