@@ -74,10 +74,6 @@ class Pricer:
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
-    def steps_seconds(self, steps: Sequence[Step], array_bytes: float) -> float:
-        """A whole resharding."""
-        return sum(self.step_seconds(step, array_bytes) for step in steps)
-
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
         """Work of one device for one op. Chains of element-wise ops are fused: only what leaves a chain is written."""
         if op.primitive in FOLDED:
