@@ -174,6 +174,20 @@ def test_heat_leaves_where_search_is_and_never_loses_the_best():
     assert evaluate(problem, search.best.tolist()).feasible  # type: ignore[union-attr]
 
 
+def test_search_never_leaves_the_limit_again():
+    problem, forbidden = _limited_step()
+    flat = with_finite_costs(flat_problem(problem), forbidden)
+    search = Neighbourhood(flat=flat, seed=0)
+    at = np.array([costs.argmin() for costs in problem.node_costs])
+    while search.best is None:
+        at = search.run(at, np.zeros(flat.room.size), num_blocks=200, first_heat=0.0, last_heat=0.0)
+    search._rows.update(range(flat.room.size))  # rows count once they were overrun: make that all
+    heat = search.best_cost / 10.0
+    at = search.run(search.best, np.zeros(flat.room.size), num_blocks=300, first_heat=heat, last_heat=heat)
+    assert (at != search.best).any()
+    assert (overrun_of(flat, at) <= 0.0).all()
+
+
 @given(st.integers(0, 10**6))
 def test_recombined_choices_take_the_better_of_both(seed: int):
     problem = random_problem(seed, num_nodes=7, num_edges=6, tightness=0.7, forbidden=0.0)

@@ -96,22 +96,26 @@ def _pass(
         decoded[:size] = theta[:size]
         num_after = 0
         for link in range(flat.link_start[node], flat.link_start[node + 1]):
-            other = flat.link_node[link]
-            mine = messages[message_start[link] : message_start[link] + size]
+            other, own = flat.link_node[link], message_start[link]
             if (other > node) == forth:
                 num_after += 1
-                decoded[:size] += mine
+                for i in range(size):
+                    decoded[i] += messages[own + i]
             else:
-                _collect(flat, link, size, message_start, messages, mine)
+                _collect(flat, link, size, message_start, messages, messages[own : own + size])
                 first = flat.link_table[link] + choices[other] * size
-                decoded[:size] += flat.tables[first : first + size]
-            theta[:size] += mine
+                for i in range(size):
+                    decoded[i] += flat.tables[first + i]
+            for i in range(size):
+                theta[i] += messages[own + i]
         choices[node] = decoded[:size].argmin()
         num_links = flat.link_start[node + 1] - flat.link_start[node]
         share = 1.0 / max(num_after, num_links - num_after, 1)
         for link in range(flat.link_start[node], flat.link_start[node + 1]):
             if (flat.link_node[link] > node) == forth:
-                messages[message_start[link] : message_start[link] + size] -= share * theta[:size]
+                own = message_start[link]
+                for i in range(size):
+                    messages[own + i] -= share * theta[i]
         bound += theta[:size].min() * (1.0 - num_after * share)
     return bound
 

@@ -155,7 +155,13 @@ def usage_of(flat: Flat, choices: IntArray, used: FloatArray) -> None:
     """Write what one strategy per node keeps alive, beyond what all do, to the rows of ``used``."""
     used[:] = 0.0
     for node in range(choices.size):
-        add_usage(flat, node, choices[node], 1.0, used)
+        for run in range(flat.run_start[node], flat.run_start[node + 1]):
+            amount = flat.bytes[flat.run_bytes[run] + choices[node]]
+            used[flat.run_first[run]] += amount
+            if flat.run_last[run] < used.size:
+                used[flat.run_last[run]] -= amount
+    for row in range(1, used.size):
+        used[row] += used[row - 1]
 
 
 def overrun_of(flat: Flat, choices: IntArray) -> FloatArray:

@@ -32,6 +32,8 @@ from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solutio
 _MAX_PEAK_SECONDS = 5.0
 _PROGRAM_SHARE = 0.4
 """The part of the time that HiGHS may take before search gets its turn."""
+_SMALL_PROGRAM = 0.3
+"""The part of the largest program that still comes before search when a gap may stay open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,9 @@ class Portfolio(Solver):
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return free
         first = free
-        if problem.edge_costs.values.size <= self.max_program_entries:
+        # Where a gap may stay open, search closes it sooner than a program of some size is even relaxed.
+        share = 1 if self.relative_gap == 0.0 else _SMALL_PROGRAM
+        if problem.edge_costs.values.size <= self.max_program_entries * share:
             clock.report("integer program", bound=free.bound)
             first = Highs(relative_gap=self.relative_gap).search(
                 problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control

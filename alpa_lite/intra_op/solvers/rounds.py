@@ -34,6 +34,10 @@ from alpa_lite.intra_op.solvers.solver import Clock, closes, no_solution, soluti
 
 _NAME = "Portfolio"
 _ENTRIES_PER_ROUND = 60_000_000
+_ENTRIES_PER_LINK = 25
+"""A pass takes as long for a link as for so many entries of its table."""
+_SHORT_ROUNDS = 4
+"""The first rounds are shorter: easy problems end there."""
 _BLOCKS_PER_ROUND = 4000
 _CYCLE = 24
 _HOT = (1e-5, 1e-6, 1e-4)
@@ -78,6 +82,11 @@ def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
         return 0.0
     values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
     return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())
+
+
+def _share_of(number: int) -> float:
+    """How much of a whole round the round with this number does."""
+    return min(1.0, (number + 1) / _SHORT_ROUNDS)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -197,7 +206,7 @@ class RoundSearch:
         self._settle(number)
         jobs: list[Callable[[], None]] = []
         if not core.dual.converged:
-            jobs.append(self._bounding())
+            jobs.append(self._bounding(number))
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
@@ -225,10 +234,11 @@ class RoundSearch:
         if core.dual.converged or slow or spent > _BOUND_SHARE:
             core.settled = number
 
-    def _bounding(self) -> Callable[[], None]:
+    def _bounding(self, number: int) -> Callable[[], None]:
         core = self._core
-        entries = max(1, core.flat.tables.size)
-        num_passes = self._within(max(2, min(500, _ENTRIES_PER_ROUND // entries)), core.seconds_per_pass)
+        each = core.flat.tables.size + _ENTRIES_PER_LINK * core.flat.link_node.size + 1
+        passes = int(_ENTRIES_PER_ROUND * _share_of(number) / each)
+        num_passes = self._within(max(2, min(500, passes)), core.seconds_per_pass)
         # Steps are as long as the gap is thought to be: bad first answers say nothing about it.
         reach = _LIKELY_GAP * max(abs(core.dual.bound), 1e-3 * core.span)
         upper = min(self.cost - self._offset, core.dual.bound + reach) if math.isfinite(core.dual.bound) else core.span
@@ -244,7 +254,7 @@ class RoundSearch:
         core = self._core
         start = self._start_of(index, number)
         first_heat, last_heat = self._heat(index, number)
-        num_blocks = self._within(_BLOCKS_PER_ROUND, core.seconds_per_block)
+        num_blocks = self._within(int(_BLOCKS_PER_ROUND * _share_of(number)), core.seconds_per_block)
 
         def job() -> None:
             begun = time.perf_counter()
