@@ -60,6 +60,7 @@ class Builder:
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, tuple[Accumulator, ...]]] = {}
         self.usages: list[Usage] = []
+        self.used_values: list[int] = []  # the value of each usage
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
@@ -99,6 +100,14 @@ class Builder:
         ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
         sums = {v: options[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
+
+    def held(self, choices: Sequence[int], time: int) -> dict[int, float]:
+        """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
+        held: dict[int, float] = {}
+        for v, usage in zip(self.used_values, self.usages, strict=True):
+            if usage.start <= time < usage.end:
+                held[v] = held.get(v, 0.0) + float(usage.bytes[choices[usage.node]])
+        return held
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -393,3 +402,4 @@ class Builder:
         sizes = np.array([local_bytes(value, s, self.sizes) * copies for s in offer.specs])
         if sizes.any() and end > start:
             self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
+            self.used_values.append(v)
