@@ -4,6 +4,7 @@ plan       plan a train step for a cluster                    alpa_lite.plan
 explain    a saved plan, or why something in it is so         str(plan), inspection.explain.explanation
 diff       what changes from one plan to another              inspection.diff.compare
 simulate   the predicted timeline of a plan                   inspection.timeline.predicted_timeline
+solve      a file with an intra-op problem                    intra_op.solve_file.solve_file
 doctor     is this machine ready                              inspection.doctor.diagnose
 demo       plan, train and compare on this machine            benchmarks.demo, in a process of its own
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +32,9 @@ from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, vir
 from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
+from alpa_lite.intra_op.problem_file import solution_data
+from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME, seconds_since_start, solution_line, solve_file, solver_named
+from alpa_lite.intra_op.solvers import Control, Progress
 from cost_models import CostModelError
 
 PLANNERS: dict[str, type[al.planners.Planner]] = {
@@ -40,6 +47,10 @@ PLANNERS: dict[str, type[al.planners.Planner]] = {
     "hybrid": al.planners.Hybrid,
 }
 """Planners by their name on the command line."""
+
+
+_SOLVE_SHARE = 0.97
+"""The part of `solve --timeout` that is for reading and solving; the rest is for writing the answer and leaving."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,6 +107,18 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = _command(commands, "simulate", run_simulate, "the predicted timeline of a plan")
     simulate.add_argument("plan", metavar="PLAN.json")
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+
+    solve = _command(commands, "solve", run_solve, "solve a file with an intra-op problem")
+    solve.add_argument("file", type=Path, metavar="FILE", help="the contest's format, .json or .json.gz")
+    solve.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds, reading included (default: 60)"
+    )
+    solve.add_argument("--out", type=Path, metavar="SOLUTION.json", help="write the solution")
+    solve.add_argument("--solver", default="portfolio", metavar="NAME", help=f"one of {', '.join(SOLVERS_BY_NAME)}")
+    solve.add_argument("--seed", type=int, default=0, metavar="N", help="of the random search (default: 0)")
+    solve.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of search in place of the time limit: reproducible"
+    )
 
     _command(commands, "doctor", run_doctor, "is this machine ready")
 
@@ -167,6 +190,32 @@ def run_simulate(given: argparse.Namespace) -> int:
         given.trace.write_text(json.dumps(chrome_trace(timeline, "predicted")))
     _print(timeline.to_json() if given.json else timeline)
     return 0
+
+
+def run_solve(given: argparse.Namespace) -> int:
+    """`alpa-lite solve`: `intra_op.solve_file.solve_file`. Ctrl-C ends it with the best choices so far."""
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
+    show = sys.stderr.isatty() and not given.json
+    try:
+        solution = solve_file(
+            given.file,
+            out=given.out,
+            solver=solver_named(given.solver, seed=given.seed, rounds=given.rounds),
+            time_limit_seconds=_SOLVE_SHARE * given.timeout - seconds_since_start(),
+            control=Control(stop=stopped.is_set, report=_solver_progress if show else lambda _: None),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if show:
+        print("\r\033[K", end="", file=sys.stderr)
+    _print(solution_data(solution) if given.json else solution_line(solution))
+    return 0 if solution.choices is not None else 1
+
+
+def _solver_progress(progress: Progress) -> None:
+    cost = "none yet" if math.isinf(progress.cost) else f"{progress.cost:.8g}"
+    _progress(f"{progress.seconds:6.1f} s  cost {cost}  bound {progress.bound:.8g}  {progress.doing}")
 
 
 def run_doctor(given: argparse.Namespace) -> int:

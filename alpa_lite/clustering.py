@@ -56,6 +56,8 @@ def cluster_contiguous(
                 f"A value of {size} bytes cannot flow from op {producer} to op {reader} of {num_ops} ops: values flow"
                 " from an earlier to a later op."
             )
+    if num_layers == 1:
+        return (0,) * num_ops
     ends = np.concatenate([[0.0], np.cumsum(flops, dtype=float)])
     limit = _flops_limit(ends, num_layers, imbalance)
     runs = _Runs.of(_inflow_bytes(num_ops, flows), ends, limit)

@@ -9,6 +9,7 @@
     ├── PlanError             no plan can be made, or a plan does not belong to what it is used on
     │   ├── InfeasibleError   nothing fits into memory
     │   └── MismatchError     a plan made for another function, shape or cluster
+    ├── ProblemFileError      a file that holds no intra-op problem
     ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
     └── ExecutionError        the devices at hand cannot run the plan
@@ -41,6 +42,10 @@ class InfeasibleError(PlanError):
 
 class MismatchError(PlanError):
     """A plan that was made for another function, other shapes or another cluster."""
+
+
+class ProblemFileError(AlpaLiteError, ValueError):
+    """A file that cannot be read as an intra-op problem."""
 
 
 class RuleError(AlpaLiteError, ValueError):

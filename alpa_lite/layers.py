@@ -21,8 +21,7 @@ from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
 from alpa_lite.graph.wiring import wiring_of
-from alpa_lite.rules import rule_of, view_of
-from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.rules.graph_facts import free_values, rule_of_op
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -47,7 +46,7 @@ def _flops(graph: Graph, op: Op) -> float:
     wiring = wiring_of(op)
     if wiring is not None:
         return wiring.trips * sum(_flops(body, o) for body in op.bodies for o in body.ops)
-    return rule_of(view_of(graph, op)).flops
+    return rule_of_op(graph, op.id).flops
 
 
 def default_num_layers(step: StepGraph) -> int:
@@ -55,7 +54,7 @@ def default_num_layers(step: StepGraph) -> int:
     heavy = sum(
         1
         for op in step.graph.ops
-        if step.phases[op.id] is Phase.FORWARD and rule_of(view_of(step.graph, op)).work_kind != "elementwise"
+        if step.phases[op.id] is Phase.FORWARD and rule_of_op(step.graph, op.id).work_kind != "elementwise"
     )
     return max(1, min(MAX_LAYERS, heavy // CONTRACTIONS_PER_LAYER))
 

@@ -17,7 +17,7 @@ from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import fused_values, rule_of_op
+from alpa_lite.rules.graph_facts import fused_values, price_class, rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from cost_models.collective import Collective, Group
@@ -31,14 +31,24 @@ FOLDED = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPrice:
+    """One device's part of an op: seconds and FLOPs of its work; kind, axes and buffer bytes of `own_collectives`."""
+
+    seconds: float
+    flops: float
+    collectives: tuple[tuple[str, tuple[str, ...], float], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pricer:
-    """Prices on one logical mesh over one submesh; every answer in seconds."""
+    """Prices on one logical mesh over one submesh; every answer in seconds. Ops that are alike are priced once."""
 
     cost_model: CostModel
     submesh: Submesh
     mesh: LogicalMesh
     _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+    _prices: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -64,10 +74,6 @@ class Pricer:
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
-    def steps_seconds(self, steps: Sequence[Step], array_bytes: float) -> float:
-        """A whole resharding."""
-        return sum(self.step_seconds(step, array_bytes) for step in steps)
-
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
         """Work of one device for one op. Chains of element-wise ops are fused: only what leaves a chain is written."""
         if op.primitive in FOLDED:
@@ -89,19 +95,23 @@ class Pricer:
             dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
         )
 
-    def compute(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[float, float]:
-        """Seconds and FLOPs of one device for one op without bodies."""
-        work = self.op_work(graph, op, placement)
-        if not (work.flops or work.bytes):
-            return 0.0, 0.0
-        return self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices), work.flops
+    def price(self, graph: Graph, op: Op, placement: OpPlacement) -> OpPrice:
+        """What one op without bodies takes on one device."""
+        key = (price_class(graph, op.id), placement.factors)
+        if key not in self._prices:
+            work, seconds = self.op_work(graph, op, placement), 0.0
+            if work.flops or work.bytes:
+                seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
+            collectives = tuple(own_collectives(graph, op, placement, self.sizes))
+            self._prices[key] = OpPrice(seconds=seconds, flops=work.flops, collectives=collectives)
+        return self._prices[key]
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the collectives that are part of it (own_collectives)."""
-        seconds, _ = self.compute(graph, op, placement)
-        for kind, axes, buffer in own_collectives(graph, op, placement, self.sizes):
-            seconds += self.collective_seconds(kind, buffer, axes)
-        return seconds
+        price = self.price(graph, op, placement)
+        return price.seconds + sum(
+            self.collective_seconds(kind, buffer, axes) for kind, axes, buffer in price.collectives
+        )
 
 
 def _shards(dims: tuple[tuple[int, ...], ...], placement: OpPlacement, sizes: Mapping[str, int]) -> int:
@@ -194,10 +204,10 @@ class Estimator:
     def apply(self, application: Application, operands: list[None]) -> list[None]:
         """Price one op."""
         op, graph = application.op, application.graph
-        seconds, flops = self.pricer.compute(graph, op, application.placement)
-        self.compute_seconds += seconds * self.trips
-        self.flops += flops * self.trips
-        for kind, axes, buffer in own_collectives(graph, op, application.placement, self.pricer.sizes):
+        price = self.pricer.price(graph, op, application.placement)
+        self.compute_seconds += price.seconds * self.trips
+        self.flops += price.flops * self.trips
+        for kind, axes, buffer in price.collectives:
             self._use(kind, buffer, axes, op)
         return [None] * len(op.results)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count, permutations
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
@@ -256,37 +256,106 @@ def reshard(
     """
     if source == target:
         return ()
-    return _cheapest_walks(source, shape, tuple(sizes.items()), item_bytes).get(target)
+    return cheapest_walks(source, shape, sizes, item_bytes).to(target)
+
+
+def cheapest_walks(source: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4) -> Walks:
+    """The cheapest walk to every spec that can be reached from `source`; see `reshard`."""
+    return _cheapest_walks(source, shape, tuple(sizes.items()), item_bytes)
+
+
+class SpecGraph:
+    """The specs of arrays of one shape, numbered as they are met, and the moves between them; see `spec_graph`."""
+
+    def __init__(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+        """Start without specs."""
+        self.shape = shape
+        self.sizes = sizes
+        self.specs: list[Spec] = []
+        self._numbers: dict[Spec, int] = {}
+        self._moves: dict[int, tuple[tuple[Step, int, float, float], ...]] = {}
+
+    def number(self, spec: Spec) -> int:
+        """The number of a spec."""
+        number = self._numbers.get(spec)
+        if number is None:
+            number = self._numbers[spec] = len(self.specs)
+            self.specs.append(spec)
+        return number
+
+    def moves(self, number: int) -> tuple[tuple[Step, int, float, float], ...]:
+        """Moves from a spec: the step, where it leads, its `sent_bytes_factor`, and what it weighs besides."""
+        if number not in self._moves:
+            steps = moves(self.specs[number], self.shape, self.sizes)
+            self._moves[number] = tuple(
+                (step, self.number(step.spec), sent_bytes_factor(step, self.sizes), _weight(step)) for step in steps
+            )
+        return self._moves[number]
+
+
+def _weight(step: Step) -> float:
+    """A local step costs a little too, so that a walk never wanders through pointless ones."""
+    return 1.0 if step.is_local else STEP_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Walks:
+    """The cheapest walks from one spec, as a tree: number of a spec → number of the one before, and the last step.
+
+    The tree lists a spec after the one before it. Specs with higher numbers than any in it cannot be reached.
+    """
+
+    graph: SpecGraph
+    source: int
+    tree: Mapping[int, tuple[int, Step]]
+
+    def to(self, target: Spec) -> tuple[Step, ...] | None:
+        """The steps to a spec; None when it cannot be reached."""
+        number, steps = self.graph.number(target), list[Step]()
+        while number != self.source:
+            if number not in self.tree:
+                return None
+            number, step = self.tree[number]
+            steps.append(step)
+        return tuple(reversed(steps))
 
 
 @lru_cache(maxsize=4_000)
 def _cheapest_walks(
     source: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...], item_bytes: int
-) -> dict[Spec, tuple[Step, ...]]:
-    """The cheapest walk to every spec that can be reached (Dijkstra)."""
-    array_bytes = prod(shape) * item_bytes
-    best: dict[Spec, float] = {source: 0.0}
-    walks: dict[Spec, tuple[Step, ...]] = {source: ()}
-    queue: list[tuple[float, int, Spec]] = [(0.0, 0, source)]
+) -> Walks:
+    """Dijkstra's algorithm."""
+    graph, array_bytes = spec_graph(shape, sizes_items), prod(shape) * item_bytes
+    start = graph.number(source)
+    best: dict[int, float] = {start: 0.0}
+    came: dict[int, tuple[int, Step]] = {}
+    tree: dict[int, tuple[int, Step]] = {}
+    queue: list[tuple[float, int, int]] = [(0.0, 0, start)]
     number = count(1)  # breaks ties in order of discovery
     while queue:
         cost, _, spec = heapq.heappop(queue)
         if cost > best[spec]:
             continue
-        for step, sent in _weighed_moves(spec, shape, sizes_items):
-            # A local step costs a little too, so that a walk never wanders through pointless ones.
-            weight = 1.0 if step.is_local else STEP_BYTES
+        if spec != start:
+            tree[spec] = came[spec]
+        for step, target, sent, weight in graph.moves(spec):
             total = cost + sent * array_bytes + weight
-            if total < best.get(step.spec, float("inf")):
-                best[step.spec] = total
-                walks[step.spec] = (*walks[spec], step)
-                heapq.heappush(queue, (total, next(number), step.spec))
-    return walks
+            if target not in best or total < best[target]:
+                best[target] = total
+                came[target] = (spec, step)
+                heapq.heappush(queue, (total, next(number), target))
+    return Walks(graph=graph, source=start, tree=tree)
 
 
-@lru_cache(maxsize=20_000)
-def _weighed_moves(
-    spec: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Step, float], ...]:
-    sizes = dict(sizes_items)
-    return tuple((step, sent_bytes_factor(step, sizes)) for step in moves(spec, shape, sizes))
+def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
+    """The one graph of the specs of arrays that can be split as this shape can.
+
+    No axis is used twice, so that only common divisors of a dim and the number of devices matter.
+    """
+    devices = prod(size for _, size in sizes_items)
+    return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)
+
+
+@cache
+def _spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
+    return SpecGraph(shape, dict(sizes_items))

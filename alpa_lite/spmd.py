@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Generic, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import FactorKind, Rule
-from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
 from alpa_lite.sharding import Spec, Step, addend, replicated, reshard, sent_bytes_factor
 
 A = TypeVar("A")
@@ -65,6 +66,28 @@ def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement)
         for i in linear_group(rule, operands):
             specs[i] = Spec(specs[i].dims, tuple(sorted(placement.partial)))
     return tuple(specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSpecs:
+    """The specs that a placement demands of the operands, and those in which the results are made."""
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def placed_specs(graph: Graph, op: Op, placement: OpPlacement) -> PlacedSpecs:
+    """`operand_specs` and `raw_result_specs` of an op without bodies, found once for all ops that are alike."""
+    return _placed_specs(op_class(graph, op.id), placement.factors, placement.partial)
+
+
+@lru_cache(maxsize=100_000)
+def _placed_specs(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
+    placement = OpPlacement(factors=factors, partial=partial)
+    return PlacedSpecs(
+        operands=operand_specs(kind.rule, kind.view.operands, placement),
+        results=raw_result_specs(kind.rule, placement),
+    )
 
 
 def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
@@ -194,10 +217,10 @@ class Walk(Generic[A]):
     def apply(self, op: Op, placement: OpPlacement) -> None:
         """Run one op and bring its results into their planned specs."""
         rule = rule_of_op(self.graph, op.id)
-        values = self.graph.operands(op)
         wiring = wiring_of(op)
         if wiring is None:
-            specs, raw = operand_specs(rule, values, placement), raw_result_specs(rule, placement)
+            placed = placed_specs(self.graph, op, placement)
+            specs, raw = placed.operands, placed.results
         else:
             specs, raw = body_operand_specs(wiring, placement), placement.results
         application = Application(

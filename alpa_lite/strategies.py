@@ -9,10 +9,10 @@ Ops with one dominant operand *follow* it (follow): their placement is determine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import product
+from itertools import permutations, product
 
 from alpa_lite.graph.ir import Value
 from alpa_lite.plan import OpPlacement
@@ -55,6 +55,15 @@ class Restriction:
         """The role of an axis; ANY when nothing was said."""
         return self.roles.get(axis, AxisRole.ANY)
 
+    def orders(self, axes: Sequence[str], sizes: Mapping[str, int]) -> Iterable[tuple[str, ...]]:
+        """The orders in which axes may split one dim, major first: that of the mesh, or both of two free axes.
+
+        With more axes the strategies would multiply. Axes with a role hardly ever meet on a dim.
+        """
+        if len(sizes) == 2 and all(self.role(axis) is AxisRole.ANY for axis in axes):
+            return permutations(axes)
+        return (tuple(axes),)
+
     def may_scatter(self, axis: str) -> bool:
         """Whether a sum over this axis may be left scattered over it."""
         return self.role(axis) is not AxisRole.BATCH or self.optimizer is not Split.NEVER
@@ -74,7 +83,7 @@ def axis_choices(
 ) -> list[tuple[int | None, ...]]:
     """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it.
 
-    Over BATCH axes only what has no batch is added up in parts, and only in the loop: gradients.
+    Over BATCH axes only what has no batch is added up in parts: gradients.
     """
     per_axis: list[list[int | None]] = []
     for axis in sizes:
@@ -89,7 +98,7 @@ def axis_choices(
             choices = [None] if restriction.optimizer is Split.NEVER else [None, *fits]
         else:
             choices = [None, *fits]
-        if takes_partial and (role is not AxisRole.BATCH or (in_loop and not batch_factors)):
+        if takes_partial and (role is not AxisRole.BATCH or not batch_factors):
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []
@@ -128,14 +137,16 @@ def placements(
     choices = axis_choices(rule, sizes, batch_factors, restriction, in_loop=in_loop, takes_partial=takes_partial)
     for combination in choices:
         partial = tuple(a for a, c in zip(sizes, combination, strict=True) if c == -1)
-        bare = OpPlacement(factors=factor_axes(rule, combination, sizes), partial=partial)
-        raw = raw_result_specs(rule, bare)
-        if len(results) > 1 or not raw[0].partial:
-            found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
-            continue
-        shape, allowed = results[0].shape, restriction.may_scatter
-        for target in resolutions(raw[0], shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
-            found.append(replace(bare, results=(target,)))
+        in_mesh_order = factor_axes(rule, combination, sizes)
+        for factors in product(*(restriction.orders(axes, sizes) for axes in in_mesh_order)):
+            bare = OpPlacement(factors=factors, partial=partial)
+            raw = raw_result_specs(rule, bare)
+            if len(results) > 1 or not raw[0].partial:
+                found.append(replace(bare, results=tuple(s.without_partial() for s in raw)))
+                continue
+            shape, allowed = results[0].shape, restriction.may_scatter
+            for target in resolutions(raw[0], shape, sizes, keep=keep_partial, scatter=scatter, allowed=allowed):
+                found.append(replace(bare, results=(target,)))
     return tuple(found)
 
 
@@ -165,8 +176,13 @@ def resolutions(
     return specs
 
 
-def all_specs(shape: tuple[int, ...], sizes: Mapping[str, int], allowed: Callable[[str, int], bool]) -> list[Spec]:
-    """Every spec of an array without partial sums; `allowed(axis, dim)` filters. Axes on one dim stay in mesh order."""
+def all_specs(
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    allowed: Callable[[str, int], bool],
+    restriction: Restriction = FREE_CHOICE,
+) -> list[Spec]:
+    """Every spec of an array without partial sums; `allowed(axis, dim)` filters, `restriction` orders axes on a dim."""
     specs: list[Spec] = []
     for combination in product(range(-1, len(shape)), repeat=len(sizes)):
         dims: list[tuple[str, ...]] = [()] * len(shape)
@@ -175,9 +191,8 @@ def all_specs(shape: tuple[int, ...], sizes: Mapping[str, int], allowed: Callabl
         for axis, dim in zip(sizes, combination, strict=True):
             if dim >= 0:
                 dims[dim] = (*dims[dim], axis)
-        spec = Spec(tuple(dims))
-        if divides(spec, shape, sizes):
-            specs.append(spec)
+        if divides(Spec(tuple(dims)), shape, sizes):
+            specs += [Spec(ordered) for ordered in product(*(restriction.orders(axes, sizes) for axes in dims))]
     return specs
 
 

@@ -1,11 +1,15 @@
 """The command line: every command, its JSON, and its errors."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
@@ -194,3 +198,47 @@ def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
     step, args, kwargs = cli.load_example("decorated_model:example")
     shapes = jax.eval_shape(step, *args)
     assert shapes[1].dtype == jnp.float32 and not kwargs
+
+
+def problem_file(folder, num_nodes=60):
+    """A file with a problem that no exact method solves at once."""
+    rng = np.random.default_rng(0)
+    edges = [sorted(rng.choice(num_nodes, 2, replace=False).tolist()) for _ in range(6 * num_nodes)]
+    costs = rng.integers(0, 1000, (len(edges), 144)).tolist()
+    nodes = {"intervals": [[0, 1]] * num_nodes, "costs": [[0] * 12] * num_nodes, "usages": [[1] * 12] * num_nodes}
+    path = folder / "hard.json"
+    path.write_text(
+        json.dumps({"problem": {"name": "hard", "nodes": nodes, "edges": {"nodes": edges, "costs": costs}}})
+    )
+    return path
+
+
+def test_solve(tmp_path, capsys):
+    path, out = problem_file(tmp_path, 5), tmp_path / "solution.json"
+    assert cli.main(["solve", str(path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("optimal  cost")
+    assert cli.main(["solve", str(path), "--json", "--solver", "search", "--seed", "3", "--rounds", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost"] == json.loads(out.read_text())["cost"]
+    assert cli.main(["solve", str(tmp_path / "nowhere.json")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
+    path, out = problem_file(tmp_path), tmp_path / "solution.json"
+
+    def interrupt(progress):
+        if progress.doing == "round 2":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def solve_file(*args, control, **kwargs):
+        return solve_file_of_package(*args, control=replace(control, report=interrupt), **kwargs)
+
+    solve_file_of_package = cli.solve_file
+    monkeypatch.setattr(cli, "solve_file", solve_file)
+    handler = signal.getsignal(signal.SIGINT)
+    assert cli.main(["solve", str(path), "--solver", "search", "--timeout", "600", "--out", str(out)]) == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+    found = json.loads(out.read_text())
+    assert found["status"] == "feasible"
+    assert len(found["choices"]) == 60
+    assert found["bound"] <= found["cost"]

@@ -48,10 +48,10 @@ def _replicated(function: Callable[..., Any], primitive: str, *args: Any) -> tup
 
 def test_a_matrix_product_costs_two_flops_per_multiplication_and_splits_evenly() -> None:
     graph, op = _op(jnp.matmul, "dot_general", SQUARE, SQUARE)
-    whole = PRICER.compute(graph, op, replicated_placement(graph, op))
-    split = PRICER.compute(graph, op, OpPlacement(factors=(("x",), (), ())))
-    assert whole[1] == 2 * N**3 and split[1] == 2 * N**3 / 8
-    assert split[0] < whole[0]
+    whole = PRICER.price(graph, op, replicated_placement(graph, op))
+    split = PRICER.price(graph, op, OpPlacement(factors=(("x",), (), ())))
+    assert whole.flops == 2 * N**3 and split.flops == 2 * N**3 / 8
+    assert split.seconds < whole.seconds
 
 
 def test_a_loop_of_unknown_length_costs_one_trip() -> None:
@@ -87,7 +87,7 @@ def test_only_reductions_that_cannot_stay_partial_are_combined_at_once(function:
     graph, op = _op(function, f"reduce_{function.__name__}", SQUARE)
     placement = OpPlacement(factors=(("x",), ()))
     combined = PRICER.collective_seconds("all_reduce", 4.0, ("x",)) if reduces else 0.0
-    seconds, _ = PRICER.compute(graph, op, placement)
+    seconds = PRICER.price(graph, op, placement).seconds
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + combined)
 
 
@@ -117,5 +117,5 @@ def test_what_a_callback_returns_is_shared_by_one_all_reduce_per_result() -> Non
     graph, op = _op(lambda x: io_callback(lambda _: None, results, x), "io_callback", SQUARE)
     placement = replicated_placement(graph, op)
     shared = sum(PRICER.collective_seconds("all_reduce", size, ("x",)) for size in (3.0, 20.0))
-    seconds, _ = PRICER.compute(graph, op, placement)
+    seconds = PRICER.price(graph, op, placement).seconds
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + shared)

@@ -27,6 +27,7 @@ from alpa_lite.sharding import (
     reshard,
     sent_bytes_factor,
     spec_from_json,
+    spec_graph,
     spec_to_json,
 )
 
@@ -310,3 +311,10 @@ def test_specs_survive_json_and_count_their_shards(
 def test_specs_print_readably() -> None:
     assert str(Spec((("data", "model"), ()), ("pipe",))) == "[data·model, -]+pipe"
     assert str(replicated(0)) == "[]"
+
+
+def test_shapes_that_can_be_split_alike_share_their_specs() -> None:
+    sizes = (("x", 2), ("y", 4))
+    assert spec_graph((24, 7), sizes) is spec_graph((8, 1), sizes)
+    assert spec_graph((24, 7), sizes) is not spec_graph((12, 7), sizes)
+    assert spec_graph((0,), sizes) is not spec_graph((8,), sizes)  # blocks of nothing are not split

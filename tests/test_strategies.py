@@ -162,8 +162,18 @@ def test_all_specs_are_all_that_divide(sizes: dict[str, int]) -> None:
     for homes in itertools.product([-1, 0, 1], repeat=len(sizes)):
         dims = tuple(tuple(a for a, h in zip(sizes, homes, strict=True) if h == d) for d in range(2))
         if divides(Spec(dims), shape, sizes):
-            expected.add(Spec(dims))
+            orders = [itertools.permutations(axes) if len(sizes) == 2 else [axes] for axes in dims]
+            expected |= set(map(Spec, itertools.product(*orders)))
     assert set(found) == expected and len(found) == len(expected)
+
+
+def test_only_two_free_axes_split_a_dim_in_any_order() -> None:
+    sizes, roles = {"x": 2, "y": 2}, Restriction(roles={"x": AxisRole.BATCH, "y": AxisRole.MODEL})
+    for restriction, orders in ((FREE_CHOICE, {("x", "y"), ("y", "x")}), (roles, {("x", "y")})):
+        assert set(restriction.orders(("x", "y"), sizes)) == orders
+        found = all_specs((8,), sizes, lambda axis, dim: True, restriction)
+        assert {spec.dims[0] for spec in found} == orders | {(), ("x",), ("y",)}
+    assert set(FREE_CHOICE.orders(("x", "y"), {"x": 2, "y": 2, "z": 2})) == {("x", "y")}
 
 
 def test_specs_can_be_filtered() -> None:

@@ -3,8 +3,10 @@
 Nodes choose one strategy each:
 
     input    a spec for a graph input, or for a value that another stage sends                       (_add_input)
-    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader)
-    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing)
+    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader),
+             and of samples that several contractions read: they are moved for all of them at once
+    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
+             what the update only adds to other such sums may stay a partial sum until then
 
 All other ops follow their main operand: their strategies are those of its node (_add_follower). Scalars that are added
 up (a gradient norm, a loss) stay partial sums until the last addition, which is never worse (_add_sum). An edge prices
@@ -19,28 +21,26 @@ branch of a `cond`, and what the branches make has one spec.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-import numpy as np
-
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
-from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, FloatArray, Options, batch_factors
+from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
+from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
-from alpa_lite.plan import Accumulator, OpPlacement
-from alpa_lite.pricing import local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
-from alpa_lite.spmd import operand_specs, replicated_placement, stacked
-from alpa_lite.strategies import Split, resolutions
+from alpa_lite.spmd import stacked
+from alpa_lite.strategies import Split
 
 _UNIT = 0  # the node of everything that has no choice
 
@@ -54,18 +54,20 @@ class Builder:
         self.step = view.step
         self.catalogue = catalogue
         self.sizes = catalogue.sizes
-        self.costs: list[FloatArray] = [np.zeros(1)]
+        self.arrays = SharedArrays()
+        self.costs: list[FloatArray] = [self.arrays.zeros(1)]
         self.edges: dict[tuple[int, int], FloatArray] = {}
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
-        self.crossings: dict[int, tuple[int, tuple[Accumulator, ...]]] = {}
-        self.usages: list[Usage] = []
+        self.crossings: dict[int, tuple[int, SumOptions]] = {}
+        self.usages: list[tuple[int, FloatArray, int, int]] = []  # node, bytes by strategy, start, end
         self.used_values: list[int] = []  # the value of each usage
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
+        self.extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
 
     # ------------------------------------------------------------------------------------------------ the problem
 
@@ -90,7 +92,7 @@ class Builder:
         return Problem.of(
             node_costs=self.costs,
             edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=self.usages,
+            usages=(Usage(node=n, bytes=b, start=start, end=end) for n, b, start, end in self.usages),
             limit_bytes=limit_bytes,
         )
 
@@ -98,22 +100,26 @@ class Builder:
         """Specs and placements of a solution."""
         inputs = {v: self.offers[(0, v)].specs[choices[self.offers[(0, v)].node]] for v in self.view.external}
         ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
-        sums = {v: options[choices[node]] for v, (node, options) in self.crossings.items()}
+        sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
     def held(self, choices: Sequence[int], time: int) -> dict[int, float]:
         """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
         held: dict[int, float] = {}
-        for v, usage in zip(self.used_values, self.usages, strict=True):
-            if usage.start <= time < usage.end:
-                held[v] = held.get(v, 0.0) + float(usage.bytes[choices[usage.node]])
+        for v, (node, sizes, start, end) in zip(self.used_values, self.usages, strict=True):
+            if start <= time < end:
+                held[v] = held.get(v, 0.0) + math.ceil(float(sizes[choices[node]]))
         return held
 
     # ------------------------------------------------------------------------------------------------ nodes
 
     def _node(self, costs: FloatArray) -> int:
-        self.costs.append(np.asarray(costs, dtype=float).copy())
+        self.costs.append(costs)
         return len(self.costs) - 1
+
+    def _charge(self, node: int, seconds: FloatArray, runs: float) -> None:
+        """Add to what the strategies of a node cost."""
+        self.costs[node] = self.arrays.sum(self.costs[node], self.arrays.product(seconds, runs))
 
     def _add_input(self, v: int) -> None:
         value = self.view.graph.values[v]
@@ -121,7 +127,7 @@ class Builder:
             self.offers[(0, v)] = self._whole(value)
             return
         specs = self.catalogue.value_specs(value, self.step.batch_dims[v], split=self._split_of(v))
-        self.offers[(0, v)] = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
+        self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
     def _split_of(self, v: int) -> Split:
         """Whether a value without batch is split over BATCH axes: parameters and optimizer state differ (ZeRO)."""
@@ -157,25 +163,33 @@ class Builder:
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
+        if ranked and (self._is_shared(scope, graph, op) or self.sums.adds_sums(scope, op)):
+            return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
         # Zeros are a partial sum too: the first addition of a loop that was written out.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
+    def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
+        """True for samples that several contractions of this stage read: moved for all of them, they are moved once.
+
+        Weights are better gathered by each that wants them.
+        """
+        if len(op.results) != 1 or self.scopes[scope].batch_dims[op.results[0]] is None:
+            return False
+        readers = {c for c in graph.consumers[op.results[0]] if scope > 0 or c in self.view.op_set}
+        return sum(rule_of_op(graph, c).work_kind != "elementwise" for c in readers) > 1
+
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
-        placement = replicated_placement(graph, op)
-        rule = rule_of_op(graph, op.id)
-        self.costs[_UNIT] = self.costs[_UNIT] + runs * self.catalogue.seconds(graph, op, placement)
-        self._record(scope, op, _UNIT, (placement,))
-        for i, spec in enumerate(operand_specs(rule, graph.operands(op), placement)):
-            self._add_edge((scope, op.operands[i]), graph.values[op.operands[i]], _UNIT, (spec,), runs)
+        options = self.catalogue.whole(graph, op)
+        self._charge(_UNIT, options.seconds, runs)
+        self._record(scope, op, _UNIT, options)
+        self._demand(scope, graph, op, _UNIT, options, runs)
 
     def _add_sum(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An addition of scalars, of which some are partial sums: what the sum costs is all but the same everywhere."""
-        self.costs[_UNIT] = self.costs[_UNIT] + runs * self.catalogue.seconds(
-            graph, op, replicated_placement(graph, op)
-        )
+        self._charge(_UNIT, self.catalogue.whole(graph, op).seconds, runs)
         (result,) = op.results
         waits = self._wait(scope, op)
         keys = tuple((scope, v) for v in op.operands if graph.values[v].literal is None)
@@ -198,8 +212,8 @@ class Builder:
             may_wait=self.sums.feeds_addition(scope, op) or self.sums.feeds_gradients(scope, op),
             accumulates=(scope, op.id) in self.accumulating,
         )
-        node = self._node(options.seconds * runs)
-        self._record(scope, op, node, options.placements)
+        node = self._node(self.arrays.product(options.seconds, runs))
+        self._record(scope, op, node, options)
         self._demand(scope, graph, op, node, options, runs)
 
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
@@ -207,46 +221,43 @@ class Builder:
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
-        self.costs[offer.node] = self.costs[offer.node] + options.seconds * runs
-        self._record(scope, op, offer.node, options.placements)
+        extent = self._extent(scope, graph.values[op.operands[main]])
+        self.extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
+        self._charge(offer.node, options.seconds, runs)
+        self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
 
     def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
-        """The operand that decides: one that a leader computed before one that came in, then larger, then later."""
+        """The operand that decides: one that a leader computed before one that came in, then larger, then later.
+
+        What was broadcast counts as large as it was before: its specs split nothing of what it was broadcast over.
+        """
 
         def rank(i: int) -> tuple[bool, int, int]:
             value = graph.values[op.operands[i]]
             offer = self.offers[(scope, value.id)]
-            return (offer.node in self.computed, value.num_elements, value.id)
+            return (offer.node in self.computed, self._extent(scope, value), value.id)
 
         return max(self._ranked(scope, graph, op), key=rank)
 
-    def _record(self, scope: int, op: Op, node: int, options: tuple[OpPlacement, ...]) -> None:
-        self.placed[(scope, op.id)] = Placed(node=node, options=options)
-        for i, r in enumerate(op.results):
-            self.offers[(scope, r)] = Offer(node=node, specs=tuple(p.results[i] for p in options))
+    def _extent(self, scope: int, value: Value) -> int:
+        return self.extents.get((scope, value.id), value.num_elements)
+
+    def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
+        self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
+        for r, specs in zip(op.results, options.results, strict=True):
+            self.offers[(scope, r)] = Offer(node=node, specs=specs)
         if self.sums.in_loop(scope, op) and node != _UNIT:
             self.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
         """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
         value = self.view.graph.values[v]
-        offer = self.offers[(0, v)]
-        restriction = self.catalogue.restriction
-        options: list[Accumulator] = []
-        for stored in dict.fromkeys(offer.specs):
-            targets = resolutions(
-                stored, value.shape, self.sizes, keep=False, scatter=True, allowed=restriction.may_scatter
-            )
-            options += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
-        may_split = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
-        for spec in self.catalogue.value_specs(value, None, split=may_split):
-            options.append(Accumulator(stored=spec, resolved=spec))
-        options = list(dict.fromkeys(options))
-        node = self._node(np.array([self.catalogue.move_seconds(value, o.stored, o.resolved) for o in options]))
-        self._add_edge((0, v), value, node, tuple(o.stored for o in options), self.step.num_microbatches)
-        self.crossings[v] = (node, tuple(options))
-        self.offers[(0, v)] = Offer(node=node, specs=tuple(o.resolved for o in options))
+        options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
+        node = self._node(options.seconds)
+        self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
+        self.crossings[v] = (node, options)
+        self.offers[(0, v)] = Offer(node=node, specs=options.resolved)
         self.computed.add(node)
 
     # ------------------------------------------------------------------------------------------------ control flow
@@ -347,7 +358,7 @@ class Builder:
                 for axes in combinations(sorted(self.sizes), number)
                 if not spec.axes & set(axes)
             )
-        offer = Offer(node=self._node(np.zeros(len(specs))), specs=specs)
+        offer = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
             self.computed.add(offer.node)
         return offer
@@ -366,17 +377,17 @@ class Builder:
         offer = self.offers.get(key)
         if offer is None:
             return
-        matrix = self.catalogue.move_table(value, offer.specs, demanded) * runs
+        table = self.catalogue.move_table(value, offer.specs, demanded)
         if offer.node == node:
-            self.costs[node] = self.costs[node] + np.diagonal(matrix)
-        elif matrix.any():
+            self._charge(node, self.arrays.diagonal(table), runs)
+        elif (matrix := self.arrays.product(table, runs)).any():
             self._accumulate(offer.node, node, matrix)
 
     def _accumulate(self, u: int, v: int, matrix: FloatArray) -> None:
         if (v, u) in self.edges:
-            self.edges[(v, u)] = self.edges[(v, u)] + matrix.T
-        else:
-            self.edges[(u, v)] = self.edges.get((u, v), 0.0) + matrix
+            (u, v), matrix = (v, u), self.arrays.transposed(matrix)
+        known = self.edges.get((u, v))
+        self.edges[(u, v)] = matrix if known is None else self.arrays.sum(known, matrix)
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -389,7 +400,7 @@ class Builder:
             if graph.producer[v] is None and self.step.batch_dims[v] is None:
                 self._use(v, self.offers[(0, v)], 0, end, 1.0)
         for v, (node, options) in self.crossings.items():
-            stored = Offer(node=node, specs=tuple(o.stored for o in options))
+            stored = Offer(node=node, specs=options.stored)
             if self.step.num_microbatches > 1:
                 self._use(v, stored, 0, end, 1.0)
         for life in lives(self.view, time):
@@ -399,7 +410,7 @@ class Builder:
 
     def _use(self, v: int, offer: Offer, start: int, end: int, copies: float) -> None:
         value = self.view.graph.values[v]
-        sizes = np.array([local_bytes(value, s, self.sizes) * copies for s in offer.specs])
+        sizes = self.arrays.product(self.catalogue.local_sizes(value, offer.specs), copies)
         if sizes.any() and end > start:
-            self.usages.append(Usage(node=offer.node, bytes=sizes, start=start, end=end))
+            self.usages.append((offer.node, sizes, start, end))
             self.used_values.append(v)

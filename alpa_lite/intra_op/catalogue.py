@@ -4,8 +4,8 @@
     followers  the placement of an op under each spec of its main operand               (following)
     moves      seconds from every offered spec of a value to every demanded one         (move_table)
 
-Answers are kept by what an op does (`rules.graph_facts.op_class`), not by which op it is: the layers of a model share
-them, and so do all stages on the same mesh.
+Answers are kept by what an op does (`rules.graph_facts.price_class`), not by which op it is: the layers of a model
+share them, and so do all stages on the same mesh. Lists of specs are looked up by number (`sharing.Numbering`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
-from alpa_lite.plan import OpPlacement
-from alpa_lite.pricing import Pricer
+from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
+from alpa_lite.plan import Accumulator, OpPlacement
+from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import op_class, rule_of_op
-from alpa_lite.sharding import Spec, reshard
-from alpa_lite.spmd import operand_specs, raw_result_specs
-from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements
-
-FloatArray = NDArray[np.float64]
+from alpa_lite.rules.graph_facts import price_class, rule_of_op
+from alpa_lite.sharding import Spec, SpecGraph, cheapest_walks, spec_graph
+from alpa_lite.spmd import placed_specs, replicated_placement
+from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
 
 #: Additions, which may take partial sums and resolve them once.
 ADDITIONS = ("add", "add_any")
@@ -33,11 +32,22 @@ ADDITIONS = ("add", "add_any")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The placements of an op by strategy: seconds of one run, and the spec demanded of each operand."""
+    """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result."""
 
     placements: tuple[OpPlacement, ...]
     seconds: FloatArray
     demanded: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SumOptions:
+    """How a value that is summed over micro-batches may be kept: by strategy, its accumulator and its resolution."""
+
+    accumulators: tuple[Accumulator, ...]
+    seconds: FloatArray
+    stored: tuple[Spec, ...]
+    resolved: tuple[Spec, ...]
 
 
 class Catalogue:
@@ -49,12 +59,15 @@ class Catalogue:
         self.restriction = restriction
         self.sizes: Mapping[str, int] = dict(pricer.sizes)
         self._leaders: dict[object, Options] = {}
+        self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
-        self._demands: dict[object, tuple[Spec, ...]] = {}
-        self._moves: dict[object, float] = {}
+        self._sums: dict[object, SumOptions] = {}
+        self._moves: dict[object, FloatArray] = {}
+        self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
-        self._classes: dict[object, int] = {}
-        self._numbers: dict[tuple[Graph, int], int] = {}
+        self._sizes: dict[object, FloatArray] = {}
+        self._value_specs: dict[object, tuple[Spec, ...]] = {}
+        self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
     def leader(
         self,
@@ -73,7 +86,7 @@ class Catalogue:
         may_wait       an addition reads the result: it may take a partial sum
         accumulates    a loop adds to what it carries: that may stay a partial sum until the loop ends
         """
-        key = (self._number(graph, op), batch_factors, in_loop, only_crosses, may_wait, accumulates)
+        key = (price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
         if key not in self._leaders:
             found = placements(
                 rule_of_op(graph, op.id),
@@ -92,7 +105,7 @@ class Catalogue:
 
     def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
         """The placements of an op that follows its operand number `main` in each of these specs."""
-        key = (self._number(graph, op), main, specs, keep_partial)
+        key = (price_class(graph, op.id), main, self._number(specs), keep_partial)
         if key not in self._followers:
             rule, unique = rule_of_op(graph, op.id), list(dict.fromkeys(specs))
             found = [
@@ -105,45 +118,46 @@ class Catalogue:
             order = [number[spec] for spec in specs]
             self._followers[key] = Options(
                 placements=tuple(found[n] for n in order),
-                seconds=(options.seconds + np.array(gathers))[order],
+                seconds=frozen((options.seconds + np.array(gathers))[order]),
                 demanded=tuple(tuple(by_option[n] for n in order) for by_option in options.demanded),
+                results=tuple(tuple(by_option[n] for n in order) for by_option in options.results),
             )
         return self._followers[key]
 
+    def whole(self, graph: Graph, op: Op) -> Options:
+        """The one placement of an op without a choice: everything whole."""
+        key = price_class(graph, op.id)
+        if key not in self._whole:
+            self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
+        return self._whole[key]
+
     def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
-        demands = [self._operand_specs(graph, op, p) for p in found]
+        demands = [placed_specs(graph, op, p).operands for p in found]
         return Options(
             placements=tuple(found),
-            seconds=np.array([self.seconds(graph, op, p) for p in found], dtype=float),
+            seconds=frozen(np.array([self.seconds(graph, op, p) for p in found], dtype=float)),
             demanded=tuple(tuple(d[i] for d in demands) for i in range(len(op.operands))),
+            results=tuple(tuple(p.results[i] for p in found) for i in range(len(op.results))),
         )
 
     def seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """One run of an op: its work, and bringing its results from partial sums to their planned specs."""
-        rule, results = rule_of_op(graph, op.id), graph.results(op)
-        total = self.pricer.op_seconds(graph, op, placement)
-        for value, raw, target in zip(results, raw_result_specs(rule, placement), placement.results, strict=True):
+        total, made = self.pricer.op_seconds(graph, op, placement), placed_specs(graph, op, placement).results
+        for value, raw, target in zip(graph.results(op), made, placement.results, strict=True):
             total += self.move_seconds(value, raw, target)
         return total
-
-    def _operand_specs(self, graph: Graph, op: Op, placement: OpPlacement) -> tuple[Spec, ...]:
-        key = (self._number(graph, op), placement.factors, placement.partial)
-        if key not in self._demands:
-            self._demands[key] = operand_specs(rule_of_op(graph, op.id), graph.operands(op), placement)
-        return self._demands[key]
-
-    def _number(self, graph: Graph, op: Op) -> int:
-        """A number shared by all ops that do the same to the same shapes."""
-        key = (graph, op.id)
-        if key not in self._numbers:
-            self._numbers[key] = self._classes.setdefault(op_class(graph, op.id), len(self._classes))
-        return self._numbers[key]
 
     def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
         """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
 
         A BATCH axis splits the batch wherever it divides.
         """
+        key = (value.shape, batch_dim, split)
+        if key not in self._value_specs:
+            self._value_specs[key] = self._allowed_specs(value.shape, batch_dim, split)
+        return self._value_specs[key]
+
+    def _allowed_specs(self, shape: tuple[int, ...], batch_dim: int | None, split: Split) -> tuple[Spec, ...]:
         roles = {axis: self.restriction.role(axis) for axis in self.sizes}
 
         def allowed(axis: str, dim: int) -> bool:
@@ -153,34 +167,86 @@ class Catalogue:
                 return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
             return True
 
-        specs = all_specs(value.shape, self.sizes, allowed)
+        specs = all_specs(shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
             if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):
                 specs = using
         return tuple(specs)
 
+    def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
+        """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after.
+
+        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum.
+        """
+        key = (value.shape, value.dtype, self._number(offered), keep_partial)
+        if key not in self._sums:
+            found: list[Accumulator] = []
+            allowed = self.restriction.may_scatter
+            for stored in dict.fromkeys(offered):
+                targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
+                found += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
+            may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY
+            found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
+            found = list(dict.fromkeys(found))
+            self._sums[key] = SumOptions(
+                accumulators=tuple(found),
+                seconds=frozen(np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float)),
+                stored=tuple(a.stored for a in found),
+                resolved=tuple(a.resolved for a in found),
+            )
+        return self._sums[key]
+
     def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        key = (value.shape, value.dtype, source, target)
-        if key not in self._moves:
-            steps = reshard(source, target, value.shape, self.sizes, item_bytes(value.dtype))
-            seconds = float("inf") if steps is None else self.pricer.steps_seconds(steps, float(value.bytes))
-            self._moves[key] = seconds
-        return self._moves[key]
+        row, number = self._moves_from(value, source), self._graph(value).number(target)
+        return float(row[number]) if number < row.size else float("inf")
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
-        key = (value.shape, value.dtype, offered, demanded)
+        key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
         if key not in self._tables:
-            sources, targets = list(dict.fromkeys(offered)), list(dict.fromkeys(demanded))
-            table = np.array([[self.move_seconds(value, s, t) for t in targets] for s in sources])
-            rows = [sources.index(s) for s in offered]
-            columns = [targets.index(t) for t in demanded]
-            self._tables[key] = table[np.ix_(rows, columns)]
+            targets, graph = self._spec_numbers(value, demanded), self._graph(value)
+            sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
+            table = np.full((sources.size, targets.size), np.inf)
+            for i, source in enumerate(map(int, sources)):
+                seconds = self._moves_from(value, graph.specs[source])
+                known = targets < seconds.size
+                table[i, known] = seconds[targets[known]]
+            self._tables[key] = frozen(table[rows])
         return self._tables[key]
+
+    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
+        """Seconds from a spec to the others by number; what was numbered later cannot be reached from it."""
+        key = (value.shape, value.dtype, source)
+        if key not in self._moves:
+            walks, size = cheapest_walks(source, value.shape, self.sizes, item_bytes(value.dtype)), float(value.bytes)
+            seconds = np.full(len(walks.graph.specs), np.inf)
+            seconds[walks.source] = 0.0
+            for number, (before, step) in walks.tree.items():
+                seconds[number] = seconds[before] + self.pricer.step_seconds(step, size)
+            self._moves[key] = seconds
+        return self._moves[key]
+
+    def _graph(self, value: Value) -> SpecGraph:
+        return spec_graph(value.shape, tuple(self.sizes.items()))
+
+    def _spec_numbers(self, value: Value, specs: tuple[Spec, ...]) -> NDArray[np.int64]:
+        """The numbers of specs in the graph of a value's shape."""
+        graph = self._graph(value)
+        key = (graph, self._number(specs))
+        if key not in self._numbers:
+            self._numbers[key] = np.array([graph.number(spec) for spec in specs], dtype=np.int64)
+        return self._numbers[key]
+
+    def local_sizes(self, value: Value, specs: tuple[Spec, ...]) -> FloatArray:
+        """Bytes of one device's block of a value under each spec."""
+        key = (value.shape, value.dtype, self._number(specs))
+        if key not in self._sizes:
+            self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
+        return self._sizes[key]
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:

@@ -69,12 +69,12 @@ class Simplified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large a problem is."""
+    """How large a problem is; ``pairs`` are the entries of its matrices."""
 
     nodes: int
     strategies: int
     edges: int
-    rows: int
+    pairs: int
 
 
 Observer = Callable[[str, Size], None]
@@ -120,7 +120,7 @@ def _size_of(work: Workspace) -> Size:
         nodes=len(work.costs),
         strategies=sum(costs.size for costs in work.costs.values()),
         edges=sum(map(len, work.edges.values())) // 2,
-        rows=work.base_change.size - 1,
+        pairs=sum(costs.size for by_other in work.edges.values() for costs in by_other.values()) // 2,
     )
 
 

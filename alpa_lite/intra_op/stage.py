@@ -8,7 +8,7 @@ from functools import cached_property
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
-from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.rules.graph_facts import free_values, op_class
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,16 +154,12 @@ class StageView:
             results = tuple(
                 (local(r), graph.values[r].shape, graph.values[r].dtype, self.step.batch_dims[r]) for r in op.results
             )
-            rows.append(
-                (
-                    op.primitive,
-                    operands,
-                    results,
-                    repr(sorted(op.params.items(), key=lambda p: p[0])),
-                    self.step.phases[op_id].value,
-                )
-            )
-            rows.extend(repr([(o.primitive, o.operands, o.params) for _, o in body.walk()]) for body in op.bodies)
+            kind: object = op_class(graph, op_id)
+            if op.bodies:
+                # Bodies that are alike are no one object, as classes are.
+                kind = (op.primitive, repr(sorted(op.params.items(), key=lambda p: p[0])))
+                rows.extend(repr([(o.primitive, o.operands, o.params) for _, o in body.walk()]) for body in op.bodies)
+            rows.append((kind, operands, results, self.step.phases[op_id].value))
         outer = tuple(
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))
             for v in self.external

@@ -56,6 +56,36 @@ class Sums:
                 return False
         return False
 
+    def adds_sums(self, scope: int, op: Op) -> bool:
+        """True for an addition in the update of nothing but sums that came out of the loop (the uses of a weight)."""
+        if scope > 0 or op.primitive not in ADDITIONS or self.in_loop(scope, op):
+            return False
+        return all(self._is_pending(v) for v in op.operands)
+
+    def _is_pending(self, v: int) -> bool:
+        """True for a sum of the loop, or what is linear in such alone, that one op of this stage reads and no more."""
+        graph = self.view.graph
+        producer = graph.producer[v]
+        if producer is None or v in self.view.leaves or len(graph.consumers[v]) != 1:
+            return False
+        op = graph.ops[producer]
+        if v in self.crossing or self.adds_sums(0, op):
+            return True
+        linear = () if op.bodies else rule_of_op(graph, producer).linear
+        return len(linear) == 1 and len(linear[0]) == 1 and self._is_pending(op.operands[linear[0][0]])
+
+    def feeds_sums(self, v: int) -> bool:
+        """True for a sum of the loop that reaches an addition of sums by ops that are linear in it alone."""
+        graph = self.view.graph
+        while self._is_pending(v):
+            op = graph.ops[graph.consumers[v][0]]
+            if self.adds_sums(0, op):
+                return True
+            if len(op.results) != 1:
+                return False
+            (v,) = op.results
+        return False
+
     def feeds_scalars(self, scope: int, op: Op) -> bool:
         """True for a scalar that an addition of scalars alone reads, and no other micro-batch."""
         if len(op.results) != 1 or not self.feeds_addition(scope, op):

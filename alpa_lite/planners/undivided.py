@@ -77,5 +77,5 @@ def _contraction_seconds(step: StepGraph, value: Value, dim: int, spec: Spec, ch
         if op.id in choice.ops and rule.work_kind != "elementwise":
             factors = rule.operands[op.operands.index(value.id)][dim]
             if any(f in rule.shardable and choice.ops[op.id].factors[f] == spec.dims[dim] for f in factors):
-                total += pricer.compute(graph, op, choice.ops[op.id])[0] * step.runs_of(op)
+                total += pricer.price(graph, op, choice.ops[op.id]).seconds * step.runs_of(op)
     return total

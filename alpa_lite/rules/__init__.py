@@ -11,6 +11,7 @@ from alpa_lite.rules.registry import known_primitives as known_primitives
 from alpa_lite.rules.registry import opaque_rule as opaque_rule
 from alpa_lite.rules.registry import register_rule as register_rule
 from alpa_lite.rules.registry import rule_of as rule_of
+from alpa_lite.rules.registry import rule_source as rule_source
 from alpa_lite.rules.registry import view_of as view_of
 
 RULE_MODULES = (contraction, convolution, elementwise, indexing, layout, random, reduction, windows)

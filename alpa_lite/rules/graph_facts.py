@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.rules import Rule, opaque_rule, rule_of, view_of
+from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 
-@lru_cache(maxsize=100_000)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpClass:
+    """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
+
+    `view` is that of the op that was seen first: the numbers and names of its values are not those of the others.
+    """
+
+    rule: Rule
+    view: OpView
+
+
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
-    """The rule of an op; cached per graph. What has an effect runs whole, on one device: its rule is not asked."""
-    op = graph.ops[op_id]
-    return (opaque_rule if op.effectful else rule_of)(view_of(graph, op))
+    """The rule of an op, found once per class. What has an effect runs whole, on one device: its rule is not asked."""
+    return op_class(graph, op_id).rule
 
 
 @lru_cache(maxsize=200_000)
-def op_class(graph: Graph, op_id: int) -> tuple[object, ...]:
-    """Equal for ops that do the same to the same shapes at the same price."""
+def op_class(graph: Graph, op_id: int) -> OpClass:
+    """The class of an op; the same for ops that do the same to the same shapes."""
     op = graph.ops[op_id]
     operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
-    results: tuple[object, ...] = tuple((v.shape, v.dtype) for v in graph.results(op))
-    bodies = tuple(id(body) for body in op.bodies)
-    results += tuple(r in fused_values(graph) for r in op.results)
-    return (op.primitive, operands, results, repr(sorted(op.params.items(), key=lambda p: p[0])), bodies)
+    results = tuple((v.shape, v.dtype) for v in graph.results(op))
+    params = repr(sorted(op.params.items(), key=lambda p: p[0])) if op.params else ""
+    key = (op.primitive, rule_source(op.primitive), operands, results, params, op.bodies)
+    return _class(_Look(effectful=op.effectful, key=key, view=view_of(graph, op)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """A view that equals all those which a rule cannot tell from it: numbers and names of values do not count."""
+
+    effectful: bool
+    key: Hashable
+    view: OpView = field(compare=False)
+
+
+@lru_cache(maxsize=50_000)
+def _class(look: _Look) -> OpClass:
+    return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
+
+
+@lru_cache(maxsize=200_000)
+def price_class(graph: Graph, op_id: int) -> tuple[object, ...]:
+    """Equal for ops of one class whose results are written alike: their prices are the same."""
+    fused = fused_values(graph)
+    return (op_class(graph, op_id), *(r in fused for r in graph.ops[op_id].results))
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:

@@ -4,6 +4,7 @@ Each model is one frozen dataclass (its sizes) with `init(key) -> params` and `l
 
 - `mlp`: a stack of dense layers, regression;
 - `gpt`: a pre-LN decoder-only transformer, next-token prediction;
+- `llama`: a decoder-only transformer with grouped queries and gated feed-forward layers, at the sizes of Llama 3 8B;
 - `cnn`: a small convolutional network, image classification;
 - `losses`: the cross entropy and the reductions that they share;
 - `train`: builders of train steps, for any loss and any optax optimizer.

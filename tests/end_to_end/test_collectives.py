@@ -219,3 +219,61 @@ def test_a_weight_that_all_trips_of_a_loop_read_is_gathered_once_for_each_pass(d
     assert plan["all_gather", 4 * 40 * 40, 8] <= 2
     assert handed_over(compiled) == emitted(compiled) == plan
     assert_same(al.parallelize(step, **options)(*arguments), jax.jit(step)(*arguments))
+
+
+def _tied(weights: Any, tokens: Any, targets: Any) -> Any:
+    """One table looks tokens up and scores them; its two gradients come transposed to each other."""
+
+    def loss(w: Any) -> Any:
+        scores = jnp.tanh(jax.nn.one_hot(tokens, w.shape[0]) @ w) @ w.T
+        return -jnp.mean(jnp.sum(jax.nn.one_hot(targets, w.shape[0]) * jax.nn.log_softmax(scores), -1))
+
+    return weights - jax.grad(loss)(weights)
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches"), [("data_parallel", 1), ("data_parallel", 2), ("zero_2", 2), ("hybrid", 2)]
+)
+def test_gradients_of_both_uses_of_a_weight_are_reduced_together(
+    planner: str, num_microbatches: int, devices: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(48, 8)).astype(np.float32)
+    arguments = [weights, *(rng.integers(0, 48, (16, 5)) for _ in range(2))]
+    options = dict(cluster=eager_cluster(), planner=PLANNERS[planner], num_microbatches=num_microbatches)
+    step = al.parallelize(_tied, **options)
+    compiled = step.compiled(*arguments)
+    plan = planned(compiled.plan)
+    assert handed_over(compiled) == plan
+    if planner == "data_parallel":
+        assert plan == {("all_reduce", 4 * 48 * 8, 8): 1}
+    assert_same(step(*arguments), jax.jit(_tied)(*arguments))
+
+
+def _experts(params: Any, x: Any) -> Any:
+    """Each token goes to all experts in parts of its own; a dense layer before and after."""
+
+    def loss(p: Any) -> Any:
+        h = jnp.tanh(x @ p["before"])
+        inside = jnp.einsum("gse,gsm->egm", jax.nn.softmax(h @ p["gate"]), h)
+        outside = jnp.einsum("egh,ehm->gem", jax.nn.relu(jnp.einsum("egm,emh->egh", inside, p["wi"])), p["wo"])
+        return jnp.mean((jnp.einsum("gse,gem->gsm", jax.nn.softmax(h @ p["gate"]), outside) @ p["after"]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+
+@pytest.mark.parametrize("axes", [{"x": 8}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}], ids=str)
+def test_tokens_travel_to_experts_on_any_mesh(axes: dict[str, int], devices: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"before": (16, 16), "gate": (16, 8), "wi": (8, 16, 256), "wo": (8, 256, 16), "after": (16, 16)}
+    params = {name: rng.normal(size=shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
+    x = rng.normal(size=(16, 24, 16)).astype(np.float32)
+    options = dict(cluster=eager_cluster(), planner=al.planners.OnMesh(axes=axes), num_microbatches=1)
+    step = al.parallelize(_experts, **options)
+    compiled = step.compiled(params, x)
+    assert handed_over(compiled) == planned(compiled.plan)
+    assert_same(step(params, x), jax.jit(_experts)(params, x))
+    if len(axes) == 1:
+        # Four contractions read what arrives; it is sent once per direction and pass.
+        kinds = [use.kind for use in compiled.plan.prediction.collectives]
+        assert kinds.count("all_to_all") == 4

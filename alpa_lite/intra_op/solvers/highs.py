@@ -17,12 +17,11 @@ them can still overrun the limit by a few bytes; such an answer is cut off by a 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -186,25 +185,15 @@ def _cut_off(program: _Program, choices: Sequence[int]) -> None:
         program.highs.addRow(-highspy.kHighsInf, chosen.size - 1.0, chosen.size, chosen, np.ones(chosen.size))
 
 
-@contextlib.contextmanager
-def _stoppable(highs: Any, control: Control) -> Generator[None]:
-    """Cancel HiGHS when the control says stop."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_POLL_SECONDS):
-            if control.stop():
-                highs.cancelSolve()
-                return
-
+def _run_stoppable(highs: Any, control: Control) -> None:
+    """Run HiGHS on a thread of its own, so that this one sees signals, and cancel it when the control says stop."""
     highs.HandleUserInterrupt = True
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
+    worker = threading.Thread(target=highs.run, daemon=True)
+    worker.start()
+    while worker.is_alive():
+        worker.join(_POLL_SECONDS)
+        if control.stop():
+            highs.cancelSolve()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,8 +297,7 @@ class _Run:
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
-            with _stoppable(highs, self.control):
-                highs.run()
+            _run_stoppable(highs, self.control)
             status, info = highs.getModelStatus(), highs.getInfo()
             if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
                 return status, np.zeros(0)

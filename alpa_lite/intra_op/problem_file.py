@@ -1,0 +1,159 @@
+"""Problems and solutions as files: the JSON of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.
+
+    problem.nodes.costs[v][i]        c_v(i)                                       ``read_problem``
+    problem.nodes.intervals[v]       [start, end), empty when start >= end
+    problem.nodes.usages[v][i]       bytes of v under i in that interval
+    problem.edges.nodes[e]           [u, v]
+    problem.edges.costs[e]           C_uv row by row: entry i S_v + j
+    problem.usage_limit              the memory limit; left out for none
+    10^18 and more                   infinity
+
+A name that ends with ``.gz`` is compressed. Format: github.com/google/iopddl.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.errors import ProblemFileError
+from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, Solution
+
+INFINITY = 10**18
+"""What stands for infinity in a file."""
+_EXACT = 2.0**53
+
+
+def read_problem(path: str | Path) -> Problem:
+    """The problem of a ``.json`` or ``.json.gz`` file.
+
+    Raises ProblemFileError, in a sentence that begins with the file's name, when it is missing or not of this format.
+    """
+    path = Path(path)
+    try:
+        data = _load(path)
+        parts = data["problem"]
+        nodes, edges = parts["nodes"], parts["edges"]
+        live = [node for node, (start, end) in enumerate(nodes["intervals"]) if start < end]
+        if not len(nodes["costs"]) == len(nodes["intervals"]) == len(nodes["usages"]):
+            raise ValueError("nodes.costs, nodes.intervals and nodes.usages must have one entry for each node.")
+        if len(edges["nodes"]) != len(edges["costs"]):
+            raise ValueError("edges.nodes and edges.costs must have one entry for each edge.")
+        limit = parts.get("usage_limit")
+        return Problem(
+            node_costs=_costs(nodes["costs"]),
+            edge_nodes=np.array(edges["nodes"], dtype=np.intp).reshape(-1, 2),
+            edge_costs=_costs(edges["costs"]),
+            usage_nodes=np.array(live, dtype=np.intp),
+            usage_times=np.array([nodes["intervals"][node] for node in live], dtype=np.intp).reshape(-1, 2),
+            usage_bytes=_ragged([nodes["usages"][node] for node in live]),
+            limit_bytes=None if limit is None else float(limit),
+        )
+    except OSError as error:
+        raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except json.JSONDecodeError as error:
+        raise ProblemFileError(f"{path} is not JSON: {error}.") from error
+    except (KeyError, TypeError) as error:
+        raise ProblemFileError(
+            f"{path} is no intra-op problem: {error} is missing or of the wrong kind. Needed are problem.nodes with "
+            "intervals, costs and usages, and problem.edges with nodes and costs."
+        ) from error
+    except ValueError as error:
+        raise ProblemFileError(f"{path}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    with opened as file:
+        return json.load(file)
+
+
+def _ragged(vectors: Sequence[Sequence[float]]) -> Ragged:
+    sizes = [len(vector) for vector in vectors]
+    values = np.fromiter(chain.from_iterable(vectors), dtype=np.float64, count=sum(sizes))
+    return Ragged(values=values, starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.intp)]))
+
+
+def _costs(vectors: Sequence[Sequence[float]]) -> Ragged:
+    ragged = _ragged(vectors)
+    return Ragged(values=np.where(ragged.values >= INFINITY, np.inf, ragged.values), starts=ragged.starts)
+
+
+def write_problem(problem: Problem, path: str | Path) -> None:
+    """The problem as a file that ``read_problem`` reads.
+
+    The format has one interval per node: a node with several usages gets followers, nodes with the same strategies
+    that an edge of zeros and infinities ties to it. Whole numbers are written as such.
+    """
+    usages: list[list[tuple[int, int, FloatArray]]] = [[] for _ in range(problem.num_nodes)]
+    for usage in problem.usages:
+        usages[usage.node].append((usage.start, usage.end, usage.bytes))
+    costs = [_numbers(own) for own in problem.node_costs]
+    pairs = problem.edge_nodes.tolist()
+    matrices = [_numbers(matrix) for matrix in problem.edge_costs]
+    intervals: list[list[int]] = []
+    used: list[list[float]] = []
+    followers: list[tuple[int, int, FloatArray]] = []
+    for node, mine in enumerate(usages):
+        start, end, amount = mine[0] if mine else (0, 0, np.zeros(len(costs[node])))
+        intervals.append([start, end])
+        used.append(_numbers(amount))
+        for start, end, amount in mine[1:]:
+            pairs.append([node, problem.num_nodes + len(followers)])
+            matrices.append(_numbers(np.where(np.eye(amount.size) > 0, 0.0, np.inf).reshape(-1)))
+            followers.append((start, end, amount))
+    for start, end, amount in followers:
+        costs.append([0] * amount.size)
+        intervals.append([start, end])
+        used.append(_numbers(amount))
+    data: dict[str, Any] = {
+        "name": Path(path).name.split(".")[0],
+        "nodes": {"intervals": intervals, "costs": costs, "usages": used},
+        "edges": {"nodes": pairs, "costs": matrices},
+    }
+    if problem.limit_bytes is not None:
+        data["usage_limit"] = _number(problem.limit_bytes)
+    _write(Path(path), {"problem": data})
+
+
+def write_solution(solution: Solution, path: str | Path) -> None:
+    """``solution_data`` as a file."""
+    _write(Path(path), solution_data(solution))
+
+
+def solution_data(solution: Solution) -> dict[str, Any]:
+    """What JSON can hold of a solution: choices, cost, bound, gap (null when not known), status, seconds, solver."""
+    return {
+        "choices": None if solution.choices is None else list(solution.choices),
+        "cost": _number(solution.cost),
+        "bound": _number(solution.bound),
+        "gap": _number(solution.gap),
+        "status": solution.status.value,
+        "seconds": solution.seconds,
+        "solver": solution.solver,
+        "peak_bytes": _number(solution.peak_bytes),
+    }
+
+
+def _number(value: float) -> float | None:
+    """A whole number as such; null for what is not finite."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
+
+
+def _numbers(values: FloatArray) -> list[float]:
+    return [INFINITY if math.isinf(value) else _number(value) or 0 for value in values.tolist()]
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    opened = gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8")
+    with opened as file:
+        json.dump(data, file)

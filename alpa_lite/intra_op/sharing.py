@@ -1,0 +1,79 @@
+"""Equal things made once: numbers for equal lists, and one array for equal sums and products of the same arrays.
+
+The layers of a model repeat each other, and so do the nodes and edges of its problem. What is looked up by identity
+rather than by content costs a repetition little more than the look-up; and arrays that are equal because they are made
+alike are one object, so that whoever reads the problem may look at each of them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+T = TypeVar("T", bound=Hashable)
+
+
+def frozen(array: FloatArray) -> FloatArray:
+    """The array itself, which from now on nobody can write to."""
+    array.setflags(write=False)
+    return array
+
+
+class Numbering(Generic[T]):
+    """Equal things get equal numbers, from 0 on; what was seen before is found without being compared."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._numbers: dict[T, int] = {}
+        self._seen: dict[int, tuple[T, int]] = {}
+
+    def __call__(self, thing: T) -> int:
+        """The number of a thing."""
+        seen = self._seen.get(id(thing))
+        if seen is None:
+            # It is kept, so that its id stays its own.
+            seen = self._seen[id(thing)] = (thing, self._numbers.setdefault(thing, len(self._numbers)))
+        return seen[1]
+
+
+class SharedArrays:
+    """Arithmetic on frozen arrays; the same operands give the same object, frozen too."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._made: dict[tuple[object, ...], tuple[FloatArray, tuple[FloatArray, ...]]] = {}
+
+    def zeros(self, size: int) -> FloatArray:
+        """A vector of zeros."""
+        return self._once(("zeros", size), (), lambda: np.zeros(size))
+
+    def product(self, array: FloatArray, factor: float) -> FloatArray:
+        """array · factor."""
+        if factor == 1.0:
+            return array
+        return self._once(("product", id(array), factor), (array,), lambda: array * factor)
+
+    def sum(self, first: FloatArray, second: FloatArray) -> FloatArray:
+        """first + second."""
+        return self._once(("sum", id(first), id(second)), (first, second), lambda: first + second)
+
+    def transposed(self, array: FloatArray) -> FloatArray:
+        """arrayᵀ."""
+        return self._once(("transposed", id(array)), (array,), lambda: array.T)
+
+    def diagonal(self, array: FloatArray) -> FloatArray:
+        """The diagonal of a matrix."""
+        return self._once(("diagonal", id(array)), (array,), lambda: np.diagonal(array).copy())
+
+    def _once(
+        self, key: tuple[object, ...], operands: tuple[FloatArray, ...], make: Callable[[], FloatArray]
+    ) -> FloatArray:
+        found = self._made.get(key)
+        if found is None:
+            # The operands are kept, so that their ids stay their own.
+            found = self._made[key] = (frozen(make()), operands)
+        return found[0]

@@ -1,0 +1,92 @@
+"""A problem's file in, a solution's file out: what ``alpa-lite solve`` does."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from alpa_lite.errors import ProblemFileError
+from alpa_lite.intra_op.problem import Solution, Status
+from alpa_lite.intra_op.problem_file import read_problem, write_solution
+from alpa_lite.intra_op.solvers import SOLVERS, Control, Portfolio, Rounds, Solver, TooWide
+
+SOLVERS_BY_NAME = {
+    "portfolio": Portfolio(),
+    **{
+        name: next(solver for solver in SOLVERS if solver.name == kind)
+        for name, kind in (
+            ("elimination", "Elimination"),
+            ("highs", "Highs"),
+            ("pulp", "IntegerProgram"),
+            ("brute_force", "BruteForce"),
+        )
+    },
+    "search": Portfolio(max_program_entries=0),
+}
+"""Solvers by their name on the command line."""
+
+
+def solver_named(name: str, *, seed: int = 0, rounds: int | None = None) -> Solver:
+    """The solver of that name. Raises ProblemFileError for a name that none has."""
+    solver = SOLVERS_BY_NAME.get(name.replace("-", "_"))
+    if solver is None:
+        raise ProblemFileError(f"There is no solver {name!r}. Choose one of {', '.join(SOLVERS_BY_NAME)}.")
+    if isinstance(solver, Portfolio):
+        return replace(solver, rounds=Rounds(seed=seed, max_rounds=rounds))
+    return solver
+
+
+def solve_file(
+    path: str | Path,
+    *,
+    out: str | Path | None = None,
+    solver: Solver | None = None,
+    time_limit_seconds: float = 60.0,
+    control: Control | None = None,
+) -> Solution:
+    """Read, solve within the time, reading included, and write the solution if ``out`` is given.
+
+    Raises ProblemFileError when the file holds no problem, or the solver is not made for it.
+    """
+    started = time.perf_counter()
+    if out is not None and not Path(out).resolve().parent.is_dir():
+        raise ProblemFileError(f"{out} cannot be written: there is no folder {Path(out).resolve().parent}.")
+    problem = read_problem(path)
+    spent = time.perf_counter() - started
+    try:
+        solution = (solver or Portfolio()).solve(
+            problem, time_limit_seconds=max(time_limit_seconds - spent, 0.0), control=control
+        )
+    except (TooWide, ValueError) as error:
+        raise ProblemFileError(f"{path}: {error}") from error
+    if out is not None:
+        write_solution(solution, out)
+    return solution
+
+
+def solution_line(solution: Solution) -> str:
+    """One line for people: status, cost, bound, gap, seconds, peak."""
+    bound = "none" if math.isinf(solution.bound) else f"{solution.bound:.12g}"
+    if solution.choices is None:
+        peak = f", smallest peak found {solution.peak_bytes:.12g} bytes" if math.isfinite(solution.peak_bytes) else ""
+        why = (
+            "no choices have finite cost within the limit" if solution.status is Status.INFEASIBLE else "nothing found"
+        )
+        return f"{solution.status.value}: {why}{peak}  bound {bound}  {solution.seconds:.1f} s"
+    return (
+        f"{solution.status.value}  cost {solution.cost:.12g}  bound {bound}  gap {solution.gap:.4%}  "
+        f"peak {solution.peak_bytes:.12g} bytes  {solution.seconds:.1f} s"
+    )
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process began, where the system tells (Linux), else 0: imports count against a time limit."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as uptime:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return max(float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,178 @@
+"""The intra-op solver on files with problems: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
+
+    (nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, peak memory
+    --reductions    what each kind of reduction leaves of an instance
+    --ablation      the portfolio without one of its parts, at equal time
+
+Every run is a process of its own. A table of best known costs has the columns name, best_known_cost and
+timeout_seconds; an instance's name is what its file's name ends with. The instances of the ASPLOS/EuroSys 2025 contest
+are at github.com/google/iopddl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from alpa_lite.intra_op.problem_file import read_problem, solution_data
+from alpa_lite.intra_op.simplify import Size, simplify
+from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME
+from alpa_lite.intra_op.solvers import Portfolio, Rounds, Solver
+
+ABLATIONS: dict[str, Solver] = {
+    "portfolio": Portfolio(),
+    "without programs": Portfolio(max_program_entries=0),
+    "without fixing": Portfolio(rounds=Rounds(fix=False)),
+    "without recombination": Portfolio(rounds=Rounds(recombine=False)),
+    "without heat": Portfolio(rounds=Rounds(heat=False)),
+    "on one thread": Portfolio(rounds=Rounds(num_threads=1)),
+}
+"""The portfolio, and what is left of it without one of its parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of an instance: the best cost, and the seconds that the contest gave."""
+
+    best_cost: float
+    timeout_seconds: float
+
+
+def read_known(path: Path | None) -> dict[str, Known]:
+    """The table of best known costs by the instances' names; empty without a file."""
+    if path is None:
+        return {}
+    with path.open(encoding="utf-8") as file:
+        return {
+            row["name"]: Known(best_cost=float(row["best_known_cost"]), timeout_seconds=float(row["timeout_seconds"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def name_of(path: Path) -> str:
+    """What the file's name ends with, for example G for asplos-2025-iopddl-G.json.gz."""
+    return path.name.split(".")[0].rpartition("-")[2]
+
+
+def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
+    """The child's part: solve one file and say how it went, with the memory it took."""
+    solver = {**SOLVERS_BY_NAME, **ABLATIONS}[solver_name]
+    begun = time.perf_counter()
+    problem = read_problem(path)
+    read_seconds = time.perf_counter() - begun
+    solution = solver.solve(problem, time_limit_seconds=timeout - read_seconds)
+    found = solution_data(solution)
+    del found["choices"]
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        **found,
+        "read_seconds": read_seconds,
+        "total_seconds": time.perf_counter() - begun,
+        "rss_bytes": kilobytes * 1024,
+    }
+
+
+def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
+    """``run_one`` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.solver", "--child", str(path), solver_name, str(timeout)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"status": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "failed"}
+    return json.loads(done.stdout)
+
+
+def compare(files: list[Path], solvers: list[str], known: dict[str, Known], timeout: float, out: Path | None) -> Table:
+    """One row for each instance and solver."""
+    table = Table("instance", "solver", "status", "cost", "ratio", "bound / cost", "gap", "seconds", "peak GB")
+    rows: list[dict[str, Any]] = []
+    for path in files:
+        best = known.get(name_of(path))
+        for solver in solvers:
+            seconds = best.timeout_seconds if best is not None and timeout == 0.0 else timeout or 60.0
+            found = run_apart(path, solver, seconds)
+            rows.append({**found, "instance": name_of(path), "solver": solver, "timeout": seconds})
+            table.add_row(name_of(path), solver, str(found["status"]), *_cells(found, best))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if out is not None:
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return table
+
+
+def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
+    """Cost, ratio, bound, gap, seconds and memory as text; a dash for what there is not."""
+    cost, bound, gap = (found.get(name) for name in ("cost", "bound", "gap"))
+    return [
+        "-" if cost is None else f"{cost:.12g}",
+        "-" if cost is None or best is None else f"{cost / best.best_cost:.6f}",
+        "-" if not cost or bound is None else f"{bound / cost:.6f}",
+        "-" if gap is None else f"{gap:.4%}",
+        f"{found.get('total_seconds', 0.0):.1f}",
+        f"{found.get('rss_bytes', 0) / 1e9:.2f}",
+    ]
+
+
+def reductions(files: list[Path]) -> Table:
+    """What is left after each kind of reduction, in the order in which they first apply."""
+    table = Table("instance", "after", "nodes", "strategies", "edges", "pairs", "seconds")
+    for path in files:
+        problem = read_problem(path)
+        seen: dict[str, tuple[Size, float]] = {}
+        begun = time.perf_counter()
+
+        def observe(name: str, size: Size, seen: dict[str, tuple[Size, float]] = seen, begun: float = begun) -> None:
+            if name not in seen:
+                seen[name] = (size, time.perf_counter() - begun)
+
+        reduced = simplify(problem, observe=observe).problem
+        end = Size(
+            nodes=reduced.num_nodes,
+            strategies=reduced.node_costs.values.size,
+            edges=len(reduced.edge_costs),
+            pairs=reduced.edge_costs.values.size,
+        )
+        seen["all, to the end"] = (end, time.perf_counter() - begun)
+        for name, (size, seconds) in seen.items():
+            numbers = (size.nodes, size.strategies, size.edges, size.pairs)
+            table.add_row(name_of(path), name, *(f"{number:,}" for number in numbers), f"{seconds:.1f}")
+        table.add_section()
+    return table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--solver", action="append", choices=list(SOLVERS_BY_NAME), help="default: portfolio")
+    parser.add_argument("--best-known", type=Path, metavar="CSV")
+    parser.add_argument("--timeout", type=float, default=0.0, help="seconds; default: those of the table, or 60")
+    parser.add_argument("--reductions", action="store_true")
+    parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="keep the figures")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.child:
+        path, solver, timeout = given.child
+        print(json.dumps(run_one(Path(path), solver, float(timeout))))
+        return
+    known = read_known(given.best_known)
+    if given.reductions:
+        table = reductions(given.files)
+    else:
+        solvers = list(ABLATIONS) if given.ablation else given.solver or ["portfolio"]
+        table = compare(given.files, solvers, known, given.timeout, given.out)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Problems of models with repeated layers: each kind of layer is built once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.placed import Placed
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.layers import Layers, make_layers
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.pricing import Pricer
+from alpa_lite.strategies import Restriction, Split
+from benchmarks.models.llama import Llama
+from benchmarks.models.train import init_state, make_optimizer, make_train_step
+from cost_models.composed import ComposedCostModel
+
+TINY = Llama(vocab_size=64, num_heads=4, num_kv_heads=2, hidden=16, inner=32, seq_len=8)
+
+
+def built(num_layers: int) -> Builder:
+    model = replace(TINY, num_layers=num_layers)
+    optimizer = make_optimizer(max_grad_norm=1.0)
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    tokens = jax.ShapeDtypeStruct((8, model.seq_len), jnp.int32)
+    traced = al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(
+        state, {"tokens": tokens, "targets": tokens}
+    )
+    step = traced.step().step
+    return built_view(StageView(step=step, layers=make_layers(step, 1), first=0, last=0))
+
+
+def built_view(view: StageView) -> Builder:
+    pricer = Pricer(
+        cost_model=ComposedCostModel(al.cluster("p3.16xlarge")),
+        submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
+        mesh=LogicalMesh(axis_names=("x", "y"), shape=(2, 4)),
+    )
+    builder = Builder(view, Catalogue(pricer, Restriction(optimizer=Split.MAY, parameters=Split.MAY)))
+    builder.problem(limit_bytes=None, in_flight=1)
+    return builder
+
+
+@pytest.fixture(scope="module")
+def builders() -> tuple[Builder, Builder]:
+    return built(3), built(6)
+
+
+def test_more_layers_make_more_nodes_and_edges_but_no_other_ones(builders: tuple[Builder, Builder]) -> None:
+    few, many = builders
+    assert len(many.edges) > 1.7 * len(few.edges)
+    assert len({id(costs) for costs in many.edges.values()}) == len({id(costs) for costs in few.edges.values()})
+    # The node of what has no choice adds up over all layers.
+    assert len({id(costs) for costs in many.costs}) == len({id(costs) for costs in few.costs})
+
+
+def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
+    _, many = builders
+    matrices = {id(costs): costs for costs in many.edges.values()}.values()
+    assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
+
+
+def test_activations_decide_for_the_contractions_of_their_own_stage() -> None:
+    def step(x: jax.Array, w: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ w)
+        return h @ u + h @ v
+
+    sizes = [(16, 8), (8, 32), (32, 8), (32, 8)]
+    args = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    traced = al.parallelize(step, batch_argnums=(0,)).trace(*args).step(1).step
+    layers = Layers(num_layers=2, of_op=(0, 0, 1, 1, 1), of_input=(0, 0, 1, 1))
+
+    def leads(last: int) -> bool:
+        placed = built_view(StageView(step=traced, layers=layers, first=0, last=last)).placed
+        first, second = placed[(0, 0)], placed[(0, 1)]
+        assert isinstance(first, Placed) and isinstance(second, Placed)
+        return first.node != second.node
+
+    assert leads(1)
+    assert not leads(0)
