@@ -21,6 +21,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_dp import StageTable
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
+from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops
@@ -33,6 +34,9 @@ from cost_models.interface import CostModel
 
 #: Axis names of the logical meshes of the search, by number of axes.
 AXIS_NAMES = {1: ("x",), 2: ("data", "model")}
+
+Kind = tuple[int, int, LogicalMesh]
+"""Hosts and devices per host of a submesh, and the logical mesh over them."""
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
@@ -52,9 +56,9 @@ class StageCosts:
     cost_model: CostModel
     restriction: Restriction | None = None
     progress: Callable[[str], None] = field(default=lambda _: None)
-    _catalogues: dict[object, Catalogue] = field(default_factory=dict[object, Catalogue], repr=False)
-    _solved: dict[object, tuple[StageView, StageSolution]] = field(
-        default_factory=dict[object, tuple[StageView, StageSolution]], repr=False
+    _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
+    _solved: dict[tuple[object, Kind, int], tuple[StageView, StageSolution]] = field(
+        default_factory=dict[tuple[object, Kind, int], tuple[StageView, StageSolution]], repr=False
     )
 
     def solution(
@@ -75,11 +79,31 @@ class StageCosts:
             return solved
         return replace(solved, choice=remap(solved.choice, origin, view))
 
-    def _catalogue(self, kind: object, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
+    def _catalogue(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
         if kind not in self._catalogues:
             pricer = Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh)
             self._catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
         return self._catalogues[kind]
+
+    def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
+        """Why layers `first..last` do not fit on a logical mesh, and what would do."""
+        view = StageView(step=self.step, layers=self.layers, first=first, last=last)
+        catalogue = self._catalogue((submesh.num_hosts, submesh.devices_per_host, mesh), submesh, mesh)
+        limit = float(self.cost_model.cluster.device.memory_bytes)
+        return explain_shortage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
+
+    def leanest_shortage(self, first: int, last: int) -> Shortage | None:
+        """The same where these layers come closest to fitting; None if they fit somewhere, or were not tried."""
+        tried = [
+            (solved.peak_bytes, solved.choice is not None, key)
+            for key, (view, solved) in self._solved.items()
+            if (view.first, view.last) == (first, last)
+        ]
+        if not tried or any(fits for _, fits, _ in tried):
+            return None
+        _, _, (_, kind, in_flight) = min(tried, key=lambda each: each[0])
+        submesh = Submesh(first_device=0, num_hosts=kind[0], devices_per_host=kind[1])
+        return self.shortage(first, last, submesh, kind[2], in_flight=in_flight)
 
     def least_peaks(self) -> dict[tuple[int, int], float]:
         """For the shortest stages tried the least bytes per device of any solution, feasible or not."""

@@ -21,6 +21,7 @@ branch of a `cond`, and what the branches make has one spec.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -60,6 +61,7 @@ class Builder:
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
         self.usages: list[tuple[int, FloatArray, int, int]] = []  # node, bytes by strategy, start, end
+        self.used_values: list[int] = []  # the value of each usage
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
@@ -100,6 +102,14 @@ class Builder:
         ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
+
+    def held(self, choices: Sequence[int], time: int) -> dict[int, float]:
+        """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
+        held: dict[int, float] = {}
+        for v, (node, sizes, start, end) in zip(self.used_values, self.usages, strict=True):
+            if start <= time < end:
+                held[v] = held.get(v, 0.0) + math.ceil(float(sizes[choices[node]]))
+        return held
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -403,3 +413,4 @@ class Builder:
         sizes = self.arrays.product(self.catalogue.local_sizes(value, offer.specs), copies)
         if sizes.any() and end > start:
             self.usages.append((offer.node, sizes, start, end))
+            self.used_values.append(v)

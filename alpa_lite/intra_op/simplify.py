@@ -399,12 +399,13 @@ def _rows_that_bind(base: FloatArray, alive: Sequence[Alive], limit_bytes: float
 
 
 def _finish(work: Workspace) -> Simplified:
-    if work.infeasible:
-        return Simplified(problem=Problem.of(node_costs=()), offset=math.inf, nodes=(), steps=())
     nodes = tuple(sorted(work.costs))
     number = {node: index for index, node in enumerate(nodes)}
     alive = {number[node]: alive for node in nodes if (alive := work.alive_of(node)) is not None}
     base = work.base_bytes
+    # The last reductions may have raised the base, or time was up before anybody looked at it.
+    if work.infeasible or (base > work.limit_bytes).any():
+        return Simplified(problem=Problem.of(node_costs=()), offset=math.inf, nodes=(), steps=())
     rows = _rows_that_bind(base, tuple(alive.values()), work.limit_bytes)
     usages = [
         Usage(node=node, bytes=used, start=first, end=last)

@@ -30,7 +30,7 @@ from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_values, inflow_seconds
-from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches, show_bytes
+from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.zero import Zero
 from alpa_lite.schedule import OneFOneB, Schedule
 
@@ -163,11 +163,13 @@ def _infeasible(request: PlanRequest, costs: StageCosts) -> str:
     device, needs = request.cluster.device, costs.least_peaks()
     worst = max(needs, key=lambda layers: needs[layers], default=(0, 0))
     where = f"layer {worst[0]}" if worst[0] == worst[1] else f"layers {worst[0]}..{worst[1]}"
-    return (
+    why = show_shortage(costs.leanest_shortage(*worst)) if request.advise else ""
+    sentence = (
         f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, which "
         f"needs at least {show_bytes(needs.get(worst, 0.0))} per device of {request.cluster.name} at "
-        f"num_microbatches={costs.step.num_microbatches}; {device.name} has {show_bytes(device.memory_bytes)}."
+        f"num_microbatches={costs.step.num_microbatches}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
     )
+    return sentence.rstrip()
 
 
 def _with_microbatches(plan: Plan) -> str:

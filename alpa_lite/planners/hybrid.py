@@ -16,12 +16,13 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
-from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes
+from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB, Schedule
 from alpa_lite.strategies import AxisRole, Restriction, Split
 
@@ -100,7 +101,8 @@ class Hybrid(Planner):
         held = self.schedule.in_flight(index, self.pipeline, microbatches)
         solution = costs.solution(index, index, submesh, mesh, in_flight=held)
         if solution.choice is None:
-            raise InfeasibleError(self._too_large(request, index, submesh, solution, held, microbatches))
+            why = costs.shortage(index, index, submesh, mesh, in_flight=held) if request.advise else None
+            raise InfeasibleError(self._too_large(request, index, submesh, solution, held, microbatches, why))
         return PlacedStage(first=index, last=index, submesh=submesh, mesh=mesh, solution=solution)
 
     def _too_large(
@@ -111,6 +113,7 @@ class Hybrid(Planner):
         solution: StageSolution,
         held: int,
         microbatches: int,
+        shortage: Shortage | None,
     ) -> str:
         """Which stage needs how much, and the cheapest change that would fit."""
         device = request.cluster.device
@@ -130,7 +133,8 @@ class Hybrid(Planner):
             wider = replace(self, model=self.model * 2, data=data // 2)
             text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
             changes.append(Change(text=text, planner=wider, request=request))
-        return f"{sentence} {cheapest_fit(changes, more_hosts(replace(self, data=None), request))}"
+        advice = cheapest_fit(changes, more_hosts(replace(self, data=None), request))
+        return f"{sentence} {show_shortage(shortage)}{advice}"
 
 
 def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:

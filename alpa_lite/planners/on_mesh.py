@@ -17,7 +17,7 @@ from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
-from alpa_lite.planners.relax import show_bytes
+from alpa_lite.planners.relax import show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.strategies import AxisRole, Restriction, Split
 
@@ -55,10 +55,11 @@ class OnMesh(Planner):
         submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
         solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
         if solution.choice is None:
+            why = costs.shortage(0, 0, submesh, mesh) if request.advise else None
             raise InfeasibleError(
                 f"{self.name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
-                f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. Use more micro-batches, more "
-                "hosts, or al.planners.Auto, which also tries pipelines."
+                f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
+                "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
             )
         stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
         return assemble(self.name, request, step, layers, [stage], OneFOneB(), started)

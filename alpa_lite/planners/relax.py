@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.planners.planner import Planner, PlanRequest
 
 #: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
@@ -60,6 +61,12 @@ def _predicted(change: Change) -> float | None:
         return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
     except AlpaLiteError:
         return None
+
+
+def show_shortage(shortage: Shortage | None) -> str:
+    """What needs so much memory, as a sentence with a space after it; empty when nothing is known."""
+    sentence = shortage.sentence(show_bytes=show_bytes) if shortage is not None else ""
+    return f"{sentence} " if sentence else ""
 
 
 def show_bytes(count: float) -> str:

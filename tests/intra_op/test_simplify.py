@@ -1,13 +1,14 @@
 """Every reduction keeps the optimum and can be undone: against enumeration, and one by one on cases made for them."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.problem import Edge, Problem, Usage, evaluate
+from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce
 from tests.intra_op.instances import random_problem, training_step
@@ -119,6 +120,26 @@ def test_strategies_that_cannot_fit_go():
         == (2,) * 4
     )
     assert simplify(triangle(HARD, node_costs=np.zeros(3), usages=usages, limit_bytes=3.0)).offset == math.inf
+
+
+def test_what_is_left_by_the_last_reductions_must_fit_too():
+    problem = random_problem(1108, max_strategies=3, num_edges=5, num_usages=9)
+    least = BruteForce().solve(replace(problem, limit_bytes=0.0)).peak_bytes
+    zero = Ragged(
+        values=np.where(np.isfinite(problem.node_costs.values), 0.0, np.inf), starts=problem.node_costs.starts
+    )
+    pairs = Ragged(
+        values=np.where(np.isfinite(problem.edge_costs.values), 0.0, np.inf), starts=problem.edge_costs.starts
+    )
+    allowed = replace(problem, node_costs=zero, edge_costs=pairs, limit_bytes=least - 1.0)
+    assert BruteForce().solve(allowed).choices is None
+    assert math.isinf(simplify(allowed).offset)
+
+
+def test_stopping_early_forgets_no_memory():
+    usage = Usage(node=0, bytes=np.array([6.0, 6.0]), start=0, end=1)
+    problem = Problem.of(node_costs=(np.zeros(2),), usages=(usage,), limit_bytes=5.0)
+    assert math.isinf(simplify(problem, stop=lambda: True).offset)
 
 
 def test_chains_and_trees_are_solved_outright():

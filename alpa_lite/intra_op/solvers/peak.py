@@ -1,7 +1,7 @@
 """The smallest peak that choices of finite cost can reach: what to say when nothing fits the limit.
 
-    start     x = argmin sum of b_v(x_v) (end - start) over the usages, allowed choices only      ``_leanest``
-    small     minimise P with  sum_v b_vt(x_v) <= P  for all t, as an integer program             ``smallest_peak``
+    start     x = argmin sum of b_v(x_v) (end - start) over the usages, allowed choices only      ``_start``
+    small     minimise P with  sum_v b_vt(x_v) <= P  for all t, as an integer program             ``leanest``
     large     halve the interval between the proven least and peak(x): any x with
               peak(x) <= L, or the proof that there is none                                       ``_halve``
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,18 @@ Solve = Callable[[Problem, float], Solution]
 """Solves a problem within so many seconds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leanest:
+    """Choices of finite cost with a small peak. ``bound_bytes`` is proven: no such choices have a smaller peak.
+
+    Without choices the peak is inf; so is the bound when it is proven that no choices have finite cost.
+    """
+
+    choices: tuple[int, ...] | None
+    peak_bytes: float
+    bound_bytes: float
+
+
 def _only_allowed(vectors: Ragged) -> Ragged:
     return Ragged(values=np.where(np.isfinite(vectors.values), 0.0, np.inf), starts=vectors.starts)
 
@@ -38,44 +50,69 @@ def _allowed_problem(problem: Problem) -> Problem:
     return replace(problem, node_costs=node_costs, edge_costs=edge_costs, limit_bytes=None)
 
 
-def _leanest(allowed: Problem, solve: Solve, seconds: float) -> tuple[int, ...] | None:
-    """Allowed choices of little bytes times lifetime; None if there are none, or none were found."""
+def _start(allowed: Problem, solve: Solve, seconds: float) -> Solution:
+    """Allowed choices of little bytes times lifetime, if there are any, and if they were found."""
     costs: FloatArray = allowed.node_costs.values.copy()
     for usage in allowed.usages:
         first = allowed.node_costs.starts[usage.node]
         costs[first : first + usage.bytes.size] += usage.bytes * float(usage.end - usage.start)
-    lean = replace(allowed, node_costs=Ragged(values=costs, starts=allowed.node_costs.starts))
-    return solve(lean, seconds).choices
+    return solve(replace(allowed, node_costs=Ragged(values=costs, starts=allowed.node_costs.starts)), seconds)
 
 
 def smallest_peak(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> float:
     """The smallest peak in bytes of choices of finite cost, ``inf`` if there are none; best found when time is up."""
+    return leanest(problem, solve=solve, time_limit_seconds=time_limit_seconds).peak_bytes
+
+
+def leanest(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> Leanest:
+    """The choices of finite cost with the smallest peak; the best found when time is up. The limit plays no part."""
     deadline = time.perf_counter() + time_limit_seconds
     allowed = _allowed_problem(problem)
-    choices = _leanest(allowed, solve, time_limit_seconds / 2)
-    if choices is None:
-        return math.inf
-    peak_bytes = evaluate(allowed, choices).peak_bytes
+    first = _start(allowed, solve, time_limit_seconds / 2)
+    if first.choices is None:
+        bound = math.inf if first.status is Status.INFEASIBLE else 0.0
+        return Leanest(choices=None, peak_bytes=math.inf, bound_bytes=bound)
+    peak_bytes = evaluate(allowed, first.choices).peak_bytes
+    found = Leanest(choices=first.choices, peak_bytes=peak_bytes, bound_bytes=0.0)
     reduced = simplify(replace(allowed, limit_bytes=max(peak_bytes - 1.0, 0.0)))
     if math.isinf(reduced.offset) or peak_bytes == 0.0:
-        return peak_bytes
-    left = max(deadline - time.perf_counter(), 0.1)
-    if reduced.problem.edge_costs.values.size <= _MAX_PROGRAM_ENTRIES:
-        leaner = leanest_choices(reduced.problem, time_limit_seconds=left)
-        return peak_bytes if leaner is None else min(peak_bytes, evaluate(allowed, reduced.restore(leaner)).peak_bytes)
-    return _halve(allowed, peak_bytes, solve, deadline)
+        return replace(found, bound_bytes=peak_bytes)
+    if reduced.problem.edge_costs.values.size > _MAX_PROGRAM_ENTRIES:
+        return _halve(allowed, found, solve, deadline)
+    leaner = leanest_choices(reduced.problem, time_limit_seconds=max(deadline - time.perf_counter(), 0.1))
+    return found if leaner is None else _leaner(allowed, found, reduced.restore(leaner))
 
 
-def _halve(allowed: Problem, peak_bytes: float, solve: Solve, deadline: float) -> float:
+def _leaner(allowed: Problem, found: Leanest, choices: tuple[int, ...]) -> Leanest:
+    """What was found, or the choices if their peak is smaller."""
+    peak_bytes = evaluate(allowed, choices).peak_bytes
+    return found if peak_bytes >= found.peak_bytes else replace(found, choices=choices, peak_bytes=peak_bytes)
+
+
+def prove_leanest(problem: Problem, found: Leanest, *, solve: Solve, time_limit_seconds: float) -> Leanest:
+    """Ask for a byte less until there is nothing, which proves the smallest peak, or until the time is up."""
+    deadline, allowed = time.perf_counter() + time_limit_seconds, _allowed_problem(problem)
+    while found.choices is not None and found.bound_bytes < found.peak_bytes:
+        left = deadline - time.perf_counter()
+        less = solve(replace(allowed, limit_bytes=found.peak_bytes - 1.0), left) if left > 0.0 else None
+        if less is not None and less.status is Status.INFEASIBLE:
+            return replace(found, bound_bytes=found.peak_bytes)
+        leaner = found if less is None or less.choices is None else _leaner(allowed, found, less.choices)
+        if leaner is found:
+            break
+        found = leaner
+    return found
+
+
+def _halve(allowed: Problem, found: Leanest, solve: Solve, deadline: float) -> Leanest:
     """From above, until nothing is left between what is reached and what is proven unreachable."""
-    below = -1.0
-    while peak_bytes - below > 1.0 and (left := deadline - time.perf_counter()) > 0.0:
-        limit = math.floor((peak_bytes + max(below, 0.0)) / 2)
-        found = solve(replace(allowed, limit_bytes=float(limit)), left)
-        if found.choices is not None:
-            peak_bytes = evaluate(allowed, found.choices).peak_bytes
-        elif found.status is Status.INFEASIBLE:
-            below = float(limit)
+    while found.bound_bytes < found.peak_bytes and (left := deadline - time.perf_counter()) > 0.0:
+        limit = float(math.floor((found.peak_bytes + found.bound_bytes - 1.0) / 2))
+        less = solve(replace(allowed, limit_bytes=max(limit, 0.0)), left)
+        if less.choices is not None:
+            found = _leaner(allowed, found, less.choices)
+        elif less.status is Status.INFEASIBLE:
+            found = replace(found, bound_bytes=limit + 1.0)
         else:
             break
-    return peak_bytes
+    return found

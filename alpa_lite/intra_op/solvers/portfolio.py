@@ -29,7 +29,6 @@ from alpa_lite.intra_op.solvers.peak import smallest_peak
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
 from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solution, solution_of
 
-_MAX_PEAK_SECONDS = 5.0
 _PROGRAM_SHARE = 0.4
 """The part of the time that HiGHS may take before search gets its turn."""
 _SMALL_PROGRAM = 0.3
@@ -43,22 +42,24 @@ class Portfolio(Solver):
     ``relative_gap``: choices proven to be this close to the best are good enough (1e-3 saves most of the time when
     memory binds). ``rounds``: the search of large problems, with its seed; a number of rounds in place of the time
     limit makes it reproducible. ``max_program_entries``: HiGHS gets programs of up to this many pairs of strategies.
+    ``peak_seconds``: how long to look for the smallest peak when nothing fits; 0 leaves it out.
     """
 
     elimination: Elimination = field(default_factory=Elimination)
     rounds: Rounds = field(default_factory=Rounds)
     relative_gap: float = 0.0
     max_program_entries: int = 60_000
+    peak_seconds: float = 5.0
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
         """The best choices within the limit; INFEASIBLE carries the smallest peak that any choices reach."""
         clock = Clock(seconds=time_limit_seconds, control=control or Control())
         solution = self._solve(problem, clock)
-        if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None:
+        if solution.status is Status.INFEASIBLE and problem.limit_bytes is not None and self.peak_seconds > 0.0:
             peak_bytes = smallest_peak(
                 problem,
                 solve=lambda part, seconds: self._solve(part, Clock(seconds=seconds, control=clock.control)),
-                time_limit_seconds=min(max(clock.left, 0.1), _MAX_PEAK_SECONDS),
+                time_limit_seconds=min(max(clock.left, 0.1), self.peak_seconds),
             )
             solution = replace(solution, peak_bytes=peak_bytes)
         return replace(solution, seconds=clock.spent)

@@ -1,0 +1,345 @@
+"""Memory limits: why one is too low and what would do; and what each byte of memory buys in time.
+
+leanest      P = min peak(x) over the choices of finite cost; P is proven the smallest
+             once nothing fits P - 1, for bytes are whole numbers                         ``explain_infeasible``
+at P         x = argmin cost(x)  with  peak(x) <= P: its peak is P, and its usage
+             says what needs so much, and when                                            ``explain_infeasible``
+time         t = argmax U(t);  over = U(t) - limit;  U(t) = sum of the nodes' bytes at t  ``_worst``
+impossible   a node, or an edge, that is left without a strategy of finite cost when
+             strategies without a finite partner at a neighbour go                        ``_conflict``
+front        c(L) = min cost(x)  with  peak(x) <= L, which falls in steps as L grows      ``pareto_front``
+one answer   x at L with peak p settles c for all limits from p to L                      ``_Gap``
+next         the middle of the gap of largest bytes times seconds; its highest limit
+             if the gap's lower end was no worse than the last answer                     ``_Gap.limit``
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate, usage_over_time
+from alpa_lite.intra_op.solvers.peak import Leanest, Solve, leanest, prove_leanest
+from alpa_lite.intra_op.solvers.portfolio import Portfolio
+from alpa_lite.intra_op.solvers.solver import PROOF_TOLERANCE, Solver
+
+_LEAST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBytes:
+    """What one node keeps alive."""
+
+    node: int
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasibility:
+    """Why nothing fits into ``limit_bytes``, and what would.
+
+    ``impossible``: proven that no choices have finite cost, whatever the limit; ``conflict`` then names a node, or the
+    two nodes of an edge, that is left without a finite entry (empty if that is not easily seen).
+
+    ``smallest_limit_bytes``: the smallest peak that choices of finite cost reach, if ``proven``, else the smallest
+    found (inf if none was); no limit below ``bound_bytes`` can do, which is proven. ``choices`` are the cheapest found
+    under that limit: they cost ``cost`` seconds, and none cost less than ``bound`` seconds. At ``time`` they use most,
+    ``over_bytes`` more than the given limit (0 if it suffices); ``nodes`` are alive then, largest first, and their
+    bytes sum up to what is used.
+    """
+
+    limit_bytes: float | None
+    impossible: bool
+    conflict: tuple[int, ...] = ()
+    smallest_limit_bytes: float = math.inf
+    bound_bytes: float = math.inf
+    choices: tuple[int, ...] | None = None
+    cost: float = math.inf
+    bound: float = math.inf
+    time: int | None = None
+    over_bytes: float = 0.0
+    nodes: tuple[NodeBytes, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether no limit below ``smallest_limit_bytes`` can do."""
+        return self.bound_bytes >= self.smallest_limit_bytes
+
+    def sentence(
+        self,
+        *,
+        name_of: Callable[[int], str] = "node {}".format,
+        show_bytes: Callable[[float], str] = "{:,.0f} bytes".format,
+        num_names: int = 3,
+    ) -> str:
+        """What was given, what is needed and why, and what to do; the ``num_names`` largest nodes are named."""
+        if self.impossible:
+            return f"No choices have finite cost, with however much memory{self._why(name_of)}."
+        if self.choices is None:
+            return "No choices of finite cost were found in the time; allow more time to learn what would fit."
+        if self.limit_bytes is None or self.over_bytes == 0.0:
+            given = "There is no limit" if self.limit_bytes is None else f"{show_bytes(self.limit_bytes)} suffice"
+            return f"{given}: there are choices that use at most {show_bytes(self.smallest_limit_bytes)}."
+        named = [f"{show_bytes(each.bytes)} of {name_of(each.node)}" for each in self.nodes[:num_names]]
+        rest = self.nodes[num_names:]
+        if rest:
+            named.append(f"{show_bytes(sum(each.bytes for each in rest))} of {len(rest)} more")
+        return (
+            f"The limit is {show_bytes(self.limit_bytes)}, but {self._needed(show_bytes)}. The cheapest choices that "
+            f"need no more overrun the limit by {show_bytes(self.over_bytes)} at time {self.time}, when "
+            f"{_listed(named)} {'is' if len(named) == 1 else 'are'} alive. Raise the limit to "
+            f"{show_bytes(self.smallest_limit_bytes)}, where the best choices found cost {self.cost:.4g} s, or make "
+            "these smaller."
+        )
+
+    def _needed(self, show_bytes: Callable[[float], str]) -> str:
+        needed = show_bytes(self.smallest_limit_bytes)
+        if self.proven:
+            return f"all choices of finite cost need at least {needed}"
+        least = f", and none can need less than {show_bytes(self.bound_bytes)}" if self.bound_bytes > 0.0 else ""
+        return f"the leanest choices found need {needed}{least}"
+
+    def _why(self, name_of: Callable[[int], str]) -> str:
+        if not self.conflict:
+            return ": each strategy can be had, but no combination of them; allow more pairs of strategies"
+        names = [name_of(node) for node in self.conflict]
+        if len(names) == 1:
+            return f": {names[0]} has no strategy of finite cost; give it one"
+        return f": {_listed(names)} have no pair of strategies left that they and their neighbours allow; allow one"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The best choices within ``limit_bytes``: they use ``peak_bytes`` and cost ``cost`` seconds; see ``Solution``."""
+
+    limit_bytes: float
+    peak_bytes: float
+    cost: float
+    bound: float
+    status: Status
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clock:
+    """The solver to ask, and until when."""
+
+    solver: Solver
+    deadline: float
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    @property
+    def solve(self) -> Solve:
+        return lambda problem, seconds: self.solver.solve(problem, time_limit_seconds=max(seconds, 0.05))
+
+    def best(self, problem: Problem, limit_bytes: float | None, *, share: float) -> Solution:
+        """The solution under another limit, in a share of the time that is left but no less than it takes to begin."""
+        seconds = max(share * self.left, min(_LEAST_SECONDS, self.left))
+        return self.solve(replace(problem, limit_bytes=limit_bytes), seconds)
+
+
+def _clock(solver: Solver | None, seconds: float) -> _Clock:
+    # What would fit is found out here, once; solvers need not do so for each limit that is too low.
+    return _Clock(solver=solver or Portfolio(peak_seconds=0.0), deadline=time.perf_counter() + seconds)
+
+
+def _leanest(problem: Problem, clock: _Clock) -> Leanest:
+    found = leanest(problem, solve=clock.solve, time_limit_seconds=clock.left / 2)
+    return prove_leanest(problem, found, solve=clock.solve, time_limit_seconds=clock.left / 2)
+
+
+# ------------------------------------------------------------------------------------------------------ too low a limit
+
+
+def explain_infeasible(
+    problem: Problem, *, solver: Solver | None = None, time_limit_seconds: float = 30.0
+) -> Infeasibility:
+    """The smallest limit that would do, what it costs, and what needs so much; ``solver`` is the portfolio if None."""
+    clock = _clock(solver, time_limit_seconds)
+    lean = _leanest(problem, clock)
+    if lean.choices is None:
+        impossible = math.isinf(lean.bound_bytes)
+        return Infeasibility(
+            limit_bytes=problem.limit_bytes,
+            impossible=impossible,
+            conflict=_conflict(problem) if impossible else (),
+            bound_bytes=lean.bound_bytes,
+        )
+    best = clock.best(problem, lean.peak_bytes, share=1.0)
+    choices = lean.choices if best.choices is None else best.choices
+    moment, nodes = _worst(problem, choices)
+    used = sum(each.bytes for each in nodes)
+    return Infeasibility(
+        limit_bytes=problem.limit_bytes,
+        impossible=False,
+        smallest_limit_bytes=lean.peak_bytes,
+        bound_bytes=lean.bound_bytes,
+        choices=choices,
+        cost=evaluate(problem, choices).cost,
+        bound=best.bound,
+        time=moment,
+        over_bytes=0.0 if problem.limit_bytes is None else max(used - problem.limit_bytes, 0.0),
+        nodes=nodes,
+    )
+
+
+def _worst(problem: Problem, choices: Sequence[int]) -> tuple[int | None, tuple[NodeBytes, ...]]:
+    """The first time of the largest usage, and what each node keeps alive then, largest first."""
+    times, alive = usage_over_time(problem, choices)
+    if times.size == 0:
+        return None, ()
+    moment = int(times[alive.argmax()])
+    starts, ends = problem.usage_times.T
+    here = np.flatnonzero((starts <= moment) & (moment < ends))
+    nodes = problem.usage_nodes[here]
+    chosen = np.asarray(choices, dtype=np.intp)[nodes]
+    held = np.zeros(problem.num_nodes)
+    np.add.at(held, nodes, problem.usage_bytes.values[problem.usage_bytes.starts[here] + chosen])
+    largest = sorted(np.flatnonzero(held).tolist(), key=lambda node: (-held[node], node))
+    return moment, tuple(NodeBytes(node=node, bytes=float(held[node])) for node in largest)
+
+
+def _conflict(problem: Problem) -> tuple[int, ...]:
+    """A node or an edge without a finite entry among the strategies that all neighbours leave possible."""
+    possible: list[NDArray[np.bool_]] = [np.isfinite(costs) for costs in problem.node_costs]
+    for node, left in enumerate(possible):
+        if not left.any():
+            return (node,)
+    edges = [(edge.source, edge.target, np.isfinite(edge.costs)) for edge in problem.edges]
+    changed = True
+    while changed:
+        changed = False
+        for source, target, finite in edges:
+            pairs = finite & possible[source][:, None] & possible[target][None, :]
+            if not pairs.any():
+                return (source, target)
+            for node, axis in ((source, 1), (target, 0)):
+                left = np.logical_or.reduce(pairs, axis=axis)
+                changed |= bool((left != possible[node]).any())
+                possible[node] = left
+    return ()
+
+
+# --------------------------------------------------------------------------------------------------------- memory, time
+
+
+def pareto_front(
+    problem: Problem, *, num_points: int = 8, solver: Solver | None = None, time_limit_seconds: float = 60.0
+) -> tuple[Point, ...]:
+    """Up to ``num_points`` limits with their best choices, from the smallest that does to where more buys nothing.
+
+    Peaks grow and costs fall strictly. The whole front if the solver is exact, there are no more points on it and the
+    time suffices; otherwise its ends, and points between them that leave no large gap. The problem's own limit plays
+    no part. Empty when no choices of finite cost are found. ``solver`` is the portfolio if None.
+
+    Raises ValueError when fewer than two points are asked for.
+    """
+    if num_points < 2:
+        raise ValueError(f"A front of {num_points} points was asked for; its two ends are the least.")
+    clock = _clock(solver, time_limit_seconds)
+    lean = _leanest(problem, replace(clock, deadline=clock.deadline - 0.6 * clock.left))
+    if lean.choices is None:
+        return ()
+    first = _point(problem, clock, lean.peak_bytes, share=0.3) or _unsolved(problem, lean)
+    last = _point(problem, clock, None, share=0.3)
+    points = [first, *filter(None, [last])]
+    gaps = _open([_Gap(below=first, above=each, first_bytes=first.limit_bytes + 1.0) for each in points[1:]])
+    while gaps and clock.left > 0.0 and (missing := num_points - len(_front(points))) > 0:
+        gap = max(gaps, key=lambda each: each.area)
+        gaps.remove(gap)
+        found = _point(problem, clock, gap.limit, share=1.0 / (missing + 1))
+        points += filter(None, [found])
+        gaps += _open(gap.split(found))
+    return _front(points)
+
+
+def _point(problem: Problem, clock: _Clock, limit_bytes: float | None, *, share: float) -> Point | None:
+    solution = clock.best(problem, limit_bytes, share=share)
+    if solution.choices is None:
+        return None
+    return Point(
+        limit_bytes=solution.peak_bytes if limit_bytes is None else limit_bytes,
+        peak_bytes=solution.peak_bytes,
+        cost=solution.cost,
+        bound=solution.bound,
+        status=solution.status,
+        choices=solution.choices,
+    )
+
+
+def _unsolved(problem: Problem, lean: Leanest) -> Point:
+    """The leanest choices, when no cheaper ones were found under their peak in the time."""
+    choices = lean.choices or ()
+    return Point(
+        limit_bytes=lean.peak_bytes,
+        peak_bytes=lean.peak_bytes,
+        cost=evaluate(problem, choices).cost,
+        bound=-math.inf,
+        status=Status.FEASIBLE,
+        choices=choices,
+    )
+
+
+def _cheaper(first: Point, second: Point) -> bool:
+    """Whether the first costs less by more than rounding."""
+    return first.cost < second.cost - PROOF_TOLERANCE * max(abs(first.cost), abs(second.cost))
+
+
+def _front(points: Iterable[Point]) -> tuple[Point, ...]:
+    """The points that no other matches in both peak and cost, by growing peak."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.peak_bytes, each.cost)):
+        if not kept or _cheaper(point, kept[-1]):
+            kept.append(point)
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """The limits from ``first_bytes`` to just below the peak of ``above`` of which nothing is known.
+
+    ``fruitless``: the last answer between the two was no better than ``below``.
+    """
+
+    below: Point
+    above: Point
+    first_bytes: float
+    fruitless: bool = False
+
+    @property
+    def last_bytes(self) -> float:
+        return self.above.peak_bytes - 1.0
+
+    @property
+    def area(self) -> float:
+        """Bytes times seconds: how much of the front may be hidden here."""
+        return (self.above.peak_bytes - self.first_bytes) * (self.below.cost - self.above.cost)
+
+    @property
+    def limit(self) -> float:
+        """Where to look next."""
+        return self.last_bytes if self.fruitless else float(math.floor((self.first_bytes + self.last_bytes) / 2))
+
+    def split(self, found: Point | None) -> Iterable[_Gap]:
+        """What is left to be known after an answer at ``limit``."""
+        rest = replace(self, first_bytes=self.limit + 1.0)
+        if found is None or not _cheaper(found, self.below):
+            return (replace(rest, fruitless=True),)
+        return (replace(self, above=found, fruitless=False), replace(rest, below=found, fruitless=False))
+
+
+def _open(gaps: Iterable[_Gap]) -> list[_Gap]:
+    """The gaps in which there may be something."""
+    return [gap for gap in gaps if gap.first_bytes <= gap.last_bytes and _cheaper(gap.above, gap.below)]

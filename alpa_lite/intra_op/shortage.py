@@ -1,0 +1,91 @@
+"""Why a stage does not fit into the memory of a device: when, by how much, and the user's values that are alive then.
+
+The numbers are those of ``limits.explain_infeasible``; here they get the names of arguments and lines of code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from alpa_lite.graph.ir import Op
+from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
+from alpa_lite.intra_op.solvers.solver import Solver
+from alpa_lite.intra_op.stage import StageView
+
+_NUM_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueBytes:
+    """What a value takes per device, all of its copies, in words: an argument's name, or what made it and where."""
+
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """An explanation with names: ``when`` the most is used, and the values alive then, largest first."""
+
+    explained: Infeasibility
+    when: str
+    values: tuple[ValueBytes, ...]
+
+    def sentence(self, *, show_bytes: Callable[[float], str] = "{:,.0f} bytes".format) -> str:
+        """By how much it is too much, what is alive then, and what the stage would take with enough; maybe empty."""
+        why = self.explained
+        if why.choices is None or why.over_bytes == 0.0:
+            return ""
+        rest = self.values[_NUM_NAMES:]
+        named = [f"{show_bytes(each.bytes)} of {each.name}" for each in self.values[:_NUM_NAMES]]
+        if rest:
+            named.append(f"{show_bytes(sum(each.bytes for each in rest))} of {len(rest)} more")
+        at_best = "At best" if why.proven else "At the best found"
+        return (
+            f"{at_best} it is {show_bytes(why.over_bytes)} too much, {self.when}: {', '.join(named)}. "
+            f"With {show_bytes(why.smallest_limit_bytes)} its work would take {why.cost * 1e3:.3g} ms per step."
+        )
+
+
+def explain_shortage(
+    view: StageView,
+    catalogue: Catalogue,
+    *,
+    limit_bytes: float,
+    in_flight: int = 1,
+    solver: Solver | None = None,
+    time_limit_seconds: float = 5.0,
+) -> Shortage:
+    """What a stage needs at least; see ``solve_stage`` for the arguments."""
+    builder = Builder(view, catalogue)
+    problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
+    explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
+    if explained.choices is None or explained.time is None:
+        return Shortage(explained=explained, when="", values=())
+    held = builder.held(explained.choices, explained.time)
+    values = [ValueBytes(name=_value_name(view, v), bytes=size) for v, size in held.items() if size > 0.0]
+    return Shortage(
+        explained=explained,
+        when=_moment(view, explained.time),
+        values=tuple(sorted(values, key=lambda each: -each.bytes)),
+    )
+
+
+def _moment(view: StageView, time: int) -> str:
+    """When it is: time is the place of an op in the stage."""
+    if time >= len(view.ops):
+        return "at the end"
+    return f"when {_op_name(view.graph.ops[view.ops[time]])} runs"
+
+
+def _op_name(op: Op) -> str:
+    return f"{op.primitive} at {op.source}" if op.source else op.primitive
+
+
+def _value_name(view: StageView, v: int) -> str:
+    value, producer = view.graph.values[v], view.graph.producer[v]
+    made = value.name if producer is None else f"the result of {_op_name(view.graph.ops[producer])}"
+    return f"{made or 'an argument'} {value.dtype}[{','.join(map(str, value.shape))}]"
