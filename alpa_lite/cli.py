@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -32,8 +33,19 @@ from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, vir
 from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
+from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import solution_data
-from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME, seconds_since_start, solution_line, solve_file, solver_named
+from alpa_lite.intra_op.solve_file import (
+    SOLVERS_BY_NAME,
+    front_of_file,
+    point_data,
+    point_line,
+    seconds_since_start,
+    solution_line,
+    solve_file,
+    solver_named,
+    why_infeasible,
+)
 from alpa_lite.intra_op.solvers import Control, Progress
 from cost_models import CostModelError
 
@@ -55,9 +67,11 @@ _SOLVE_SHARE = 0.97
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, or 1 after an error of alpa_lite, which is printed as its sentence."""
+    begun = time.perf_counter() - (seconds_since_start() if argv is None else 0.0)  # imports take time too
     parser = build_parser()
     given, rest = parser.parse_known_args(argv)
     given.rest = rest
+    given.begun = begun
     if rest and given.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run: Callable[[argparse.Namespace], int] = given.run
@@ -116,6 +130,9 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--out", type=Path, metavar="SOLUTION.json", help="write the solution")
     solve.add_argument("--solver", default="portfolio", metavar="NAME", help=f"one of {', '.join(SOLVERS_BY_NAME)}")
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of the random search (default: 0)")
+    solve.add_argument(
+        "--pareto", type=int, metavar="N", help="also solve under N limits: the front of memory and cost"
+    )
     solve.add_argument(
         "--rounds", type=int, metavar="N", help="rounds of search in place of the time limit: reproducible"
     )
@@ -202,15 +219,30 @@ def run_solve(given: argparse.Namespace) -> int:
             given.file,
             out=given.out,
             solver=solver_named(given.solver, seed=given.seed, rounds=given.rounds),
-            time_limit_seconds=_SOLVE_SHARE * given.timeout - seconds_since_start(),
+            time_limit_seconds=_seconds_left(given),
             control=Control(stop=stopped.is_set, report=_solver_progress if show else lambda _: None),
         )
     finally:
         signal.signal(signal.SIGINT, before)
     if show:
         print("\r\033[K", end="", file=sys.stderr)
-    _print(solution_data(solution) if given.json else solution_line(solution))
+    left = max(_seconds_left(given), 0.1)
+    front = () if given.pareto is None else front_of_file(given.file, num_points=given.pareto, time_limit_seconds=left)
+    if given.json:
+        points = {} if given.pareto is None else {"pareto": [point_data(point) for point in front]}
+        _print({**solution_data(solution), **points})
+    else:
+        _print(solution_line(solution))
+        for point in front:
+            _print(point_line(point))
+        if solution.status is Status.INFEASIBLE:
+            print(why_infeasible(given.file, time_limit_seconds=left), file=sys.stderr)
     return 0 if solution.choices is not None else 1
+
+
+def _seconds_left(given: argparse.Namespace) -> float:
+    """What is left for solving; negative afterwards."""
+    return _SOLVE_SHARE * given.timeout - (time.perf_counter() - given.begun)
 
 
 def _solver_progress(progress: Progress) -> None:

@@ -223,6 +223,28 @@ def test_solve(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_solve_explains_and_draws_the_front(tmp_path, capsys):
+    nodes = {"intervals": [[0, 2], [1, 3]], "costs": [[0, 5], [0, 2]], "usages": [[9, 4], [8, 3]]}
+    path = tmp_path / "small.json"
+
+    def write(limit):
+        edges = {"nodes": [[0, 1]], "costs": [[0, 0, 0, 0]]}
+        path.write_text(json.dumps({"problem": {"nodes": nodes, "edges": edges, "usage_limit": limit}}))
+
+    write(6)
+    assert cli.main(["solve", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "infeasible" in printed.out
+    assert "need at least 7 bytes" in printed.err
+    write(100)
+    assert cli.main(["solve", str(path), "--pareto", "8", "--json"]) == 0
+    front = json.loads(capsys.readouterr().out)["pareto"]
+    assert [(point["peak_bytes"], point["cost"]) for point in front] == [(7, 7), (12, 2), (17, 0)]
+    assert cli.main(["solve", str(path), "--pareto", "8"]) == 0
+    assert capsys.readouterr().out.count("peak") == 4
+    assert cli.main(["solve", str(path), "--pareto", "1"]) == 1
+
+
 def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
     path, out = problem_file(tmp_path), tmp_path / "solution.json"
 

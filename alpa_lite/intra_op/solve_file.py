@@ -7,8 +7,10 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from alpa_lite.errors import ProblemFileError
+from alpa_lite.intra_op.limits import Point, explain_infeasible, pareto_front
 from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.problem_file import read_problem, write_solution
 from alpa_lite.intra_op.solvers import SOLVERS, Control, Portfolio, Rounds, Solver, TooWide
@@ -65,6 +67,34 @@ def solve_file(
     if out is not None:
         write_solution(solution, out)
     return solution
+
+
+def front_of_file(path: str | Path, *, num_points: int, time_limit_seconds: float) -> tuple[Point, ...]:
+    """The front of memory and cost of a file's problem.
+
+    Raises ProblemFileError when the file holds no problem, or fewer than two points are asked for.
+    """
+    problem = read_problem(path)
+    try:
+        return pareto_front(problem, num_points=num_points, time_limit_seconds=time_limit_seconds)
+    except ValueError as error:
+        raise ProblemFileError(f"{path}: {error}") from error
+
+
+def why_infeasible(path: str | Path, *, time_limit_seconds: float) -> str:
+    """What the limit of a file's problem is too low for, and what would do, in words."""
+    return explain_infeasible(read_problem(path), time_limit_seconds=time_limit_seconds).sentence()
+
+
+def point_data(point: Point) -> dict[str, Any]:
+    """What JSON can hold of a point of the front, without its choices."""
+    bound = None if math.isinf(point.bound) else point.bound
+    return {"peak_bytes": point.peak_bytes, "cost": point.cost, "bound": bound, "status": point.status.value}
+
+
+def point_line(point: Point) -> str:
+    """One line for people."""
+    return f"  peak {point.peak_bytes:>16,.0f} bytes  cost {point.cost:<14.12g}  {point.status.value}"
 
 
 def solution_line(solution: Solution) -> str:
