@@ -211,7 +211,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
     if (base > work.limit_bytes).any():
         work.offset = math.inf
         return base
-    highest = _RangeMaximum(base)
+    highest = RangeMaximum(base)
     for node in list(work.costs) if (base > seen).any() else list(work.changed):
         alive = work.alive_of(node) if node in work.costs else None
         if alive is not None and not work.infeasible:
@@ -220,7 +220,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
     return base
 
 
-class _RangeMaximum:
+class RangeMaximum:
     """The maximum over any interval, from the maxima over all intervals of 2^k."""
 
     def __init__(self, values: FloatArray) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.problem import Problem, Status, evaluate
+from alpa_lite.intra_op.problem import Problem, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce, Elimination, IntegerProgram, Portfolio, Rounds
 from alpa_lite.intra_op.solvers.dual import Dual
@@ -203,3 +203,14 @@ def test_recombined_choices_take_the_better_of_both(seed: int):
     assert priced.cost <= evaluate(problem, first.tolist()).cost + 1e-9
     if problem.num_nodes and (overrun_of(flat, second) <= 0.0).all() and flat.room.size == 0:
         assert priced.cost <= evaluate(problem, second.tolist()).cost + 1e-9
+
+
+def test_recombined_choices_stay_within_the_limit():
+    """Two parts would each save, the larger more; together they do not fit."""
+    problem = Problem.of(
+        node_costs=[np.array([5.0, 0.0]), np.array([9.0, 0.0]), np.array([4.0, 0.0])],
+        usages=[Usage(node=node, bytes=np.array([0.0, 6.0]), start=0, end=1) for node in range(3)],
+        limit_bytes=13.0,
+    )
+    lean, rich = np.array([0, 0, 0]), np.array([1, 1, 1])
+    assert recombine(problem, flat_problem(problem), lean, rich).tolist() == [1, 1, 0]

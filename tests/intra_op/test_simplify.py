@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Usage, evaluate
-from alpa_lite.intra_op.simplify import simplify
+from alpa_lite.intra_op.simplify import RangeMaximum, simplify
 from alpa_lite.intra_op.solvers import BruteForce
 from tests.intra_op.instances import random_problem, training_step
 
@@ -140,6 +140,36 @@ def test_stopping_early_forgets_no_memory():
     usage = Usage(node=0, bytes=np.array([6.0, 6.0]), start=0, end=1)
     problem = Problem.of(node_costs=(np.zeros(2),), usages=(usage,), limit_bytes=5.0)
     assert math.isinf(simplify(problem, stop=lambda: True).offset)
+
+
+@pytest.mark.parametrize("fixed", [(5.0, 9.0), (9.0, 5.0), (9.0, 9.0)])
+def test_of_rows_that_hold_the_same_nodes_the_fullest_stays(fixed: tuple[float, float]):
+    """Four nodes live throughout; two more, with one strategy each, come and go."""
+    usages = [Usage(node=node, bytes=np.array([5.0, 1.0, 3.0]), start=0, end=9) for node in range(4)]
+    usages += [Usage(node=4, bytes=np.array([fixed[0]]), start=2, end=4)]
+    usages += [Usage(node=5, bytes=np.array([fixed[1]]), start=6, end=8)]
+    problem = triangle(HARD, node_costs=np.zeros(3))
+    limited = Problem.of(
+        node_costs=[*problem.node_costs, np.zeros(1), np.zeros(1)],
+        edges=problem.edges,
+        usages=usages,
+        limit_bytes=18.0,
+    )
+    reduced = simplify(limited)
+    assert reduced.problem.usage_times.max() == 1
+    found = BruteForce().solve(reduced.problem)
+    assert found.choices is not None
+    assert evaluate(limited, reduced.restore(found.choices)).feasible
+    assert found.cost + reduced.offset == pytest.approx(BruteForce().solve(limited).cost)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_the_maximum_over_any_interval(seed: int, size: int):
+    random = np.random.default_rng(seed)
+    values = random.random(size)
+    intervals = np.sort(random.integers(0, size, (20, 2)), axis=1) + np.array([0, 1])
+    expected = [values[first:last].max() for first, last in intervals]
+    assert RangeMaximum(values).of(intervals).tolist() == expected
 
 
 def test_chains_and_trees_are_solved_outright():
