@@ -191,8 +191,8 @@ def test_numbers_of_the_program_are_added_once_to_what_a_loop_accumulates(device
         ones = jnp.ones((8, 8))
 
         def add(total: Any, row: Any) -> Any:
-            grams = row.T @ row
-            return (total[0] + grams, total[1] + grams, total[2] + ones, total[3] + 1.0), None
+            sums = (total[0] + row.T @ row, total[1] + row.T @ jnp.sin(row))  # each sum of its own may wait
+            return (*sums, total[2] + ones, total[3] + 1.0), None
 
         return start, jax.lax.scan(add, (start, ones, jnp.zeros((8, 8)), 0.0), x.transpose(1, 0, 2))[0]
 
