@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.problem import Problem, Status, Usage, evaluate
+from alpa_lite.intra_op.problem import Problem, Solution, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
-from alpa_lite.intra_op.solvers import BruteForce, Elimination, IntegerProgram, Portfolio, Rounds
+from alpa_lite.intra_op.solvers import BruteForce, Elimination, Highs, IntegerProgram, Portfolio, Rounds
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.flat import (
     cost_of,
@@ -24,6 +24,7 @@ from alpa_lite.intra_op.solvers.flat import (
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
 from alpa_lite.intra_op.solvers.rounds import largest_cost, smallest_cost
+from alpa_lite.intra_op.solvers.solver import no_solution
 from tests.intra_op.instances import random_problem, training_step
 
 FORBIDDEN = 1e6
@@ -214,3 +215,29 @@ def test_recombined_choices_stay_within_the_limit():
     )
     lean, rich = np.array([0, 0, 0]), np.array([1, 1, 1])
     assert recombine(problem, flat_problem(problem), lean, rich).tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_what_fixing_leaves_is_finished_by_a_program(monkeypatch: pytest.MonkeyPatch, finishes: bool):
+    """If the program proves the best, so is the answer; if it runs out of time, the bound is what it was."""
+    problem = simplify(training_step(num_layers=4, num_strategies=8, limit_fraction=0.6)).problem
+    sizes: list[int] = []
+    search = Highs.search
+
+    def searched(self: Highs, problem: Problem, *, time_limit_seconds: float, **options: object) -> Solution:
+        sizes.append(problem.edge_costs.values.size)
+        if finishes:
+            return search(self, problem, time_limit_seconds=60.0)
+        return no_solution(status=Status.TIME_LIMIT, started=0.0, solver=self.name)
+
+    monkeypatch.setattr(Highs, "search", searched)
+    solver = replace(rounds_only(max_rounds=24), max_program_entries=problem.edge_costs.values.size - 1)
+    solution = solver.solve(problem)
+    assert sizes
+    assert max(sizes) < problem.edge_costs.values.size
+    monkeypatch.undo()
+    best = Highs().solve(problem)
+    assert (solution.status is Status.OPTIMAL) == finishes
+    assert solution.cost == pytest.approx(best.cost, rel=1e-9 if finishes else 0.02)
+    if not finishes:
+        assert solution.bound < best.cost
