@@ -21,6 +21,7 @@ from alpa_lite.intra_op.solvers.flat import (
     with_finite_costs,
     with_rows,
 )
+from alpa_lite.intra_op.solvers.kernels import compile_kernels
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
 from alpa_lite.intra_op.solvers.rounds import largest_cost, smallest_cost
@@ -38,6 +39,11 @@ def rounds_only(**options: object) -> Portfolio:
         max_program_entries=0,
         rounds=Rounds(**options),  # type: ignore[arg-type]
     )
+
+
+def test_kernels_compile_ahead():
+    compile_kernels()
+    assert cost_of.signatures  # type: ignore[attr-defined]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,32 @@
+"""Compile the kernels ahead of their first use: `python -m alpa_lite.intra_op.solvers.kernels` (about 10 s, once)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from alpa_lite.intra_op.problem import Edge, Problem, Usage
+from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.flat import flat_problem
+from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
+from alpa_lite.intra_op.solvers.recombine import recombine
+
+
+def compile_kernels() -> None:
+    """Run every kernel on a problem of two nodes; numba keeps what it compiles on disk."""
+    problem = Problem.of(
+        node_costs=[np.array([0.0, 1.0])] * 2,
+        edges=[Edge(source=0, target=1, costs=np.array([[0.0, 1.0], [2.0, 0.0]]))],
+        usages=[Usage(node=node, bytes=np.array([2.0, 1.0]), start=0, end=1) for node in range(2)],
+        limit_bytes=3.0,
+    )
+    flat = flat_problem(problem)
+    dual = Dual(flat=flat)
+    dual.run(1, upper=2.0)
+    dual.strategies_left(2.0)
+    first, second = np.array([1, 1]), np.array([0, 1])
+    Neighbourhood(flat=flat, seed=0).run(first, dual.best_prices, num_blocks=1, first_heat=1.0, last_heat=0.5)
+    recombine(problem, flat, first, second)
+
+
+if __name__ == "__main__":
+    compile_kernels()
