@@ -84,7 +84,9 @@ class Auto(Planner):
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
         for step in candidate_steps(request, self.num_layers or MAX_LAYERS, problems):
             try:
-                yield self._search_step(request, step)
+                # One explanation is enough, and it takes time.
+                explained = any(isinstance(problem, InfeasibleError) for problem in problems)
+                yield self._search_step(replace(request, advise=request.advise and not explained), step)
             except PlanError as error:
                 problems.append(error)
 
@@ -116,7 +118,7 @@ class Auto(Planner):
         for planner in self.manual:
             request.progress(planner.name)
             try:
-                yield planner.plan(request)
+                yield planner.plan(replace(request, advise=False))
             except AlpaLiteError as error:
                 problems.append(error)
 
