@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.intra_op.problem import Problem, Solution, Status, Usage, evaluate
+from alpa_lite.intra_op.problem import Edge, Problem, Solution, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce, Elimination, Highs, IntegerProgram, Portfolio, Rounds
 from alpa_lite.intra_op.solvers.dual import Dual
@@ -247,3 +247,27 @@ def test_what_fixing_leaves_is_finished_by_a_program(monkeypatch: pytest.MonkeyP
     assert solution.cost == pytest.approx(best.cost, rel=1e-9 if finishes else 0.02)
     if not finishes:
         assert solution.bound < best.cost
+
+
+@pytest.mark.parametrize("limit", [40.0, 60.0])
+def test_problems_without_costs_are_a_matter_of_memory(limit: float):
+    """Twelve nodes of at least four bytes each: 48 in all."""
+    random = np.random.default_rng(0)
+    nodes = range(12)
+    problem = Problem.of(
+        node_costs=[np.zeros(4)] * 12,
+        edges=[
+            Edge(source=u, target=v, costs=np.where(random.random((4, 4)) < 0.2, np.inf, 0.0))
+            for u in nodes
+            for v in range(u)
+            if (u + v) % 3 == 0
+        ],
+        usages=[Usage(node=node, bytes=np.array([9.0, 4.0, 7.0, 4.0]), start=0, end=2) for node in nodes],
+        limit_bytes=limit,
+    )
+    solution = rounds_only(max_rounds=40).solve(problem)
+    if limit < 48.0:
+        assert solution.status is Status.INFEASIBLE
+    else:
+        assert solution.choices is not None
+        assert solution.cost == 0.0

@@ -383,7 +383,8 @@ class Neighbourhood:
         """Rows that stay overrun get ever higher prices, the others lose theirs."""
         over = overrun > 0.0
         first = max(
-            float(row_prices.max(initial=0.0)), _FIRST_PRESSURE * abs(cost) / max(overrun.max(initial=0.0), 1.0)
+            float(row_prices.max(initial=0.0)),
+            _FIRST_PRESSURE * (abs(cost) or 1.0) / max(overrun.max(initial=0.0), 1.0),
         )
         self._pressure = np.where(over, np.maximum(4.0 * self._pressure, first), self._pressure / 2.0)
         self._pressure[self._pressure < first / 16.0] = 0.0

@@ -51,6 +51,7 @@ _LOOK_BACK = 8
 _SLOW = 2e-4
 """The bound gains little when this many rounds raise it by less than this part of it."""
 _LIKELY_GAP = 0.5
+_ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
 _PROGRAM_SHARE = 0.5
 
@@ -87,6 +88,11 @@ def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
 def _share_of(number: int) -> float:
     """How much of a whole round the round with this number does."""
     return min(1.0, (number + 1) / _SHORT_ROUNDS)
+
+
+def _span(problem: Problem) -> float:
+    """By how much choices of finite cost may differ in cost, at the most; 1 second if not at all."""
+    return largest_cost(problem) - smallest_cost(problem) or 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,10 +147,14 @@ class RoundSearch:
 
     def _ends(self, number: int) -> bool:
         rounds = self.options.max_rounds
-        if self.bound > largest_cost(self.problem) or (rounds is not None and number >= rounds):
+        if self._is_infeasible() or (rounds is not None and number >= rounds):
             return True
         near = self.cost - self.bound <= self.relative_gap * abs(self.cost) if math.isfinite(self.cost) else False
         return near or closes(self.bound, self.cost) or (self.clock.over() if rounds is None else self._stopped())
+
+    def _is_infeasible(self) -> bool:
+        """Whether the bound exceeds what any choices of finite cost cost, by more than rounding."""
+        return self.bound > largest_cost(self.problem) + _ROUNDING * _span(self.problem)
 
     def _stopped(self) -> bool:
         return self.clock.control.stop()
@@ -153,8 +163,7 @@ class RoundSearch:
         started = self.clock.started
         if self.choices is not None:
             return solution_of(self.problem, self.choices, bound=self.bound, started=started, solver=_NAME)
-        infeasible = self.bound > largest_cost(self.problem)
-        status = Status.INFEASIBLE if infeasible else Status.TIME_LIMIT
+        status = Status.INFEASIBLE if self._is_infeasible() else Status.TIME_LIMIT
         return no_solution(status=status, started=started, solver=_NAME, bound=self.bound)
 
     # ------------------------------------------------------------------------------------------------ the core
@@ -163,16 +172,16 @@ class RoundSearch:
         flat = flat_problem(problem)
         # For search, what is forbidden must cost more than anything else; for the bound any number is right, and the
         # nearer it is to the costs that matter, the sooner messages converge.
-        searched = with_finite_costs(flat, 2.0 * (largest_cost(problem) - smallest_cost(problem)) + 1e-300)
+        searched = with_finite_costs(flat, 2.0 * _span(problem))
         searches = [
             Neighbourhood(flat=searched, seed=self.options.seed + number) for number in range(self.options.num_threads)
         ]
-        guess = self._descent(searched)
-        dual = Dual(flat=with_finite_costs(flat, 2.0 * (guess - smallest_cost(problem)) + 1e-300))
+        span = min(self._descent(searched) - smallest_cost(problem), _span(problem)) or 1.0
+        dual = Dual(flat=with_finite_costs(flat, 2.0 * span))
         nothing: list[IntArray | None] = [None] * len(searches)
         return _Core(
             problem=problem, flat=searched, dual=dual, searches=searches, at=nothing, offered=nothing.copy(),
-            span=guess - smallest_cost(problem),
+            span=span,
         )  # fmt: skip
 
     def _descent(self, flat: Flat) -> float:
