@@ -51,6 +51,8 @@ _LOOK_BACK = 8
 _SLOW = 2e-4
 """The bound gains little when this many rounds raise it by less than this part of it."""
 _LIKELY_GAP = 0.5
+_LEAST_GAP = 0.04
+"""Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
 _ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
 _PROGRAM_SHARE = 0.5
@@ -250,7 +252,9 @@ class RoundSearch:
         num_passes = self._within(max(2, min(500, passes)), core.seconds_per_pass)
         # Steps are as long as the gap is thought to be: bad first answers say nothing about it.
         reach = _LIKELY_GAP * max(abs(core.dual.bound), 1e-3 * core.span)
-        upper = min(self.cost - self._offset, core.dual.bound + reach) if math.isfinite(core.dual.bound) else core.span
+        least = core.dual.bound + _LEAST_GAP * reach
+        upper = max(min(self.cost - self._offset, core.dual.bound + reach), least)
+        upper = upper if math.isfinite(core.dual.bound) else core.span
 
         def job() -> None:
             begun = time.perf_counter()
@@ -263,12 +267,13 @@ class RoundSearch:
         core = self._core
         start = self._start_of(index, number)
         first_heat, last_heat = self._heat(index, number)
+        prices = core.dual.best_prices.copy()  # the bound moves on at the same time
         num_blocks = self._within(int(_BLOCKS_PER_ROUND * _share_of(number)), core.seconds_per_block)
 
         def job() -> None:
             begun = time.perf_counter()
             core.at[index] = core.searches[index].run(
-                start, core.dual.best_prices, num_blocks=num_blocks, first_heat=first_heat, last_heat=last_heat
+                start, prices, num_blocks=num_blocks, first_heat=first_heat, last_heat=last_heat
             )
             core.seconds_per_block = (time.perf_counter() - begun) / num_blocks
 
