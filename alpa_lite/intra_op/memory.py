@@ -49,6 +49,29 @@ def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> Fl
     return np.cumsum(change[:-1])
 
 
+class RangeMaximum:
+    """The maximum over any interval, from the maxima over all intervals of 2^k."""
+
+    def __init__(self, values: FloatArray) -> None:
+        self._levels = [values]
+        width = 1
+        while 2 * width <= values.size:
+            below = self._levels[-1]
+            self._levels.append(np.maximum(below[:-width], below[width:]))
+            width *= 2
+
+    def of(self, intervals: IntArray) -> FloatArray:
+        """The maximum over each interval [first, last); intervals are (k, 2) and not empty."""
+        first, last = intervals.T
+        level = np.log2(last - first).astype(int)
+        highest = np.empty(len(intervals))
+        for number in range(len(self._levels)):
+            here = level == number
+            values = self._levels[number]
+            highest[here] = np.maximum(values[first[here]], values[last[here] - (1 << number)])
+        return highest
+
+
 def binding_times(problem: Problem) -> IntArray:
     """The maximal times at which the greediest choices would overrun the limit; none when there is no limit."""
     if problem.limit_bytes is None or problem.usage_nodes.size == 0:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.memory import sum_over_rows
+from alpa_lite.intra_op.memory import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.reductions import Alive, Step, Workspace
 
@@ -218,29 +218,6 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
             room = work.limit_bytes - highest.of(alive.rows)
             work.keep(node, np.less_equal(alive.bytes, room[:, None]).min(axis=0))
     return base
-
-
-class RangeMaximum:
-    """The maximum over any interval, from the maxima over all intervals of 2^k."""
-
-    def __init__(self, values: FloatArray) -> None:
-        self._levels = [values]
-        width = 1
-        while 2 * width <= values.size:
-            below = self._levels[-1]
-            self._levels.append(np.maximum(below[:-width], below[width:]))
-            width *= 2
-
-    def of(self, intervals: IntArray) -> FloatArray:
-        """The maximum over each interval [first, last); intervals are (k, 2) and not empty."""
-        first, last = intervals.T
-        level = np.log2(last - first).astype(int)
-        highest = np.empty(len(intervals))
-        for number in range(len(self._levels)):
-            here = level == number
-            values = self._levels[number]
-            highest[here] = np.maximum(values[first[here]], values[last[here] - (1 << number)])
-        return highest
 
 
 # ---------------------------------------------------------------------------------------------------------- elimination

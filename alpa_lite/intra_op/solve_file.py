@@ -13,20 +13,25 @@ from alpa_lite.errors import ProblemFileError
 from alpa_lite.intra_op.limits import Point, explain_infeasible, pareto_front
 from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.problem_file import read_problem, write_solution
-from alpa_lite.intra_op.solvers import SOLVERS, Control, Portfolio, Rounds, Solver, TooWide
+from alpa_lite.intra_op.solvers import (
+    BruteForce,
+    Control,
+    Elimination,
+    Highs,
+    IntegerProgram,
+    Portfolio,
+    Rounds,
+    Solver,
+    TooWide,
+)
 
-SOLVERS_BY_NAME = {
+SOLVERS_BY_NAME: dict[str, Solver] = {
     "portfolio": Portfolio(),
-    **{
-        name: next(solver for solver in SOLVERS if solver.name == kind)
-        for name, kind in (
-            ("elimination", "Elimination"),
-            ("highs", "Highs"),
-            ("pulp", "IntegerProgram"),
-            ("brute_force", "BruteForce"),
-        )
-    },
     "search": Portfolio(max_program_entries=0),
+    "highs": Highs(),
+    "pulp": IntegerProgram(),
+    "elimination": Elimination(),
+    "brute_force": BruteForce(),
 }
 """Solvers by their name on the command line."""
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alpa_lite.intra_op.memory import RangeMaximum
 from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Usage, evaluate
-from alpa_lite.intra_op.simplify import RangeMaximum, simplify
+from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce
 from tests.intra_op.instances import random_problem, training_step
 

@@ -243,6 +243,16 @@ class Highs(Solver):
         ).solve()  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ended:
+    """How HiGHS ended: the values of s (empty if there are none) and what it proved, in seconds."""
+
+    status: Any
+    values: FloatArray
+    objective: float
+    dual_bound: float
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Run:
     """One solve: the relaxation, then the program with integrality."""
@@ -258,14 +268,13 @@ class _Run:
     def solve(self) -> Solution:
         """See ``Highs.solve``."""
         ended = highspy.HighsModelStatus
-        status, values = self._until_nothing_is_overrun(_OVERRUN)
-        if status == ended.kOptimal:
-            self.bound = self.program.seconds(self.program.highs.getInfo().objective_function_value)
-            choices = self._read(values)
-            if np.abs(values - values.round()).max() <= 1e-6 and evaluate(self.program.problem, choices).feasible:
-                return self._answer(choices, proven=True)
-        else:
-            return self._without_choices(status)
+        relaxed = self._until_nothing_is_overrun(_OVERRUN)
+        if relaxed.status != ended.kOptimal:
+            return self._without_choices(relaxed.status)
+        self.bound = relaxed.objective
+        choices, values = self._read(relaxed.values), relaxed.values
+        if np.abs(values - values.round()).max() <= 1e-6 and evaluate(self.program.problem, choices).feasible:
+            return self._answer(choices, proven=True)
         count = self.program.problem.node_costs.values.size
         self.program.highs.changeColsIntegrality(
             count, np.arange(count, dtype=np.int32), np.full(count, 1, dtype=np.uint8)
@@ -280,32 +289,37 @@ class _Run:
             if self.start is not None:
                 chosen = self.program.problem.node_costs.starts[:-1] + np.asarray(self.start)
                 self.program.highs.setSolution(chosen.size, chosen.astype(np.int32), np.ones(chosen.size))
-            status, values = self._until_nothing_is_overrun(0.0)
-            info = self.program.highs.getInfo()
-            self.bound = max(self.bound, self.program.seconds(float(info.mip_dual_bound)))
-            if values.size == 0:
-                return self._without_choices(status)
-            choices = self._read(values)
+            found = self._until_nothing_is_overrun(0.0)
+            self.bound = max(self.bound, found.dual_bound)
+            if found.values.size == 0:
+                return self._without_choices(found.status)
+            choices = self._read(found.values)
             if evaluate(self.program.problem, choices).feasible:
-                return self._answer(choices, proven=status == ended.kOptimal and self.solver.relative_gap == 0.0)
+                return self._answer(choices, proven=found.status == ended.kOptimal and self.solver.relative_gap == 0.0)
             if self._left() <= 0.0 or self.control.stop():
-                return self._without_choices(status)
+                return self._without_choices(found.status)
             _cut_off(self.program, choices)
 
-    def _until_nothing_is_overrun(self, tolerance: float) -> tuple[Any, FloatArray]:
-        """Solve until no row outside the program is overrun; the values of s, empty if there are none."""
+    def _until_nothing_is_overrun(self, tolerance: float) -> _Ended:
+        """Solve until no row outside the program is overrun."""
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
             _run_stoppable(highs, self.control)
             status, info = highs.getModelStatus(), highs.getInfo()
-            if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-                return status, np.zeros(0)
-            values = np.array(highs.getSolution().col_value[:count])
+            found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+            # Read before rows are added: HiGHS forgets its answer when the program changes.
+            ended = _Ended(
+                status=status,
+                values=np.array(highs.getSolution().col_value[:count]) if found else np.zeros(0),
+                objective=self.program.seconds(info.objective_function_value),
+                dual_bound=self.program.seconds(float(info.mip_dual_bound)),
+            )
             known = len(self.program.added)
-            _add_overrun(self.program, values, tolerance)
+            if found:
+                _add_overrun(self.program, ended.values, tolerance)
             if len(self.program.added) == known or self._left() <= 0.0 or self.control.stop():
-                return status, values
+                return ended
 
     def _left(self) -> float:
         return self.deadline - time.perf_counter()

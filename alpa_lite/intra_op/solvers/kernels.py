@@ -21,9 +21,9 @@ def compile_kernels() -> None:
     )
     flat = flat_problem(problem)
     dual = Dual(flat=flat)
-    dual.run(1, upper=2.0)
+    dual.run(40, upper=2.0)  # memory gets its prices after the first few
     dual.strategies_left(2.0)
-    first, second = np.array([1, 1]), np.array([0, 1])
+    first, second = np.array([1, 1]), np.array([0, 0])
     Neighbourhood(flat=flat, seed=0).run(first, dual.best_prices, num_blocks=1, first_heat=1.0, last_heat=0.5)
     recombine(problem, flat, first, second)
 

@@ -129,6 +129,11 @@ class RoundSearch:
     _reduced: list[Simplified] = field(default_factory=list[Simplified])
     _core: _Core = field(init=False)
     _fixed_at: float = math.inf
+    _infeasible_above: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # No choices of finite cost cost more; the rest is for rounding.
+        self._infeasible_above = largest_cost(self.problem) + _ROUNDING * _span(self.problem)
 
     def solve(self, first: Solution | None) -> Solution:
         """The best choices found, within the limit, and the best bound; ``first`` is what is known before."""
@@ -155,8 +160,8 @@ class RoundSearch:
         return near or closes(self.bound, self.cost) or (self.clock.over() if rounds is None else self._stopped())
 
     def _is_infeasible(self) -> bool:
-        """Whether the bound exceeds what any choices of finite cost cost, by more than rounding."""
-        return self.bound > largest_cost(self.problem) + _ROUNDING * _span(self.problem)
+        """Whether the bound exceeds what any choices of finite cost cost."""
+        return self.bound > self._infeasible_above
 
     def _stopped(self) -> bool:
         return self.clock.control.stop()
