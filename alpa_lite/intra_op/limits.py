@@ -130,7 +130,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Clock:
+class _Budget:
     """The solver to ask, and until when."""
 
     solver: Solver
@@ -150,14 +150,14 @@ class _Clock:
         return self.solve(replace(problem, limit_bytes=limit_bytes), seconds)
 
 
-def _clock(solver: Solver | None, seconds: float) -> _Clock:
+def _budget(solver: Solver | None, seconds: float) -> _Budget:
     # What would fit is found out here, once; solvers need not do so for each limit that is too low.
-    return _Clock(solver=solver or Portfolio(peak_seconds=0.0), deadline=time.perf_counter() + seconds)
+    return _Budget(solver=solver or Portfolio(peak_seconds=0.0), deadline=time.perf_counter() + seconds)
 
 
-def _leanest(problem: Problem, clock: _Clock) -> Leanest:
-    found = leanest(problem, solve=clock.solve, time_limit_seconds=clock.left / 2)
-    return prove_leanest(problem, found, solve=clock.solve, time_limit_seconds=clock.left / 2)
+def _leanest(problem: Problem, budget: _Budget) -> Leanest:
+    found = leanest(problem, solve=budget.solve, time_limit_seconds=budget.left / 2)
+    return prove_leanest(problem, found, solve=budget.solve, time_limit_seconds=budget.left / 2)
 
 
 # ------------------------------------------------------------------------------------------------------ too low a limit
@@ -167,8 +167,8 @@ def explain_infeasible(
     problem: Problem, *, solver: Solver | None = None, time_limit_seconds: float = 30.0
 ) -> Infeasibility:
     """The smallest limit that would do, what it costs, and what needs so much; ``solver`` is the portfolio if None."""
-    clock = _clock(solver, time_limit_seconds)
-    lean = _leanest(problem, clock)
+    budget = _budget(solver, time_limit_seconds)
+    lean = _leanest(problem, budget)
     if lean.choices is None:
         impossible = math.isinf(lean.bound_bytes)
         return Infeasibility(
@@ -177,7 +177,7 @@ def explain_infeasible(
             conflict=_conflict(problem) if impossible else (),
             bound_bytes=lean.bound_bytes,
         )
-    best = clock.best(problem, lean.peak_bytes, share=1.0)
+    best = budget.best(problem, lean.peak_bytes, share=1.0)
     choices = lean.choices if best.choices is None else best.choices
     moment, nodes = _worst(problem, choices)
     used = sum(each.bytes for each in nodes)
@@ -248,25 +248,25 @@ def pareto_front(
     """
     if num_points < 2:
         raise ValueError(f"A front of {num_points} points was asked for; its two ends are the least.")
-    clock = _clock(solver, time_limit_seconds)
-    lean = _leanest(problem, replace(clock, deadline=clock.deadline - 0.6 * clock.left))
+    budget = _budget(solver, time_limit_seconds)
+    lean = _leanest(problem, replace(budget, deadline=budget.deadline - 0.6 * budget.left))
     if lean.choices is None:
         return ()
-    first = _point(problem, clock, lean.peak_bytes, share=0.3) or _unsolved(problem, lean)
-    last = _point(problem, clock, None, share=0.3)
+    first = _point(problem, budget, lean.peak_bytes, share=0.3) or _unsolved(problem, lean)
+    last = _point(problem, budget, None, share=0.3)
     points = [first, *filter(None, [last])]
     gaps = _open([_Gap(below=first, above=each, first_bytes=first.limit_bytes + 1.0) for each in points[1:]])
-    while gaps and clock.left > 0.0 and (missing := num_points - len(_front(points))) > 0:
+    while gaps and budget.left > 0.0 and (missing := num_points - len(_front(points))) > 0:
         gap = max(gaps, key=lambda each: each.area)
         gaps.remove(gap)
-        found = _point(problem, clock, gap.limit, share=1.0 / (missing + 1))
+        found = _point(problem, budget, gap.limit, share=1.0 / (missing + 1))
         points += filter(None, [found])
         gaps += _open(gap.split(found))
     return _front(points)
 
 
-def _point(problem: Problem, clock: _Clock, limit_bytes: float | None, *, share: float) -> Point | None:
-    solution = clock.best(problem, limit_bytes, share=share)
+def _point(problem: Problem, budget: _Budget, limit_bytes: float | None, *, share: float) -> Point | None:
+    solution = budget.best(problem, limit_bytes, share=share)
     if solution.choices is None:
         return None
     return Point(

@@ -146,8 +146,8 @@ def _prefix_sums(row_prices: FloatArray, room: FloatArray, prices: FloatArray) -
 @kernel
 def _bounds_by_strategy(
     flat: Flat, message_start: IntArray, messages: FloatArray, prices: FloatArray, bounds: FloatArray
-) -> float:
-    """Write, for every strategy of every node, a bound of all choices with it; the bound without any condition."""
+) -> None:
+    """Write, for every strategy of every node, a bound of all choices with it, before sum_t p_t limit is taken off."""
     largest = 0
     for node in range(flat.cost_start.size - 1):
         largest = max(largest, flat.cost_start[node + 1] - flat.cost_start[node])
@@ -170,7 +170,6 @@ def _bounds_by_strategy(
             if flat.link_node[link] > node:
                 total += lowest
     bounds += total
-    return total
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
