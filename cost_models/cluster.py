@@ -21,7 +21,18 @@ from cost_models.hardware import Device as Device
 from cost_models.hardware import Link as Link
 
 _NOT_CLUSTER_KEYS = ("sources", "notes")
-_OPTIONAL_KEYS = ("efficiency", "shared_processor", "device_share")
+_OPTIONAL_KEYS = (
+    "efficiency",
+    "shared_processor",
+    "device_share",
+    "num_units",
+    "tiles",
+    "fill_depth",
+    "matrix_efficiency",
+    "convolution_efficiency",
+    "memory_efficiency",
+    "contention",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,9 @@ class Cluster:
         """A dict of JSON values; `from_json` gives the same cluster back."""
         data = asdict(self)
         data["device"]["peak_flops"] = self.device.peaks
+        data["device"]["tiles"] = [list(tile) for tile in self.device.tiles]
+        if not isinstance(self.device.matrix_efficiency, (int, float)):
+            data["device"]["matrix_efficiency"] = self.device.efficiencies
         return data
 
     @classmethod
