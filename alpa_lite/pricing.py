@@ -204,7 +204,7 @@ class Estimator:
     @property
     def seconds(self) -> float:
         """Seconds of one run of the task."""
-        return self._simulated(self.tasks)
+        return self.simulated(self.tasks)
 
     def literal(self, value: Value) -> int:
         """Scalars are free."""
@@ -265,7 +265,8 @@ class Estimator:
         self.trips, self.tasks = trips, tasks
         return [self._add(seconds, "both", operands)] * len(op.results)
 
-    def _simulated(self, tasks: Sequence[Task]) -> float:
+    def simulated(self, tasks: Sequence[Task]) -> float:
+        """Seconds of some tasks, beside each other where they can be."""
         return self._looped(tasks, (), 1.0)
 
     def _looped(self, tasks: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -32,18 +33,27 @@ class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
 
     zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
+    replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are outermost.
+    context: devices that share the positions of each sequence (context parallelism), beside "data".
+    expert: of "data", how many devices may hold different experts: they split the batch or whatever else is cheaper.
+    sequence_parallel: whether sums over "model" may stay scattered over it between products.
     """
 
     pipeline: int = 1
     data: int | None = None
     model: int = 1
     zero: int = 0
+    replicas: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:
         """`pp4 × dp2`-like."""
         parts = [f"pp{self.pipeline}" if self.pipeline > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         return " × ".join(filter(None, parts)) or "hybrid"
 
@@ -70,29 +80,52 @@ class Hybrid(Planner):
         """One without a pipeline, else enough to fill it; each micro-batch must divide over the data axis."""
         if self.pipeline == 1 or batch_size is None:
             return (1,)
-        data = mesh.axis_sizes.get("data", 1)
+        data = batch_ways(mesh)
         wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
         return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
     def restriction(self) -> Restriction:
         """What the axes may do."""
-        roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
-        optimizer = Split.MUST if self.zero >= 1 else Split.NEVER
-        return Restriction(roles=roles, optimizer=optimizer, parameters=Split.MUST if self.zero >= 3 else Split.NEVER)
+        roles = {
+            "replica": AxisRole.REPLICA,
+            "data": AxisRole.BATCH,
+            "expert": AxisRole.ANY,
+            "context": AxisRole.CONTEXT,
+            "model": AxisRole.MODEL,
+        }
+        return Restriction(
+            roles=roles,
+            optimizer=Split.MUST if self.zero >= 1 else Split.NEVER,
+            parameters=Split.MUST if self.zero >= 3 else Split.NEVER,
+            scatter_sums=self.sequence_parallel,
+        )
 
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """The logical mesh of every stage."""
         total = request.cluster.num_devices
-        data = self.data if self.data is not None else max(1, total // (self.pipeline * self.model))
-        if data * self.model * self.pipeline != total:
+        rest = self.pipeline * self.context * self.model
+        data = self.data if self.data is not None else max(1, total // rest)
+        if data * rest != total:
+            context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data × {self.model} model = {data * self.model * self.pipeline} "
+                f"{self.pipeline} stages × {data} data{context} × {self.model} model = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
-        axes = [(name, size) for name, size in (("data", data), ("model", self.model)) if size > 1]
-        axes = axes or [("data", 1)]
-        return LogicalMesh(axis_names=tuple(n for n, _ in axes), shape=tuple(s for _, s in axes))
+        if data % (self.replicas * self.expert):
+            raise PlanError(
+                f"{self.replicas} replicas × {self.expert} expert devices lie within the {data} data-parallel devices, "
+                "but their product does not divide that number. Choose degrees that do."
+            )
+        sizes = {
+            "replica": self.replicas,
+            "data": data // (self.replicas * self.expert),
+            "expert": self.expert,
+            "context": self.context,
+            "model": self.model,
+        }
+        axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+        return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
     def _stage(
         self, costs: StageCosts, request: PlanRequest, layers: Layers, index: int, mesh: LogicalMesh, microbatches: int
@@ -160,9 +193,14 @@ def stage_layers(step: StepGraph, count: int) -> Layers:
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
+def batch_ways(mesh: LogicalMesh) -> int:
+    """Into how many parts the axes split the batch."""
+    return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
+
+
 def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
-    """The "data" axis must divide every micro-batch."""
-    data = mesh.axis_sizes.get("data", 1)
+    """The axes that split the batch must divide every micro-batch."""
+    data = batch_ways(mesh)
     if step.batch_size is None:
         if data > 1:
             raise PlanError(
