@@ -213,6 +213,13 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         },
         launch_seconds=max(device.launch_seconds for device in devices),
         dispatch_seconds=max(device.dispatch_seconds for device in devices),
+        matrix_efficiency={
+            dtype: min(device.efficiencies[device.format(dtype, matrix=dtype != "float32")] for device in devices)
+            for dtype in base.peaks
+        },
+        convolution_efficiency=min(device.convolution_efficiency for device in devices),
+        memory_efficiency=min(device.memory_efficiency for device in devices),
+        contention=max(device.contention for device in devices),
     )
 
 
@@ -270,6 +277,9 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Device):
         data = asdict(value)
         data["peak_flops"] = value.peaks
+        data["tiles"] = [list(tile) for tile in value.tiles]
+        if not isinstance(value.matrix_efficiency, (int, float)):
+            data["matrix_efficiency"] = value.efficiencies
         return data
     if isinstance(value, HostGroup):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models.checks import require_amount
+from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
 from cost_models.link import Link as Link
 
@@ -36,9 +36,17 @@ class Device:
             pairs sorted by name, so that a device can be hashed.
         launch_seconds: time before a kernel reaches its full rate, per kernel.
         dispatch_seconds: host time to launch one compiled program.
+        num_units: parts that work on blocks of a matrix product side by side (streaming multiprocessors, matrix units).
+        tiles: (rows, columns) of the blocks that a unit can be given; the kernel takes the best of them.
+        fill_depth: depth of a product at which a unit reaches half of its rate, as if so many steps were lost.
+        matrix_efficiency: part of the peak rate that large products sustain in training, by dtype name (as in
+            `peak_flops`) or one number for all; clocks that sink under load belong here.
+        convolution_efficiency: part of that which convolutions reach.
+        memory_efficiency: part of the memory bandwidth that large kernels sustain.
+        contention: by what part kernels and collectives slow each other down while both run.
 
     Raises:
-        ClusterError: a rate that is not above 0, a time below 0, or no float32 rate.
+        ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], or no float32 rate.
     """
 
     name: str
@@ -47,11 +55,22 @@ class Device:
     peak_flops: PeakFlops
     launch_seconds: float
     dispatch_seconds: float
+    num_units: int = 1
+    tiles: tuple[tuple[int, int], ...] = ((128, 128),)
+    fill_depth: float = 0.0
+    matrix_efficiency: PeakFlops | float = 0.8
+    convolution_efficiency: float = 0.75
+    memory_efficiency: float = 0.8
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         label = f"The device {self.name!r}:"
         pairs = tuple(sorted(dict(self.peak_flops).items()))
         object.__setattr__(self, "peak_flops", pairs)
+        object.__setattr__(self, "tiles", tuple((int(rows), int(columns)) for rows, columns in self.tiles))
+        if not isinstance(self.matrix_efficiency, (int, float)):
+            object.__setattr__(self, "matrix_efficiency", tuple(sorted(dict(self.matrix_efficiency).items())))
+        self._check_kernels(label)
         for what, unit in (("memory_bytes", "bytes"), ("memory_bandwidth", "bytes per second")):
             value = getattr(self, what)
             require_amount(f"{label} {what}", value, advice=f"give it in {unit}", positive=True, error=ClusterError)
@@ -66,18 +85,44 @@ class Device:
                 "type falls back to it: add it (on a device without float32 units, the rate of what runs instead)."
             )
 
+    def _check_kernels(self, label: str) -> None:
+        require_count(f"{label} num_units", self.num_units, advice="count the units of one device", error=ClusterError)
+        if not self.tiles or any(rows < 1 or columns < 1 for rows, columns in self.tiles):
+            raise ClusterError(f"{label} tiles is {self.tiles!r}, but pairs of at least 1 row and column are needed.")
+        require_amount(f"{label} fill_depth", self.fill_depth, advice="give it in steps of depth", error=ClusterError)
+        require_amount(f"{label} contention", self.contention, advice="give a part, 0 for none", error=ClusterError)
+        parts = {f"matrix_efficiency[{dtype!r}]": part for dtype, part in self.efficiencies.items()}
+        parts |= {name: getattr(self, name) for name in ("convolution_efficiency", "memory_efficiency")}
+        for what, part in parts.items():
+            advice = "give the part of the rate that is reached"
+            require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)
+            if part > 1:
+                raise ClusterError(f"{label} {what} is {part!r}, but it is a part of at most 1: {advice}.")
+
     @property
     def peaks(self) -> dict[str, float]:
         """FLOP/s by dtype name."""
         return dict(self.peak_flops)
 
-    def peak(self, dtype: str, *, matrix: bool = True) -> float:
-        """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units.
+    @property
+    def efficiencies(self) -> dict[str, float]:
+        """Part of the peak rate that large products sustain, for each dtype of `peaks`."""
+        given = self.matrix_efficiency
+        if isinstance(given, (int, float)):
+            return dict.fromkeys(self.peaks, float(given))
+        stated = dict(given)
+        return {dtype: stated.get(dtype, min(stated.values())) for dtype in self.peaks}
+
+    def format(self, dtype: str, *, matrix: bool = True) -> str:
+        """The number format, a key of `peaks`, in which kernels run on operands of `dtype`.
 
         A missing 16-bit type uses the other one; float8 uses the 16-bit types; everything else float32. Vector units
-        run at the float32 rate, except for float64 where the device states it.
+        (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
         """
         family = "float8" if dtype.startswith("float8") else dtype
         names = _MATRIX_FALLBACKS.get(family, (family,)) if matrix or family == "float64" else ()
-        peaks = self.peaks
-        return next((peaks[name] for name in names if name in peaks), peaks["float32"])
+        return next((name for name in names if name in self.peaks), "float32")
+
+    def peak(self, dtype: str, *, matrix: bool = True) -> float:
+        """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units (`format`)."""
+        return self.peaks[self.format(dtype, matrix=matrix)]

@@ -122,25 +122,25 @@ def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Esti
     return estimator
 
 
-def _enter(walk: Walk[None], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
+def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
     """Make known what comes into a task: inputs, and values of other phases in the specs that they left in."""
     graph, phases = view.graph, view.step.phases
     for v, spec in choice.inputs.items():
-        walk.put(v, spec, None)
+        walk.put(v, spec, Estimator.NOTHING)
     for op_id in view.ops:
         if phases[op_id] in (phase, Phase.INVARIANT) or op_id in repeated:
             continue
         placement = choice.ops.get(op_id)
         for i, r in enumerate(graph.ops[op_id].results):
             if r not in view.free:
-                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), None)
+                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), Estimator.NOTHING)
     if phase is Phase.UPDATE:
         for v, accumulator in choice.accumulators.items():
-            walk.arrays[v] = {accumulator.stored: None}
+            walk.arrays[v] = {accumulator.stored: Estimator.NOTHING}
             _resolve(walk, v, accumulator.resolved)
 
 
-def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> None:
+def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase) -> None:
     """Bring what leaves a task into its spec: sums as they are stored, state as it came in."""
     graph, phases = view.graph, view.step.phases
     if phase.in_loop:
@@ -154,10 +154,9 @@ def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> N
             walk.get(out, choice.inputs[target])
 
 
-def _resolve(walk: Walk[None], v: int, spec: Spec) -> None:
+def _resolve(walk: Walk[int], v: int, spec: Spec) -> None:
     """Bring a sum into the spec in which the update reads it, for good."""
-    walk.get(v, spec)
-    walk.arrays[v] = {spec: None}
+    walk.arrays[v] = {spec: walk.get(v, spec)}
 
 
 def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
