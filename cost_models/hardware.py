@@ -1,7 +1,6 @@
-"""One device and one link, as data.
+"""One device, as data.
 
 peak(dtype) of a matrix kernel = the first rate that the device has in the dtype's row of fallbacks   (Device.peak)
-seconds to move b bytes = latency_seconds + b / (efficiency * bandwidth_bytes_per_second)             (Link.seconds)
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
+from cost_models.link import Link as Link
 
 # JAX lets matrix kernels read float32 operands as TF32 on NVIDIA GPUs that have it (docs.jax.dev, "Matmul precision").
 _MATRIX_FALLBACKS: dict[str, tuple[str, ...]] = {
@@ -126,42 +126,3 @@ class Device:
     def peak(self, dtype: str, *, matrix: bool = True) -> float:
         """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units (`format`)."""
         return self.peaks[self.format(dtype, matrix=matrix)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A way out of a device or of a host.
-
-    Attributes:
-        bandwidth_bytes_per_second: one direction, data-sheet value. Inside a host: of one device. Between hosts: of one
-            host, shared by its devices.
-        latency_seconds: of one message, software included.
-        efficiency: fraction of the bandwidth that large transfers reach, above 0 and at most 1.
-
-    Raises:
-        ClusterError: a bandwidth that is not above 0, a latency below 0, an efficiency outside (0, 1].
-    """
-
-    bandwidth_bytes_per_second: float
-    latency_seconds: float
-    efficiency: float = 1.0
-
-    def __post_init__(self) -> None:
-        bandwidth, advice = self.bandwidth_bytes_per_second, "give it in bytes (not bits) per second and direction"
-        what = "Link.bandwidth_bytes_per_second"
-        require_amount(what, bandwidth, advice=advice, positive=True, error=ClusterError)
-        what, advice = "Link.latency_seconds", "give it in seconds"
-        require_amount(what, self.latency_seconds, advice=advice, error=ClusterError)
-        what, advice = "Link.efficiency", "give a measured fraction, or leave it at 1"
-        require_amount(what, self.efficiency, advice=advice, positive=True, error=ClusterError)
-        if self.efficiency > 1:
-            raise ClusterError(f"Link.efficiency is {self.efficiency!r}, but it is a fraction of at most 1: {advice}.")
-
-    @property
-    def bytes_per_second(self) -> float:
-        """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
-        return self.efficiency * self.bandwidth_bytes_per_second
-
-    def seconds(self, bytes: float) -> float:
-        """Time of one message of `bytes`."""
-        return self.latency_seconds + bytes / self.bytes_per_second
