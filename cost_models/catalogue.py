@@ -145,7 +145,9 @@ def read_shipped(folder: str, name: object) -> dict[str, Any]:
     """
     known, what = _names(folder), folder.removesuffix("s")
     if not isinstance(name, str) or name.lower() not in known:
-        instead = "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"
+        instead = (
+            "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"
+        )
         raise ClusterError(
             f"There is no {what} named {name!r}.{_closest(str(name), known)} Known {folder}: {', '.join(known)}. "
             f"Give one of these names, or {instead}."

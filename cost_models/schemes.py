@@ -108,9 +108,7 @@ class Scheme:
         return self.latency_seconds + self.bandwidth_seconds
 
 
-def schemes(
-    kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
-) -> Iterator[Scheme]:
+def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
     """All ways to run `kind` of `bytes` over `levels` (at least one) with a library that has `algorithms`."""
     if kind in ("permute", "send"):
         yield _neighbours(bytes, levels)

@@ -24,6 +24,9 @@ def sharding_of(row: Row) -> Sharding:
         degree = re.search(r"fsdp\s*2?\s*(\d+)", text) if "fsdp2 " not in text else re.search(r"fsdp2 (\d+)", text)
         size = int(degree[1]) if degree else row.data
         return Sharding(stage=3, replicas=max(1, row.data // size) if row.data % size == 0 else 1)
+    if "shard-largest" in text:
+        # Every array of state lies in parts on all devices, whatever computes with it.
+        return Sharding(stage=3)
     if "zero-2" in text or "zero-1" in text or "distributed optimizer" in text:
         return Sharding(stage=1)
     return Sharding(stage=0)
