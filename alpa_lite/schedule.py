@@ -89,6 +89,11 @@ class Schedule(ABC):
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         """The largest number of micro-batches whose activations `stage` (from 0) holds at one time."""
 
+    def __str__(self) -> str:
+        """`interleaved-1f1b(num_chunks=2)`-like text."""
+        options = ", ".join(f"{key}={value}" for key, value in asdict(self).items())
+        return f"{self.name}({options})" if options else self.name
+
     def to_json(self) -> dict[str, object]:
         """A JSON-serialisable description, read back by `Schedule.from_json`."""
         return {"name": self.name, **asdict(self)}
