@@ -85,7 +85,7 @@ class StageCosts:
         in_flight: int = 1,
         limit_bytes: float | None = None,
     ) -> StageSolution:
-        """The best sharding of layers `first..last` on a logical mesh, within `limit_bytes` (None: a device's memory)."""
+        """The best sharding of some layers on a logical mesh, within `limit_bytes` (None: the memory of a device)."""
         view, kind = self._view(first, last), (submesh.num_hosts, submesh.devices_per_host, mesh)
         limit = float(self.cost_model.cluster.device.memory_bytes) if limit_bytes is None else limit_bytes
         known = self._solved.setdefault((self._structure(view), kind), [])
@@ -99,9 +99,8 @@ class StageCosts:
         solved = found.solution
         if solved.choice is None:
             return solved
-        if found.in_flight != in_flight:
-            solved = replace(solved, peak_bytes=solved.bytes_in_flight(in_flight))
-        return replace(solved, choice=remap(solved.choice, found.view, view))
+        peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
+        return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
 
     def _view(self, first: int, last: int) -> StageView:
         if (first, last) not in self._views:
