@@ -201,14 +201,13 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
 
 def boundary_values(step: StepGraph, layers: Layers, first: int) -> list[Value]:
     """Forward values that layers from `first` on read from earlier ones, once per micro-batch."""
-    graph, found = step.graph, list[Value]()
-    for value in graph.values:
-        producer = graph.producer[value.id]
-        if producer is None or not step.phases[producer].in_loop or value.id in free_values(graph):
+    graph, found, free = step.graph, list[Value](), free_values(step.graph)
+    for value, producer in zip(graph.values, graph.producer, strict=True):
+        made = layers.of_op[producer] if producer is not None else None
+        if producer is None or made is None or made >= first or not step.phases[producer].in_loop:
             continue
-        made = layers.of_op[producer]
         readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.FORWARD)
-        if made is not None and made < first and any(layer is not None and layer >= first for layer in readers):
+        if value.id not in free and any(layer is not None and layer >= first for layer in readers):
             found.append(value)
     return found
 
