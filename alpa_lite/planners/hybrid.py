@@ -1,15 +1,18 @@
 """Hybrid: pipeline × data × tensor parallelism with fixed degrees, as Megatron-LM and DeepSpeed combine them.
 
-The cluster is cut into `pipeline` stages of equal size; every stage is a logical mesh data × model. Axis "data" splits
+The cluster is cut into `pipeline` parts of equal size; every part is a logical mesh data × model. Axis "data" splits
 the batch and nothing else, axis "model" never splits the batch; which dims of which weights the "model" axis splits is
 left to the integer program, which finds Megatron's column/row pattern from the graph. Classic manual plans are special
 cases: see `data_parallel`, `megatron`, `pipeline`, `zero`.
+
+Each part runs one stage, or as many as its schedule gives it: under `Interleaved1F1B(num_chunks=v)` stage i of
+pipeline · v runs on part i mod pipeline.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -19,12 +22,13 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
+from alpa_lite.planners.cutting import cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
-from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
 from alpa_lite.strategies import AxisRole, Restriction, Split
 
 
@@ -52,19 +56,26 @@ class Hybrid(Planner):
     @property
     def name(self) -> str:
         """`pp4 × dp2`-like."""
-        parts = [f"pp{self.pipeline}" if self.pipeline > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        chunks = self.schedule.stages_per_processor
+        pipeline = f"pp{self.pipeline}" + (f"·{chunks}" if chunks > 1 else "")
+        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         return " × ".join(filter(None, parts)) or "hybrid"
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that the model is cut into."""
+        return self.pipeline * self.schedule.stages_per_processor
 
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         mesh = self.mesh(request)
-        unroll = self.pipeline if self.pipeline > 1 else 0
-        step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=unroll)
+        cut = cut_into_stages(request, self.default_microbatches(request.batch_size, mesh), self.num_stages)
+        step, layers = cut.step, cut.layers
+        tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
         check_batch(self, step, mesh)
-        layers = stage_layers(step, self.pipeline)
         step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
@@ -73,7 +84,14 @@ class Hybrid(Planner):
             restriction=self.restriction(),
             progress=request.progress,
         )
-        stages = [self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)]
+        solved: dict[int, StageSolution] = {}
+        for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
+            solved |= self._solve(costs, request, part, tasks[part], mesh, step.num_microbatches)
+        submeshes = [equal_submesh(request, part, self.pipeline) for part in range(self.pipeline)]
+        stages = [
+            PlacedStage(first=i, last=i, submesh=submeshes[i % self.pipeline], mesh=mesh, solution=solved[i])
+            for i in range(self.num_stages)
+        ]
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
     def default_microbatches(self, batch_size: int | None, mesh: LogicalMesh) -> Sequence[int]:
@@ -127,33 +145,48 @@ class Hybrid(Planner):
         axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
         return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
-    def _stage(
-        self, costs: StageCosts, request: PlanRequest, layers: Layers, index: int, mesh: LogicalMesh, microbatches: int
-    ) -> PlacedStage:
-        submesh = equal_submesh(request, index, self.pipeline)
-        held = self.schedule.in_flight(index, self.pipeline, microbatches)
-        solution = costs.solution(index, index, submesh, mesh, in_flight=held)
-        if solution.choice is None:
-            why = costs.shortage(index, index, submesh, mesh, in_flight=held) if request.advise else None
-            raise InfeasibleError(self._too_large(request, index, submesh, solution, held, microbatches, why))
-        return PlacedStage(first=index, last=index, submesh=submesh, mesh=mesh, solution=solution)
+    def _solve(
+        self,
+        costs: StageCosts,
+        request: PlanRequest,
+        part: int,
+        tasks: Sequence[Task],
+        mesh: LogicalMesh,
+        microbatches: int,
+    ) -> Mapping[int, StageSolution]:
+        """The stages of one part of the cluster, which share its memory."""
+        submesh = equal_submesh(request, part, self.pipeline)
+
+        def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
+            return costs.solution(stage, stage, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
+
+        found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
+        if found.fits:
+            return found.solutions
+        lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
+        why = None
+        if request.advise and lacking:
+            held = held_at_peak(tasks)[lacking[0]]
+            why = costs.shortage(lacking[0], lacking[0], submesh, mesh, in_flight=held)
+        raise InfeasibleError(self._too_large(request, submesh, found, tasks, microbatches, why))
 
     def _too_large(
         self,
         request: PlanRequest,
-        index: int,
         submesh: Submesh,
-        solution: StageSolution,
-        held: int,
+        found: Together,
+        tasks: Sequence[Task],
         microbatches: int,
         shortage: Shortage | None,
     ) -> str:
         """Which stage needs how much, and the cheapest change that would fit."""
-        device = request.cluster.device
+        device, numbers = request.cluster.device, sorted(found.solutions)
+        stages = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(map(str, numbers))}"
+        need = "needs" if len(numbers) == 1 else "together need"
         sentence = (
-            f"{self.name} does not fit: stage {index} on {submesh.num_devices} devices needs at least "
-            f"{show_bytes(solution.peak_bytes)} per device with {held} micro-batch(es) in flight, but {device.name} "
-            f"has {show_bytes(device.memory_bytes)}."
+            f"{self.name} does not fit: {stages} on {submesh.num_devices} devices {need} at least "
+            f"{show_bytes(found.peak_bytes)} per device with {peak_in_flight(tasks)} micro-batch(es) in flight, but "
+            f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
         if not request.advise:
             return sentence
@@ -183,14 +216,6 @@ def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
         f"{count} equal stages of {size} devices do not tile {cluster.num_hosts} hosts of {per_host} devices. "
         "Choose a number of stages whose size divides a host or is a multiple of it."
     )
-
-
-def stage_layers(step: StepGraph, count: int) -> Layers:
-    """One layer per stage; a sentence when the model is too short."""
-    try:
-        return make_layers(step, count, imbalance=0.1)
-    except PlanError as error:
-        raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
 def batch_ways(mesh: LogicalMesh) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
 from benchmarks.published.row import Row
 from cost_models.backend import Backend
 
@@ -46,6 +47,15 @@ def backend_of(row: Row) -> Backend:
         overlap_gradients=recent,
         overlap_products=recent and row.sequence_parallel,
     )
+
+
+def schedule_of(row: Row) -> Schedule:
+    """1F1B, interleaved where the run has several chunks of the model per device."""
+    chunks = row.interleave or 1
+    microbatches = row.num_microbatches or 1
+    if row.pipeline > 1 and chunks > 1 and microbatches % row.pipeline == 0:
+        return Interleaved1F1B(num_chunks=chunks)
+    return OneFOneB()
 
 
 def recompute_of(row: Row) -> str:

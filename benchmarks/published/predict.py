@@ -13,7 +13,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
-from benchmarks.published.plan_of import backend_of, sharding_of
+from benchmarks.published.plan_of import backend_of, schedule_of, sharding_of
 from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
@@ -58,6 +58,7 @@ class Predictor:
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=row.sequence_parallel,
+            schedule=schedule_of(row),
         )
         traced = self._traced_step(row)
         request = PlanRequest(
