@@ -80,5 +80,5 @@ class Predictor:
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)
-            self._traced[key] = al.parallelize(training.step).trace(training.state, training.batch)
+            self._traced[key] = al.parallelize(training.step).trace(training.state, training.batch, training.key)
         return self._traced[key]
