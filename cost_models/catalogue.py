@@ -145,7 +145,9 @@ def read_shipped(folder: str, name: object) -> dict[str, Any]:
     """
     known, what = _names(folder), folder.removesuffix("s")
     if not isinstance(name, str) or name.lower() not in known:
-        instead = "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"
+        instead = (
+            "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"
+        )
         raise ClusterError(
             f"There is no {what} named {name!r}.{_closest(str(name), known)} Known {folder}: {', '.join(known)}. "
             f"Give one of these names, or {instead}."
@@ -185,8 +187,9 @@ def _names(folder: str) -> tuple[str, ...]:
 
 
 def _closest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    longer = [each for each in known if name and each.startswith(name.lower())]
+    close = longer[:4] or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _meant(unknown: Collection[str], known: Collection[str]) -> str:

@@ -32,6 +32,7 @@ class Level:
         link: what joins them.
         bytes_per_second: that one unit reaches for this group.
         latency_seconds: of one message.
+        is_inside: the members are devices that share a host (or a domain without a link of its own).
         single_round: everybody meets everybody at once, in memory that all share.
     """
 
@@ -41,6 +42,7 @@ class Level:
     link: Link
     bytes_per_second: float
     latency_seconds: float
+    is_inside: bool = False
     single_round: bool = False
 
     def moving_seconds(self, bytes: float) -> float:
@@ -90,6 +92,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
         link=link,
         bytes_per_second=link.rate(num_members) / turns,
         latency_seconds=link.latency_seconds * turns,
+        is_inside=True,
         single_round=cluster.shared_processor,
     )
 

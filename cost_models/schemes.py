@@ -3,7 +3,7 @@
 A scheme is messages m and bytes B for each level; units of a level that take part for the whole group are U (devices,
 hosts, domains), those that meet within one unit of the next level u.
 
-    seconds = sum of m * latency + max of move(B)           levels stream, the slower one sets the rate   (Scheme.seconds)
+    seconds = sum of m * latency + max of move(B)           levels stream, the slowest sets the rate  (Scheme.seconds)
 
     through all devices ("ring")                                                                   (_ring)
         m = p (U - U of the next level), B = p (n-1)/n M    p = 2 all_reduce, 1 all_gather and reduce_scatter
@@ -27,7 +27,6 @@ GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gath
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -108,9 +107,7 @@ class Scheme:
         return self.latency_seconds + self.bandwidth_seconds
 
 
-def schemes(
-    kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
-) -> Iterator[Scheme]:
+def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
     """All ways to run `kind` of `bytes` over `levels` (at least one) with a library that has `algorithms`."""
     if kind in ("permute", "send"):
         yield _neighbours(bytes, levels)
@@ -129,7 +126,7 @@ def schemes(
 
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
-    """One shift: of the members on a host, one sends to the next host, while the others send inside; the slowest counts."""
+    """One shift: of the members on a host one sends to the next host, the others inside; the slowest counts."""
     parts = [Part(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 
@@ -137,12 +134,11 @@ def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
 def _by_level(
     kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 ) -> Iterator[Scheme]:
-    menus = list[list[Part]]()
+    menus, below = list[list[Part]](), 1
     for level in levels:
-        size = bytes
-        if kind == "all_to_all":
-            size *= levels[0].num_units / level.num_units
+        size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
+        below *= level.num_members
     for parts in product(*menus):
         yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
 
@@ -151,7 +147,9 @@ def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence
     known = ON_ONE_LEVEL[kind]
     if level.link.torus:
         return [_on_torus(kind, bytes, level)]
-    names = [name for name in known if name in algorithms] or ["ring"]
+    # Inside a host a double tree is a chain, which is worse than the ring (`_trees` has it as a part).
+    left_out = {"double_tree"} if level.is_inside else set[str]()
+    names = [name for name in known if name in algorithms and name not in left_out] or ["ring"]
     return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
 
 
@@ -203,16 +201,16 @@ def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 
 def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Each device sends its slices itself; of its peers on one other host all are served at once."""
-    num_devices = levels[0].num_units
+    num_devices, inner = levels[0].num_units, 1
     parts = list[Part]()
-    for number, level in enumerate(levels):
+    for level in levels:
         # Devices in one unit of this level, and of the next: the peers that are reached here lie between the two.
-        inner = num_devices / level.num_units
-        outer = num_devices / levels[number + 1].num_units if number + 1 < len(levels) else num_devices
+        outer = min(inner * level.num_members, num_devices)
         moved = inner * (outer - inner) / num_devices * bytes
-        messages = 1 if level.single_round else math.ceil(outer / inner) - 1
+        messages = 1 if level.single_round else level.num_members - 1
         if level.link.torus:
             messages = level.link.torus_rounds(level.num_members)
             moved *= level.link.torus_detour(level.num_members)
         parts.append(Part(level, "pairs", messages, moved))
+        inner = outer
     return Scheme("pairs", tuple(parts))
