@@ -17,8 +17,8 @@ from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import Rule
-from alpa_lite.rules.fusion import Access, Slot, price_class
-from alpa_lite.rules.graph_facts import OpClass, rule_of_op
+from alpa_lite.rules.fusion import PriceClass, Slot, price_class
+from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from cost_models.collective import Collective, Group
@@ -75,15 +75,15 @@ class Pricer:
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
-    def price_class(self, graph: Graph, op_id: int) -> tuple[OpClass, Access, bool]:
+    def price_class(self, graph: Graph, op_id: int) -> PriceClass:
         """Equal for ops that have the same prices under the same placements."""
         backend = self.cost_model.backend
         return price_class(graph, op_id, fusion=backend.fusion, fused_attention=backend.fused_attention)
 
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
         """Work of one device for one op: its part of the FLOPs, and what it moves after fusion (`rules.fusion`)."""
-        kind, access, half_masked = self.price_class(graph, op.id)
-        rule, operands, results = kind.rule, graph.operands(op), graph.results(op)
+        kind = self.price_class(graph, op.id)
+        rule, access, operands, results = kind.op.rule, kind.access, graph.operands(op), graph.results(op)
 
         def local(slot: Slot) -> float:
             value = (results if slot.is_result else operands)[slot.number]
@@ -91,14 +91,14 @@ class Pricer:
             return value.bytes / _shards(dims, placement, self.sizes)
 
         split = prod(self.sizes[a] for axes in placement.factors for a in axes)
-        flops = rule.flops / split * (0.5 if half_masked else 1.0)
+        flops = rule.flops / split * (0.5 if kind.half_masked else 1.0)
         matrix = rule.work_kind != "elementwise"
         # A product computes in the format that it reads, whatever it adds up in.
         floats = [v.dtype for v in ((*operands, *results) if matrix else (*results, *operands)) if v.is_float]
         return Work(
             flops=flops,
             bytes=sum(map(local, (*access.reads, *access.writes))),
-            kind=rule.work_kind,
+            kind="attention" if kind.in_attention else rule.work_kind,
             dtype=floats[0] if floats else "float32",
             num_kernels=access.num_kernels,
             product=local_product(rule, results[0], placement, self.sizes) if matrix and flops else None,
@@ -209,7 +209,7 @@ class Estimator:
     @property
     def seconds(self) -> float:
         """Seconds of one run of the task."""
-        return self._simulated(self.tasks)
+        return self.simulated(self.tasks)
 
     def literal(self, value: Value) -> int:
         """Scalars are free."""
@@ -270,7 +270,8 @@ class Estimator:
         self.trips, self.tasks = trips, tasks
         return [self._add(seconds, "both", operands)] * len(op.results)
 
-    def _simulated(self, tasks: Sequence[Task]) -> float:
+    def simulated(self, tasks: Sequence[Task]) -> float:
+        """Seconds of some tasks, beside each other where they can be."""
         return self._looped(tasks, (), 1.0)
 
     def _looped(self, tasks: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float) -> float:

@@ -7,10 +7,12 @@
     waves      = ceil(blocks / units),   blocks = count * ceil(rows / r) * ceil(columns / c)
     steps      = depth, or depth / (units // blocks), at least min(depth, 256), where blocks leave units idle (split K)
     reuse(r,c) = h / (h + 8), relative to the largest tile,  h = r c / (r + c)
+    attention  = flops (d + 32) / (d * efficiency * peak), d the width of a head                       (_head_loss)
     fraction of peak = flops / (peak * seconds)                                                   (achieved_fraction)
 
 n is the number of kernels, rate = efficiency * peak / units that of one unit, fill the depth that a unit loses before
-it is busy. A unit reads r + c numbers for r c multiply-adds, so that large tiles use what they read more often (h).
+it is busy. A unit reads r + c numbers for r c multiply-adds, so that large tiles use what they read more often (h). In
+a fused attention kernel the exponentials of the scores cost as much as 32 more columns of the products around them.
 Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix Multiplication
 Background User's Guide", sections on tile and wave quantisation.
 """
@@ -26,6 +28,8 @@ from cost_models.work import Product, Work
 
 #: A product is not cut along its depth into parts shorter than this.
 SHORTEST_SPLIT = 256
+#: Columns of a product that take as long as the softmax of the same scores.
+SOFTMAX_COLUMNS = 32.0
 #: Half-saturation of the reuse of what a unit reads, in multiply-adds per number read.
 REUSE = 8.0
 
@@ -73,7 +77,9 @@ def estimate(work: Work, device: Device) -> ComputeEstimate:
     traffic = work.bytes / (device.memory_efficiency * device.memory_bandwidth)
     ideal = work.flops / sustained_flops(work, device)
     tile, arithmetic = None, ideal
-    if work.product is not None and work.flops and work.kind != "elementwise":
+    if work.kind == "attention":
+        arithmetic = ideal * _head_loss(work.product)
+    elif work.product is not None and work.flops and work.kind != "elementwise":
         tiling = _best_tiling(work.product, device)
         # The tiling is that of one kernel of the product's own FLOPs; `work` holds as many as its FLOPs are.
         arithmetic = max(ideal, ideal / tiling.filled)
@@ -104,8 +110,13 @@ def sustained_flops(work: Work, device: Device) -> float:
     if work.kind == "elementwise":
         return device.peak(work.dtype, matrix=False) * device.memory_efficiency
     units = device.format(work.dtype)
-    kind = device.convolution_efficiency if work.kind == "convolution" else 1.0
-    return kind * device.efficiencies[units] * device.peaks[units]
+    parts = {"convolution": device.convolution_efficiency, "attention": device.attention_efficiency}
+    return parts.get(work.kind, 1.0) * device.efficiencies[units] * device.peaks[units]
+
+
+def _head_loss(product: Product | None) -> float:
+    """How much longer a fused kernel takes for heads of this width than for wide ones."""
+    return 1 + SOFTMAX_COLUMNS / min(product.depth, product.columns) if product is not None else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

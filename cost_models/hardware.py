@@ -42,6 +42,7 @@ class Device:
         matrix_efficiency: part of the peak rate that large products sustain in training, by dtype name (as in
             `peak_flops`) or one number for all; clocks that sink under load belong here.
         convolution_efficiency: part of that which convolutions reach.
+        attention_efficiency: part of it which the products of a fused attention kernel reach with wide heads.
         memory_efficiency: part of the memory bandwidth that large kernels sustain.
         contention: by what part kernels and collectives slow each other down while both run.
 
@@ -60,6 +61,7 @@ class Device:
     fill_depth: float = 0.0
     matrix_efficiency: PeakFlops | float = 0.8
     convolution_efficiency: float = 0.75
+    attention_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     contention: float = 0.0
 
@@ -92,7 +94,10 @@ class Device:
         require_amount(f"{label} fill_depth", self.fill_depth, advice="give it in steps of depth", error=ClusterError)
         require_amount(f"{label} contention", self.contention, advice="give a part, 0 for none", error=ClusterError)
         parts = {f"matrix_efficiency[{dtype!r}]": part for dtype, part in self.efficiencies.items()}
-        parts |= {name: getattr(self, name) for name in ("convolution_efficiency", "memory_efficiency")}
+        parts |= {
+            name: getattr(self, name)
+            for name in ("convolution_efficiency", "attention_efficiency", "memory_efficiency")
+        }
         for what, part in parts.items():
             advice = "give the part of the rate that is reached"
             require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)

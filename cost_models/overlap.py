@@ -3,6 +3,8 @@
     start(task)  = the first moment at which its stream is idle and all that it needs has ended         (simulate)
     order        = of the tasks that could start, the one with the longest way to the end               (_ways)
     rate         = 1 / (1 + contention) for both tasks while the two streams are busy                   (simulate)
+    exposed      = seconds - hidden + contention * hidden, of collectives that run in buckets beside other work
+                   hidden = min(all buckets but the last, the work)                              (exposed_seconds)
     loop of n    = T(2) + (n - 2) * (T(3) - T(2)), T(k) = k trips one after the other                   (loop_seconds)
 
 A kernel that can take a collective's result in parts (`Task.streams`: decomposed products, Wang et al., ASPLOS 2023)
@@ -21,6 +23,8 @@ from typing import Literal
 
 Stream = Literal["compute", "communication", "both"]
 
+#: Buckets in which gradients are reduced, or weights gathered, beside other work.
+NUM_BUCKETS = 32
 #: Parts in which a collective feeds a product that takes it piece by piece.
 NUM_PARTS = 4
 
@@ -71,6 +75,44 @@ def simulate(tasks: Sequence[Task], *, contention: float = 0.0) -> Overlap:
         compute_seconds=run.busy["compute"] + run.busy["both"],
         communication_seconds=run.busy["communication"],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postponed:
+    """Tasks without the collectives that may run at another time, and the seconds of those."""
+
+    tasks: tuple[Task, ...]
+    seconds: float
+
+
+def without_last(tasks: Sequence[Task]) -> Postponed:
+    """Leave out collectives whose result nothing reads: they may run after the tasks, beside whatever comes then."""
+    read = {n for task in tasks for n in task.needs}
+    return _without(tasks, {i for i in range(len(tasks)) if i not in read})
+
+
+def without_first(tasks: Sequence[Task]) -> Postponed:
+    """Leave out collectives that need nothing: they may run before the tasks, beside whatever came then."""
+    free = set[int]()
+    for i, task in enumerate(tasks):
+        if set(task.needs) <= free and (task.stream == "communication" or not task.seconds):
+            free.add(i)
+    return _without(tasks, free)
+
+
+def _without(tasks: Sequence[Task], numbers: set[int]) -> Postponed:
+    gone = {i for i in numbers if tasks[i].stream == "communication"}
+    kept = tuple(replace(task, seconds=0.0) if i in gone else task for i, task in enumerate(tasks))
+    return Postponed(tasks=kept, seconds=sum(tasks[i].seconds for i in gone))
+
+
+def exposed_seconds(seconds: float, beside: float, *, contention: float = 0.0) -> float:
+    """What collectives of so many seconds add when they run in buckets beside kernels of `beside` seconds.
+
+    The last of `NUM_BUCKETS` starts when the kernels are done; what is hidden slows them down.
+    """
+    hidden = min(seconds * (1 - 1 / NUM_BUCKETS), beside)
+    return seconds - hidden + contention * hidden
 
 
 def serial_seconds(tasks: Sequence[Task]) -> float:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from cost_models.checks import require_amount, require_choice
 
-WorkKind = Literal["matmul", "convolution", "elementwise"]
+WorkKind = Literal["matmul", "convolution", "attention", "elementwise"]
 WORK_KINDS: tuple[WorkKind, ...] = get_args(WorkKind)
 
 
@@ -53,8 +53,9 @@ class Work:
     Attributes:
         flops: floating-point operations, all kernels together; a multiply-add counts 2.
         bytes: bytes read from and written to device memory, all kernels together.
-        kind: "matmul" and "convolution" run on matrix units as kernels of their own; "elementwise" is everything else
-            (reductions and copies too), which compilers fuse with its neighbours.
+        kind: "matmul" and "convolution" run on matrix units as kernels of their own, "attention" as products inside a
+            fused kernel; "elementwise" is everything else (reductions and copies too), which compilers fuse with its
+            neighbours.
         dtype: name of the operand type, as numpy and JAX spell it ("float32", "bfloat16", ...).
         num_kernels: how many equal kernels `flops` and `bytes` are the totals of; element-wise work that is fused into
             the kernel of its neighbours has none of its own.

@@ -161,16 +161,17 @@ class Catalogue:
         roles = {axis: self.restriction.role(axis) for axis in self.sizes}
 
         def allowed(axis: str, dim: int) -> bool:
-            if roles[axis] is AxisRole.MODEL:
-                return dim != batch_dim
-            if roles[axis] is AxisRole.BATCH:
-                return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
-            return True
+            if batch_dim is None:
+                return self.restriction.state_split(axis, split) is not Split.NEVER
+            if roles[axis].splits_batch:
+                return dim == batch_dim
+            return dim != batch_dim or roles[axis] is AxisRole.ANY
 
         specs = all_specs(shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
-            if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):
+            must = batch_dim is not None or self.restriction.state_split(axis, split) is Split.MUST
+            if role.splits_batch and using and must:
                 specs = using
         return tuple(specs)
 

@@ -54,10 +54,20 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnChip:
-    """What a fused attention kernel changes: values that stay out of memory, products of which half is masked."""
+    """What fused attention kernels change: values that stay out of memory, products inside, those half masked."""
 
     values: frozenset[int]
+    products: frozenset[int]
     half_masked: frozenset[int]
+
+
+class PriceClass(NamedTuple):
+    """The class of an op, what it moves, and what part it has in a fused attention kernel."""
+
+    op: OpClass
+    access: Access
+    in_attention: bool
+    half_masked: bool
 
 
 @lru_cache(maxsize=64)
@@ -108,12 +118,16 @@ def _alone(graph: Graph, op: Op) -> Access:
 
 
 @lru_cache(maxsize=200_000)
-def price_class(
-    graph: Graph, op_id: int, *, fusion: bool = True, fused_attention: bool = False
-) -> tuple[OpClass, Access, bool]:
-    """Equal for ops that have the same prices: their class, what they move, and whether half of them is masked."""
+def price_class(graph: Graph, op_id: int, *, fusion: bool = True, fused_attention: bool = False) -> PriceClass:
+    """What ops have in common that have the same prices under the same placements."""
     access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
-    return op_class(graph, op_id), access, fused_attention and op_id in on_chip(graph).half_masked
+    kernels = on_chip(graph) if fused_attention else None
+    return PriceClass(
+        op=op_class(graph, op_id),
+        access=access,
+        in_attention=kernels is not None and op_id in kernels.products,
+        half_masked=kernels is not None and op_id in kernels.half_masked,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -263,8 +277,8 @@ def on_chip(graph: Graph) -> OnChip:
         op.primitive == "select_n" and op.results[0] in large and _is_pair_mask(graph, op.operands[0])
         for op in graph.ops
     )
-    products = (op.id for op in graph.ops if _is_product(graph, op) and large & {*op.operands, *op.results})
-    return OnChip(values=frozenset(large), half_masked=frozenset(products if masked else ()))
+    inside = frozenset(op.id for op in graph.ops if _is_product(graph, op) and large & {*op.operands, *op.results})
+    return OnChip(values=frozenset(large), products=inside, half_masked=inside if masked else frozenset())
 
 
 def _is_product(graph: Graph, op: Op) -> bool:
