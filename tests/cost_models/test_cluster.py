@@ -15,29 +15,26 @@ from cost_models import (
     load_cluster,
     load_device,
 )
-
-#: Values that explain themselves.
-NO_SOURCE = {"name", "num_hosts", "device.name", "shared_processor", "device_share"}
-
-
-def keys_of(data: dict[str, Any], prefix: str = "") -> set[str]:
-    """Dotted keys of all values of a description; lists and numbers by number are one value."""
-    keys = set[str]()
-    for key, value in data.items():
-        inner = value if isinstance(value, dict) and key not in ("efficiency_by_members", "matrix_efficiency") else None
-        keys |= {f"{prefix}{key}"} if inner is None else keys_of(inner, f"{prefix}{key}.")
-    return keys
+from cost_models.catalogue import device_sources, link_sources, read_shipped
 
 
 @pytest.mark.parametrize("name", known_clusters())
 def test_every_shipped_description_loads_and_names_its_sources(name: str):
+    """What the file states has a source of its own; what it names has those of the device or link."""
     cluster = load_cluster(name)
     assert cluster.name == name == name.lower()
     assert cluster.num_hosts in (1, cluster.hosts_per_domain)
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+    stated = read_shipped("clusters", name)
     sources = cluster_sources(name)
-    assert keys_of(cluster.to_json()) - NO_SOURCE <= set(sources)
-    assert all(source and len(source) > 4 for source in sources.values())
+    needed = set(stated) - {"name", "num_hosts", "device", "intra_host", "inter_host", "notes", "sources"}
+    needed |= {f"inter_host.{key}" for key in stated["inter_host"]} - {"inter_host.link"}
+    assert set(stated["sources"]) == needed
+    links = link_sources(stated["inter_host"]["link"]), link_sources(stated["intra_host"])
+    needed |= {f"inter_host.{key}" for key in links[0]} | {f"intra_host.{key}" for key in links[1]}
+    needed |= {f"device.{key}" for key in device_sources(stated["device"])}
+    assert set(sources) == needed
+    assert all(len(source) > 4 for source in sources.values())
 
 
 @pytest.mark.parametrize("name", known_clusters())
