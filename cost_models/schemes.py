@@ -13,9 +13,10 @@ hosts, domains), those that meet within one unit of the next level u.
         a host act as one and each carries its slice between the hosts (reduce-scatter inside, all-reduce between,
         all-gather inside); all_to_all: a host carries the buffers of all its members
     chains inside, double trees between ("double_tree")                                            (_trees)
-        bottom: m = 2 (u-1), B = 4 M: sums and results pass each device up to twice; above: 2 log2 u, 2 (u-1)/u M
+        bottom: m = 2 (k-1) + 2 log2 (u/k), k members on a host, B = 4 M: sums and results pass each device up to twice
+        above: m = 2 log2 u, B = 2 (u-1)/u M
     in the network, where the bottom level can                                                     (_in_network)
-        bottom: (u+1)/u M at 0.85 of the rate; above: rings or double trees
+        bottom: m as in a tree, B = (u+1)/u M at 0.85 of the rate; above: rings or double trees
     direct                                                                                         (_direct)
         all_to_all: each device sends each other one its slice, peers on other hosts at once
 
@@ -28,7 +29,7 @@ GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gath
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from cost_models import traffic
@@ -119,9 +120,9 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
     elif len(levels) > 1:
         yield _ring(kind, bytes, levels)
     if kind == "all_reduce":
-        if "double_tree" in algorithms and len(levels) > 1:
+        if "double_tree" in algorithms and _spans_hosts(levels):
             yield _trees(bytes, levels)
-        if levels[0].link.in_network_reduction:
+        if levels[0].is_inside and levels[0].link.in_network_reduction:
             yield from _in_network(bytes, levels, algorithms)
 
 
@@ -180,20 +181,34 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
     return Scheme("ring", tuple(parts))
 
 
+def _spans_hosts(levels: Sequence[Level]) -> bool:
+    return len(levels) > 1 or levels[0].num_members > levels[0].members_per_host
+
+
 def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Sums go down a chain inside, up and down two trees between."""
-    bottom = levels[0]
-    parts = [
-        _part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)) for level in levels[1:]
-    ]
-    messages = 2 if bottom.single_round else 2 * (bottom.num_members - 1)
-    return Scheme("double tree", (Part(bottom, "chain", messages, TREE_CHAIN_PASSES * bytes), *parts))
+    parts = list[Part]()
+    for level in levels:
+        if level.is_inside:
+            parts.append(Part(level, "chain", _tree_messages(level), TREE_CHAIN_PASSES * bytes))
+        else:
+            parts.append(_part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)))
+    return Scheme("double tree", tuple(parts))
+
+
+def _tree_messages(level: Level) -> int:
+    """Down and up the chain of each host, and the tree over the hosts where they share a level."""
+    if level.single_round:
+        return 2
+    per_host = min(level.members_per_host, level.num_members)
+    hosts = -(-level.num_members // per_host)
+    return 2 * (per_host - 1 + (hosts - 1).bit_length())
 
 
 def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
     bottom = levels[0]
-    part = _part(bottom, "in the network", traffic.in_network_all_reduce(bytes, bottom.num_members))
-    part = replace(part, bytes=part.bytes / IN_NETWORK_EFFICIENCY)
+    sent = traffic.in_network_all_reduce(bytes, bottom.num_members)
+    part = Part(bottom, "in the network", _tree_messages(bottom), sent.serial_bytes / IN_NETWORK_EFFICIENCY)
     above = [name for name in algorithms if name != "tree"]
     for parts in product(*(_menu("all_reduce", bytes, level, above) for level in levels[1:])):
         yield Scheme("in the network", (part, *parts))

@@ -217,6 +217,20 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(cluster: Cluster, g
     assert whole <= (scatter + gather) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", ["p3.16xlarge", "dgx-h100", "p5.48xlarge", "gb200-nvl72", "tpu-v5e", "mi300x-8"])
+@given(data=st.data(), size=sizes)
+def test_shipped_clusters_reduce_no_slower_than_they_scatter_and_gather(name: str, data: st.DataObject, size: float):
+    cluster = load_cluster(name, num_hosts=64)
+    per_host = data.draw(st.integers(1, cluster.devices_per_host))
+    group = Group(num_devices=per_host * data.draw(st.integers(1, 64)), devices_per_host=per_host)
+    whole, scatter, gather = (
+        collective_seconds(Collective(kind=kind, bytes=size, group=group), cluster)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    )
+    assert whole <= (scatter + gather) * (1 + 1e-9)
+    assert gather == scatter
+
+
 @pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_nothing_to_send_takes_no_time(cluster: Cluster, kind: CollectiveKind):
     assert seconds(cluster, kind, 1 * MB, 1, 1) == 0
@@ -337,6 +351,15 @@ def test_hosts_of_a_domain_talk_as_one(cluster: Cluster):
     assert transfer_seconds(100 * MB, domains, crosses_hosts=True) == pytest.approx(10e-6 + 10e-3)
     near = transfer_seconds(100 * MB, domains, crosses_hosts=True, crosses_domains=False)
     assert near == pytest.approx(1e-6 + 1e-3)
+
+
+def test_trees_reach_the_hosts_of_a_domain_in_few_steps(cluster: Cluster):
+    """Four hosts of eight in one domain: 7 steps down a chain, 2 down the tree over hosts, and back."""
+    domain = replace(cluster, hosts_per_domain=4, algorithms=("ring", "double_tree"))
+    assert seconds(domain, "all_reduce", 1, 32, 8) == pytest.approx(2 * (7 + 2) * 1e-6, rel=1e-4)
+    summing = replace(domain, intra_host=replace(domain.intra_host, in_network_reduction=True))
+    expected = 18e-6 + 33 / 32 / 0.85 * 1e-3
+    assert seconds(summing, "all_reduce", 100 * MB, 32, 8) == pytest.approx(expected)
 
 
 def test_a_third_level_has_a_link_of_its_own(cluster: Cluster):
