@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cost_models import (
     Cluster,
     ClusterError,
+    Collective,
+    Group,
     HostGroup,
     Link,
     cluster_sources,
@@ -16,6 +20,7 @@ from cost_models import (
     load_device,
 )
 from cost_models.catalogue import device_sources, link_sources, read_shipped
+from cost_models.communication import collective_seconds
 
 
 @pytest.mark.parametrize("name", known_clusters())
@@ -222,6 +227,21 @@ def test_the_slowest_of_a_range_is_slowest_in_every_respect(cluster: Cluster):
     assert spanning.device.contention == 0.3
     assert spanning.device.name == "slow | small"
     assert spanning.intra_host == link
+
+
+@given(first=st.integers(0, 39), number=st.integers(1, 40), size=st.floats(1, 1e11), members=st.integers(2, 8))
+def test_a_range_is_never_slower_than_a_range_around_it(first: int, number: int, size: float, members: int):
+    mixed = Cluster.from_json(MIXED)
+    number = min(number, 40 - first)
+    inner, outer = mixed.at(first, number), mixed.at(first // 2, number + first - first // 2)
+    assert inner.device.memory_bytes >= outer.device.memory_bytes
+    assert all(inner.device.peak(dtype) >= outer.device.peak(dtype) for dtype in ("float32", "bfloat16", "float16"))
+    for group in (
+        Group(num_devices=members, devices_per_host=members),
+        Group(num_devices=2 * members, devices_per_host=members),
+    ):
+        collective = Collective(kind="all_gather", bytes=size, group=group)
+        assert collective_seconds(collective, inner) <= collective_seconds(collective, outer) * (1 + 1e-12)
 
 
 def test_equal_hosts_are_what_they_are(cluster: Cluster):
