@@ -54,8 +54,13 @@ class Pricer:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The devices that communicate along axes."""
-        g = axis_group(self.submesh, self.mesh, *axes)
-        return Group(num_devices=g.num_devices, devices_per_host=g.devices_per_host, num_concurrent=g.num_concurrent)
+        g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+        return Group(
+            num_devices=g.num_devices,
+            devices_per_host=g.devices_per_host,
+            num_concurrent=g.num_concurrent,
+            devices_per_domain=g.devices_per_domain,
+        )
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""

@@ -131,6 +131,29 @@ def test_axis_groups_on_hosts(hosts, devices, axes, axis, expected):
     )
 
 
+@pytest.mark.parametrize(
+    ("first_host", "axes", "axis", "expected"),
+    [
+        (0, {"data": 4, "model": 4}, "data", 2),  # one member on each of four hosts, two hosts in a domain
+        (0, {"data": 4, "model": 4}, "model", 4),  # a host each
+        (0, {"data": 2, "model": 8}, "model", 8),  # two hosts that are one domain
+        (0, {"data": 2, "model": 8}, "data", 1),  # one member in each domain
+        (1, {"data": 2, "model": 8}, "model", 4),  # hosts 1 and 2 are of two domains
+        (1, {"all": 16}, "all", 8),  # hosts 1 to 4: the middle two are one domain
+    ],
+)
+def test_axis_groups_in_domains_of_two_hosts(first_host, axes, axis, expected):
+    submesh = Submesh(first_device=4 * first_host, num_hosts=4, devices_per_host=4)
+    assert axis_group(submesh, mesh(**axes), axis, hosts_per_domain=2).devices_per_domain == expected
+
+
+def test_without_domains_groups_know_none():
+    submesh = Submesh(first_device=0, num_hosts=2, devices_per_host=4)
+    assert axis_group(submesh, mesh(data=8), "data").devices_per_domain is None
+    part = Submesh(first_device=6, num_hosts=1, devices_per_host=2)
+    assert axis_group(part, mesh(data=2), "data", hosts_per_domain=2).devices_per_domain == 2
+
+
 def test_a_mesh_of_another_size_is_refused():
     with pytest.raises(PlanError, match="has 4 devices, but its submesh has 8"):
         axis_group(Submesh(first_device=0, num_hosts=2, devices_per_host=4), mesh(data=4), "data")
