@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
+from benchmarks.models.transformer import Recompute
 from benchmarks.published.row import Row
 from cost_models.backend import Backend
 
@@ -58,7 +59,7 @@ def schedule_of(row: Row) -> Schedule:
     return OneFOneB()
 
 
-def recompute_of(row: Row) -> str:
+def recompute_of(row: Row) -> Recompute:
     """What the backward pass computes again, in the words of `benchmarks.models.transformer.Recompute`.
 
     Fused attention computes its scores again whatever else is kept.

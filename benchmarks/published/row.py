@@ -102,9 +102,10 @@ def read_rows(path: str | Path) -> list[Mapping[str, str]]:
 
 def parse_row(cells: Mapping[str, str]) -> Row:
     """The row of these cells. Raises `RowError` for a cell that cannot be read."""
-    family = cells["family"].strip()
-    if family not in get_args(Family):
-        raise RowError(f"family is {family!r}: known are {', '.join(get_args(Family))}.")
+    families: Mapping[str, Family] = {name: name for name in get_args(Family)}
+    family = families.get(cells["family"].strip())
+    if family is None:
+        raise RowError(f"family is {cells['family']!r}: known are {', '.join(families)}.")
     layers, encoder_layers = _pair(cells, "layers")
     lengths = _pair(cells, "seq_len", order="first")
     image = family == "wresnet"
