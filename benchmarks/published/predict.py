@@ -13,7 +13,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
-from benchmarks.published.plan_of import backend_of, schedule_of, sharding_of
+from benchmarks.published.plan_of import backend_of, expert_devices, schedule_of, sharding_of
 from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
@@ -54,7 +54,7 @@ class Predictor:
             data=row.data,
             model=row.model,
             context=row.context,
-            expert=row.expert,
+            expert=expert_devices(row),
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=row.sequence_parallel,
