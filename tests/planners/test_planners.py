@@ -151,7 +151,7 @@ def test_no_manual_plan_is_priced_better_than_the_automatic_one(model: str, clus
     assert auto.alternatives and min(s for _, s in auto.alternatives) >= auto.prediction.step_seconds
 
 
-@pytest.mark.parametrize("planner", [name for name in ALL if name not in ("auto", "hybrid", "wide_hybrid")])
+@pytest.mark.parametrize("planner", [n for n in ALL if n not in ("auto", "hybrid", "wide_hybrid", "interleaved")])
 def test_the_search_alone_is_as_good_as_every_manual_plan_on_one_stage(planner: str) -> None:
     # Without micro-batches the search covers all of these plans, and finds nothing worse by itself.
     request = {"cluster": eager_cluster(), "num_microbatches": 1}
@@ -352,17 +352,21 @@ def test_chunks_say_what_they_cannot_run() -> None:
 
 
 def test_chunks_that_do_not_fit_together_are_made_to_or_refused() -> None:
+    host, schedule = al.cluster("p3.16xlarge"), Interleaved1F1B(num_chunks=2)
+
     def plan_within(limit: float) -> al.Plan:
-        device = dataclasses.replace(eager_cluster().device, memory_bytes=limit)
-        cluster = dataclasses.replace(eager_cluster(), device=device)
-        return traced("mlp").plan(cluster=cluster, planner=ALL["interleaved"], num_microbatches=4).last_plan
+        cluster = dataclasses.replace(host, device=dataclasses.replace(host.device, memory_bytes=limit))
+        planner = Hybrid(pipeline=2, data=1, model=4, schedule=schedule)
+        return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 
     roomy = plan_within(1e9)
     most = max(roomy.prediction.peak_bytes)
-    # Either half alone would fit into this; together they must do with less.
-    tight = plan_within(0.9 * most)
-    assert max(tight.prediction.peak_bytes) <= 0.9 * most
-    with pytest.raises(al.errors.InfeasibleError, match=r"stages \d, \d on 4 devices together need at least"):
+    for share in (0.9, 0.7, 0.5):
+        # Each stage alone fits into this as it was; together they must do with less.
+        tight = plan_within(share * most)
+        assert max(tight.prediction.peak_bytes) <= share * most
+        assert tight.prediction.step_seconds >= roomy.prediction.step_seconds
+    with pytest.raises(al.errors.InfeasibleError, match=r"stages \d, \d on 4 devices together need .* at the leanest"):
         plan_within(0.2 * most)
 
 
