@@ -359,13 +359,13 @@ def test_chunks_that_do_not_fit_together_are_made_to_or_refused() -> None:
         planner = Hybrid(pipeline=2, data=1, model=4, schedule=schedule)
         return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
 
-    roomy = plan_within(1e9)
-    most = max(roomy.prediction.peak_bytes)
-    for share in (0.9, 0.7, 0.5):
-        # Each stage alone fits into this as it was; together they must do with less.
-        tight = plan_within(share * most)
-        assert max(tight.prediction.peak_bytes) <= share * most
-        assert tight.prediction.step_seconds >= roomy.prediction.step_seconds
+    most = max(plan_within(1e9).prediction.peak_bytes)
+    for share in (1.0, 0.95, 0.9, 0.7, 0.5):
+        # Each stage alone fits into this as it was; together they must do with less, if they can.
+        try:
+            assert max(plan_within(share * most).prediction.peak_bytes) <= share * most
+        except al.errors.InfeasibleError:
+            assert share < 1.0
     with pytest.raises(al.errors.InfeasibleError, match=r"stages \d, \d on 4 devices together need .* at the leanest"):
         plan_within(0.2 * most)
 
