@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.mesh import AxisGroup, LogicalMesh, Submesh, axis_group, logical_shapes, place, submesh_kinds
+from alpa_lite.mesh import AxisGroup, LogicalMesh, Submesh, axis_group, logical_shapes, place, sharing, submesh_kinds
 
 
 def mesh(**axes: int) -> LogicalMesh:
@@ -19,6 +19,13 @@ def test_submesh_lists_its_devices_in_cluster_order():
     assert str(submesh) == "devices 8..15"
     with pytest.raises(PlanError, match="not a submesh"):
         Submesh(first_device=0, num_hosts=0, devices_per_host=4)
+
+
+def test_equal_submeshes_are_found_together():
+    first, second, third = (Submesh(first_device=d, num_hosts=1, devices_per_host=2) for d in (0, 2, 4))
+    assert sharing([first, second, third]) == ((0,), (1,), (2,))
+    assert sharing([second, first, second, third, first]) == ((0, 2), (1, 4), (3,))
+    assert sharing([]) == ()
 
 
 def test_logical_mesh_names_its_axes():
