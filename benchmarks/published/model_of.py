@@ -96,7 +96,7 @@ def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
         norm="rms" if plain else "layer",
         bias=not plain and row.family != "moe",
         fused=recompute != "alternate" and row.family != "t5",
-        positions={"llama": "rotary", "t5": "relative"}.get(row.family, "learned"),
+        positions="rotary" if row.family == "llama" else "relative" if row.family == "t5" else "learned",
         tied=row.family in ("gpt", "bert"),
         objective="masked" if row.family == "bert" else "next_token",
         num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else 20,
