@@ -68,11 +68,23 @@ def backend_of(row: Row) -> Backend:
     )
 
 
+def chunks_of(row: Row) -> int:
+    """Chunks of the model per device of a pipeline: what the row says, at most one per layer.
+
+    Where it says nothing, the most equal chunks up to eight: recipes interleave as finely as that.
+    """
+    per_stage = row.layers // row.pipeline
+    if row.pipeline == 1 or per_stage < 2:
+        return 1
+    if row.interleave is not None:
+        return min(row.interleave, per_stage)
+    return max(count for count in range(1, min(per_stage, 8) + 1) if per_stage % count == 0)
+
+
 def schedule_of(row: Row) -> Schedule:
     """1F1B, interleaved where the run has several chunks of the model per device."""
-    chunks = row.interleave or 1
-    microbatches = row.num_microbatches or 1
-    if row.pipeline > 1 and chunks > 1 and microbatches % row.pipeline == 0:
+    chunks = chunks_of(row)
+    if chunks > 1 and (row.num_microbatches or 1) % row.pipeline == 0:
         return Interleaved1F1B(num_chunks=chunks)
     return OneFOneB()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import alpa_lite as al
@@ -18,6 +18,9 @@ from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
+
+#: Sequences per replica and micro-batch that are tried where a row does not say.
+MICROBATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,13 @@ class Predictor:
     _traced: dict[object, TracedFunction] = field(default_factory=dict[object, TracedFunction])
 
     def predict(self, row: Row) -> PredictedRun:
-        """The predicted step. Raises `RowError` with the reason where the run cannot be built."""
+        """The predicted step. Raises `RowError` with the reason where the run cannot be built.
+
+        A row without a micro-batch size gets the fastest of a few: tables leave out what was tuned.
+        """
+        if row.micro_batch is None and row.global_batch is not None:
+            sizes = [size for size in MICROBATCHES if row.global_batch % (row.data * size) == 0]
+            return min((self.predict(replace(row, micro_batch=size)) for size in sizes), key=lambda run: run.seconds)
         cluster, backend = self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row))
         try:
             plan = self._plan(row, cluster, backend)
@@ -90,7 +99,7 @@ class Predictor:
         return planner.plan(request)
 
     def _traced_step(self, row: Row) -> TracedFunction:
-        segments = row.pipeline * (row.interleave or 1)
+        segments = row.pipeline * schedule_of(row).stages_per_processor
         key = (row.family, row.layers, row.hidden, row.seq_len, row.batch_size, row.precision, row.recompute, row.heads,
                row.vocab, row.width, row.inner, row.experts, segments)  # fmt: skip
         if key not in self._traced:
