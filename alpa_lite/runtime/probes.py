@@ -1,0 +1,282 @@
+"""The programs that are timed to describe devices, and what each is to the cost model.
+
+Every program does one thing again and again in a loop whose number of trips is an argument, on all devices at the same
+time unless it says otherwise:
+
+    product            y @ w, square, by dtype and side                              Work "matmul"
+    tiny product       8 × 8, which is all launch                                    Work "matmul"
+    pass               an element-wise pass in place, by size                        Work "elementwise", bytes
+    arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
+    all_reduce, all_gather after reduce_scatter, all_to_all, permute,
+                       by group size and bytes, with a pass between two of them      Collectives and Work
+
+Groups lie inside a host; where there are several hosts, others have one device of each host, and one has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.runtime.timing import Program
+from cost_models.collective import Collective, Group
+from cost_models.work import Work
+
+#: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
+_ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
+#: Arrays that a task of a plan usually takes.
+_ARRAYS_PER_TASK = 32
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A program, and the parts whose prices add up to one trip of it (see `fit.Measurement`)."""
+
+    program: Program
+    series: str
+    size: float
+    parts: tuple[Work | Collective, ...]
+    num_active_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSizes:
+    """Which sizes are timed.
+
+    Attributes:
+        sides: of square products, per dtype name.
+        elements: of float32 arrays for element-wise passes.
+        link_elements: of float32 arrays for collectives.
+        every_group: time every kind of collective in every group size, instead of all_reduce over all devices.
+    """
+
+    sides: dict[str, tuple[int, ...]]
+    elements: tuple[int, ...]
+    link_elements: tuple[int, ...]
+    every_group: bool
+
+
+QUICK = ProbeSizes(
+    sides={"float32": (64, 256)}, elements=(1 << 17, 1 << 20), link_elements=(1 << 8, 1 << 18), every_group=False
+)
+
+
+def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
+    """Sizes for devices with this memory and about this rate of products: none that runs for more than 0.05 s."""
+    sides = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if 2.0 * n**3 <= 0.05 * matrix_flops)
+    return ProbeSizes(
+        sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
+        elements=tuple(1 << k for k in (16, 18, 20, 22, 25) if _ITEM_BYTES << k <= memory_bytes / 64),
+        link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
+        every_group=True,
+    )
+
+
+def host_rows(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each host (process), hosts in the order of their first device."""
+    rows: dict[int, list[Any]] = {}
+    for device in devices:
+        rows.setdefault(device.process_index, []).append(device)
+    return list(rows.values())
+
+
+def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+    """Products and passes, on all devices at the same time."""
+    count = len(devices)
+    probes: list[Probe] = []
+    for dtype, sides in sizes.sides.items():
+        for n in sides:
+            work = Work(flops=2.0 * n**3, bytes=3.0 * n**2 * jnp.dtype(dtype).itemsize, kind="matmul", dtype=dtype)
+            program = _everywhere(f"product {dtype} {n}", _product, devices, (n, n), dtype)
+            probes.append(_probe(program, f"product {dtype}", n, work, count))
+    tiny = Work(flops=2.0 * 8**3, bytes=3.0 * 8**2 * _ITEM_BYTES, kind="matmul")
+    program = _everywhere("tiny product", _product, devices, (8, 8))
+    probes.append(_probe(program, "tiny product", 8, tiny, count))
+    for n in sizes.elements:
+        program = _everywhere(f"pass over {n}", _pass, devices, (n,))
+        probes.append(_probe(program, "pass", n, _pass_work(n), count))
+    middle = sizes.elements[len(sizes.elements) // 2]
+    work = Work(flops=_ARITHMETIC_FLOPS * middle, bytes=float(_ITEM_BYTES * middle))
+    program = _everywhere(f"arithmetic on {middle}", _arithmetic, devices, (middle,))
+    probes.append(_probe(program, "arithmetic", middle, work, count))
+    return probes
+
+
+def share_programs(devices: Sequence[Any]) -> list[Program]:
+    """A chain of products, softmax and norm on the first device alone, and on all devices together."""
+    shape = (256, 256)
+    return [
+        _everywhere("block on one device", _block, devices[:1], shape),
+        _everywhere("block on all devices", _block, devices, shape),
+    ]
+
+
+def dispatch_program(devices: Sequence[Any]) -> Program:
+    """A program that does nothing much to a task's usual number of arrays."""
+    mesh = Mesh(np.array(devices), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
+    compiled = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding).lower(*arrays).compile()
+
+    def run(trips: int) -> None:
+        for _ in range(trips):
+            jax.block_until_ready(compiled(*arrays))
+
+    return Program(name="dispatch", run=run)
+
+
+def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+    """Collectives in groups inside a host, and across hosts."""
+    rows = host_rows(devices)
+    if len(devices) == 1:
+        return []
+    kinds = _COLLECTIVES if sizes.every_group else _COLLECTIVES[:1]
+    return [
+        _collective_probe(kind, grid, group, elements)
+        for grid, group in _groups(rows, every=sizes.every_group)
+        for kind in kinds
+        for elements in sizes.link_elements
+    ]
+
+
+def _groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
+    """Arrays of devices [siblings, members], with what one row is to the cost model."""
+    hosts, per_host = len(rows), len(rows[0])
+    inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
+    inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
+    grid = np.array(rows)
+    found = [
+        (grid.reshape(-1, g), Group(num_devices=g, devices_per_host=g, num_concurrent=per_host // g)) for g in inside
+    ]
+    if hosts > 1:
+        found.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
+        found.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A collective as a function of an array [elements] and the group size; the kinds it is made of."""
+
+    name: str
+    run: Callable[[jax.Array, int], jax.Array]
+    kinds: tuple[Any, ...]
+
+
+def _exchange(x: jax.Array, size: int) -> jax.Array:
+    return lax.all_to_all(x.reshape(size, -1), "member", 0, 0, tiled=True).reshape(x.shape)
+
+
+def _scatter_and_gather(x: jax.Array, size: int) -> jax.Array:
+    return lax.all_gather(lax.psum_scatter(x, "member", tiled=True), "member", tiled=True)
+
+
+def _onwards(x: jax.Array, size: int) -> jax.Array:
+    return lax.ppermute(x, "member", [(i, (i + 1) % size) for i in range(size)])
+
+
+_COLLECTIVES = (
+    _Kind(name="all_reduce", run=lambda x, size: lax.psum(x, "member"), kinds=("all_reduce",)),
+    _Kind(name="reduce_scatter + all_gather", run=_scatter_and_gather, kinds=("reduce_scatter", "all_gather")),
+    _Kind(name="all_to_all", run=_exchange, kinds=("all_to_all",)),
+    _Kind(name="permute", run=_onwards, kinds=("permute",)),
+)
+
+
+def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int) -> Probe:
+    size = group.num_devices
+    width = -(-elements // size) * size
+    spec = PartitionSpec(("sibling", "member"))
+    mesh = Mesh(grid, ("sibling", "member"))
+
+    def trip(_: Any, x: jax.Array) -> jax.Array:
+        return _pass(kind.run(x, size))
+
+    def loop(trips: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, trips, trip, rows[0])[None]
+
+    # Unchecked: the loop carries what is the same on all members as if it were not.
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, check_vma=False)
+    rows = _filled((grid.size, width), "float32", NamedSharding(mesh, spec))
+    where = f"{size} devices, {group.num_hosts} hosts" if group.num_hosts > 1 else f"{size} devices"
+    buffer = float(_ITEM_BYTES * width)
+    collectives = tuple(Collective(kind=k, bytes=buffer, group=group) for k in kind.kinds)
+    series = f"{kind.name} over {where}"
+    return Probe(
+        program=_looped(f"{series}, {width} elements", jax.jit(mapped), rows),
+        series=series,
+        size=width,
+        parts=(*collectives, _pass_work(width)),
+        num_active_devices=grid.size,
+    )
+
+
+def _product(y: jax.Array, w: jax.Array) -> jax.Array:
+    return (y @ w).astype(y.dtype)
+
+
+def _pass(y: jax.Array, *_: jax.Array) -> jax.Array:
+    return jnp.maximum(y * 0.9 + 0.1, 0.5)
+
+
+def _pass_work(elements: int) -> Work:
+    return Work(flops=_PASS_FLOPS * elements, bytes=float(_ITEM_BYTES * elements))
+
+
+def _arithmetic(y: jax.Array, *_: jax.Array) -> jax.Array:
+    return jnp.exp(-jnp.tanh(y) * y)
+
+
+def _block(y: jax.Array, w: jax.Array) -> jax.Array:
+    y = jax.nn.softmax(y @ w)
+    return jnp.tanh((y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-5))
+
+
+def _probe(program: Program, series: str, size: float, work: Work, num_active: int) -> Probe:
+    return Probe(program=program, series=series, size=size, parts=(work,), num_active_devices=num_active)
+
+
+def _everywhere(
+    name: str, function: Callable[..., jax.Array], devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
+) -> Program:
+    """A function of an array and a constant one, again and again, on arrays of each device's own."""
+    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+
+    def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
+
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec))
+    sharding = NamedSharding(mesh, spec)
+    # y @ w with all entries of w 1/n leaves ones as they are.
+    rows = _filled((len(devices), *shape), dtype, sharding)
+    return _looped(name, program, rows, _filled((len(devices), *shape), dtype, sharding, 1.0 / shape[-1]))
+
+
+def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:
+    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]  # made with a NamedSharding
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
+
+    def run(trips: int) -> None:
+        count = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(trips, np.int32))
+        jax.block_until_ready(compiled(count, *arrays))
+
+    return Program(name=name, run=run)
+
+
+def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding, value: float = 1.0) -> jax.Array:
+    """An array of one value, each process making its own part."""
+
+    def part(index: Any) -> np.ndarray:
+        extent = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+        return np.full(extent, value, jnp.dtype(dtype))
+
+    return jax.make_array_from_callback(shape, sharding, part)
