@@ -41,7 +41,7 @@ from cost_models.cluster import Cluster, Device, Link
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done and how many there are."""
 
-_QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=7, limit_seconds=2.0)
+_QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=5, limit_seconds=2.0)
 _GUESSED_FLOPS = 1e11
 
 
@@ -82,10 +82,10 @@ class Calibration:
         counted = {"device.memory_bytes": f"reported on {self.date}, {kind}"}
         keys = [f"{part}.{key}" for part in ("device", "intra_host", "inter_host") for key in data[part]]
         errors = self.errors
+        half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
         notes = (
-            f"Constants of a fit, not of a data sheet. {len(errors)} programs: half are predicted within a factor of "
-            f"{errors[len(errors) // 2]:.2f}, nine in ten within {errors[int(0.9 * (len(errors) - 1))]:.2f}, all within "
-            f"{errors[-1]:.2f}."
+            f"Constants of a fit, not of a data sheet. Of {len(errors)} programs, half are predicted within a factor "
+            f"of {half:.2f}, nine in ten within {most:.2f}, all within {errors[-1]:.2f}."
         )
         sources = {**dict.fromkeys([*keys, "device_share"], origin), **counted, "fingerprint": self.fingerprint}
         return {**data, "sources": sources, "notes": notes}
@@ -178,7 +178,7 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
         size=probe.size,
         parts=probe.parts,
         num_active_devices=probe.num_active_devices,
-        seconds=timing.seconds,
+        seconds=timing.seconds / probe.num_rows,
         num_samples=timing.num_samples,
     )
 

@@ -4,8 +4,8 @@
     2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.calibration_path`);
     3. else measured on the spot, in about three seconds, once per process.
 
-Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their work adds up in time
-instead of running side by side.
+Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their work adds up in
+time instead of running side by side.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The programs that are timed to describe devices, and what each is to the cost model.
 
 Every program does one thing again and again in a loop whose number of trips is an argument, on all devices at the same
-time unless it says otherwise:
+time unless it says otherwise. Passes work on rows that are larger together than caches are, since in a train step most
+operands come from memory.
 
     product            y @ w, square, by dtype and side                              Work "matmul"
     tiny product       8 × 8, which is all launch                                    Work "matmul"
-    pass               an element-wise pass in place, by size                        Work "elementwise", bytes
+    pass               an element-wise pass, by size                                 Work "elementwise", bytes
     arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
     all_reduce, all_gather after reduce_scatter, all_to_all, permute,
-                       by group size and bytes, with a pass between two of them      Collectives and Work
+                       by group size and bytes                                       Collective
 
 Groups lie inside a host; where there are several hosts, others have one device of each host, and one has them all.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -34,17 +36,26 @@ _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
 #: Arrays that a task of a plan usually takes.
 _ARRAYS_PER_TASK = 32
 _ITEM_BYTES = 4
+#: What the rows of one array take, on all devices of a shared processor together; more rows than _MAX_ROWS add nothing.
+_COLD_BYTES = 1 << 25
+_MAX_ROWS = 1 << 8
+
+_RowFunction = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program, and the parts whose prices add up to one trip of it (see `fit.Measurement`)."""
+    """A program that does something on `num_rows` rows in one trip, and the parts whose prices add up to one row of it.
+
+    See `fit.Measurement` for the rest.
+    """
 
     program: Program
     series: str
     size: float
     parts: tuple[Work | Collective, ...]
     num_active_devices: int
+    num_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,32 +101,38 @@ def host_rows(devices: Sequence[Any]) -> list[list[Any]]:
 
 def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     """Products and passes, on all devices at the same time."""
-    count = len(devices)
-    probes: list[Probe] = []
+    found: list[Probe] = []
+
+    def add(series: str, function: _RowFunction, shape: tuple[int, ...], work: Work, num_rows: int = 1) -> None:
+        found.append(
+            Probe(
+                program=_everywhere(f"{series}, {shape[0]}", function, devices, shape, work.dtype, num_rows),
+                series=series,
+                size=shape[0],
+                parts=(work,),
+                num_rows=num_rows,
+                num_active_devices=len(devices),
+            )
+        )
+
     for dtype, sides in sizes.sides.items():
         for n in sides:
-            work = Work(flops=2.0 * n**3, bytes=3.0 * n**2 * jnp.dtype(dtype).itemsize, kind="matmul", dtype=dtype)
-            program = _everywhere(f"product {dtype} {n}", _product, devices, (n, n), dtype)
-            probes.append(_probe(program, f"product {dtype}", n, work, count))
-    tiny = Work(flops=2.0 * 8**3, bytes=3.0 * 8**2 * _ITEM_BYTES, kind="matmul")
-    program = _everywhere("tiny product", _product, devices, (8, 8))
-    probes.append(_probe(program, "tiny product", 8, tiny, count))
+            add(f"product {dtype}", _product, (n, n), _product_work(n, dtype))
+    add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
-        program = _everywhere(f"pass over {n}", _pass, devices, (n,))
-        probes.append(_probe(program, "pass", n, _pass_work(n), count))
+        add("pass", _pass, (n,), _pass_work(n), _num_rows(devices, (n,), "float32"))
     middle = sizes.elements[len(sizes.elements) // 2]
-    work = Work(flops=_ARITHMETIC_FLOPS * middle, bytes=float(_ITEM_BYTES * middle))
-    program = _everywhere(f"arithmetic on {middle}", _arithmetic, devices, (middle,))
-    probes.append(_probe(program, "arithmetic", middle, work, count))
-    return probes
+    flops = _ARITHMETIC_FLOPS * middle
+    add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=float(_ITEM_BYTES * middle)))
+    return found
 
 
 def share_programs(devices: Sequence[Any]) -> list[Program]:
     """A chain of products, softmax and norm on the first device alone, and on all devices together."""
     shape = (256, 256)
     return [
-        _everywhere("block on one device", _block, devices[:1], shape),
-        _everywhere("block on all devices", _block, devices, shape),
+        _everywhere("block on one device", _block, devices[:1], shape, "float32", 8),
+        _everywhere("block on all devices", _block, devices, shape, "float32", 8),
     ]
 
 
@@ -194,27 +211,19 @@ _COLLECTIVES = (
 def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int) -> Probe:
     size = group.num_devices
     width = -(-elements // size) * size
-    spec = PartitionSpec(("sibling", "member"))
-    mesh = Mesh(grid, ("sibling", "member"))
-
-    def trip(_: Any, x: jax.Array) -> jax.Array:
-        return _pass(kind.run(x, size))
-
-    def loop(trips: jax.Array, rows: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, trips, trip, rows[0])[None]
-
-    # Unchecked: the loop carries what is the same on all members as if it were not.
-    mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, check_vma=False)
-    rows = _filled((grid.size, width), "float32", NamedSharding(mesh, spec))
     where = f"{size} devices, {group.num_hosts} hosts" if group.num_hosts > 1 else f"{size} devices"
-    buffer = float(_ITEM_BYTES * width)
-    collectives = tuple(Collective(kind=k, bytes=buffer, group=group) for k in kind.kinds)
     series = f"{kind.name} over {where}"
+
+    def collective(y: jax.Array, _: jax.Array) -> jax.Array:
+        return kind.run(y, size)
+
+    mesh = Mesh(grid, ("sibling", "member"))
+    collectives = [Collective(kind=k, bytes=float(_ITEM_BYTES * width), group=group) for k in kind.kinds]
     return Probe(
-        program=_looped(f"{series}, {width} elements", jax.jit(mapped), rows),
+        program=_over_rows(f"{series}, {width}", collective, mesh, (width,), "float32", 1),
         series=series,
         size=width,
-        parts=(*collectives, _pass_work(width)),
+        parts=tuple(collectives),
         num_active_devices=grid.size,
     )
 
@@ -223,15 +232,21 @@ def _product(y: jax.Array, w: jax.Array) -> jax.Array:
     return (y @ w).astype(y.dtype)
 
 
-def _pass(y: jax.Array, *_: jax.Array) -> jax.Array:
-    return jnp.maximum(y * 0.9 + 0.1, 0.5)
+def _pass(y: jax.Array, z: jax.Array) -> jax.Array:
+    """Two arrays in, one out, as most chains of element-wise work."""
+    return jnp.maximum(y * 0.9 + z, 0.5)
+
+
+def _product_work(side: int, dtype: str) -> Work:
+    item = jnp.dtype(dtype).itemsize
+    return Work(flops=2.0 * side**3, bytes=3.0 * side**2 * item, kind="matmul", dtype=dtype)
 
 
 def _pass_work(elements: int) -> Work:
     return Work(flops=_PASS_FLOPS * elements, bytes=float(_ITEM_BYTES * elements))
 
 
-def _arithmetic(y: jax.Array, *_: jax.Array) -> jax.Array:
+def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
     return jnp.exp(-jnp.tanh(y) * y)
 
 
@@ -240,24 +255,41 @@ def _block(y: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.tanh((y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-5))
 
 
-def _probe(program: Program, series: str, size: float, work: Work, num_active: int) -> Probe:
-    return Probe(program=program, series=series, size=size, parts=(work,), num_active_devices=num_active)
-
-
 def _everywhere(
-    name: str, function: Callable[..., jax.Array], devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
+    name: str, function: _RowFunction, devices: Sequence[Any], shape: tuple[int, ...], dtype: str, num_rows: int
 ) -> Program:
-    """A function of an array and a constant one, again and again, on arrays of each device's own."""
-    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+    return _over_rows(name, function, Mesh(np.array(devices), ("device",)), shape, dtype, num_rows)
+
+
+def _over_rows(
+    name: str, function: _RowFunction, mesh: Mesh, shape: tuple[int, ...], dtype: str, num_rows: int
+) -> Program:
+    """y = function(y, w) for each row y and w of arrays of each device's own, again and again."""
+    spec, count = PartitionSpec(mesh.axis_names), mesh.devices.size
 
     def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
+        def row(_: None, pair: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            return None, function(*pair)
 
-    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec))
-    sharding = NamedSharding(mesh, spec)
-    # y @ w with all entries of w 1/n leaves ones as they are.
-    rows = _filled((len(devices), *shape), dtype, sharding)
-    return _looped(name, program, rows, _filled((len(devices), *shape), dtype, sharding, 1.0 / shape[-1]))
+        def trip(_: jax.Array, state: jax.Array) -> jax.Array:
+            return lax.scan(row, None, (state, constants[0]))[1]
+
+        return lax.fori_loop(0, trips, trip, rows[0])[None]
+
+    # Unchecked: the loop carries what is the same on all members of a group as if it were not.
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+    sharding, full = NamedSharding(mesh, spec), (count, num_rows, *shape)
+    # Zeros stay finite under everything, and ordinary under sums; y @ w with all entries of w 1/n keeps ones.
+    fill = 1.0 if len(shape) == 2 else 0.0
+    rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
+    return _looped(name, jax.jit(mapped), rows, constants)
+
+
+def _num_rows(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> int:
+    """Rows of this shape that no cache holds."""
+    sharers = len(devices) if devices[0].platform == "cpu" else 1
+    rows = round(_COLD_BYTES / sharers / (prod(shape) * jnp.dtype(dtype).itemsize))
+    return min(_MAX_ROWS, max(1, rows))
 
 
 def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:

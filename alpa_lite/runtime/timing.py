@@ -1,9 +1,9 @@
 """Times of programs on a machine that others use too.
 
-    trips      chosen for each program so that one run takes about run_seconds                     (_choose_trips)
-    rounds     in every round each program runs once, so that a slow minute meets all of them alike (time_programs)
-    seconds    median of the samples, of which those further than 3 · 1.4826 · MAD from the median of all are left out
-               (MAD: median absolute deviation; Rousseeuw, Croux, JASA 88(424), 1993)               (typical_seconds)
+trips      chosen for each program so that one run takes about run_seconds                     (_choose_trips)
+rounds     in every round each program runs once, so that a slow minute meets all of them alike (time_programs)
+seconds    median of the samples, of which those further than 3 · 1.4826 · MAD from the median of all are left out
+           (MAD: median absolute deviation; Rousseeuw, Croux, JASA 88(424), 1993)               (typical_seconds)
 """
 
 from __future__ import annotations
