@@ -78,18 +78,6 @@ class Row:
         return self.predicted_seconds / self.measured_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """The tasks of one kind of one plan: seconds per step, all of them awaited."""
-
-    model: str
-    plan: str
-    kind: str
-    count: int
-    predicted_seconds: float
-    measured_seconds: float
-
-
 def cases() -> tuple[Case, ...]:
     """The demo's transformer, a Llama, a CNN and an MLP; each step 0.1 to 1 s on two cores."""
     demo = DemoConfig()
@@ -126,7 +114,7 @@ def cases() -> tuple[Case, ...]:
     )
 
 
-def run_case(case: Case, cluster: al.Cluster, rounds: int, say: Callable[[str], None]) -> tuple[list[Row], list[Task]]:
+def run_case(case: Case, cluster: al.Cluster, rounds: int, say: Callable[[str], None]) -> list[Row]:
     """Plan, compile, and run one step of each plan in turn."""
     optimizer = make_optimizer()
     train_step = make_train_step(case.model.loss_fn, optimizer)
@@ -155,7 +143,7 @@ def run_case(case: Case, cluster: al.Cluster, rounds: int, say: Callable[[str], 
                 spread=statistics.median(abs(s - median) for s in samples) / median,
             )
         )
-    return rows, []
+    return rows
 
 
 def _in_turn(
@@ -237,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress_line(console) as say:
         for case in cases():
             if given.model is None or case.name in given.model:
-                rows += run_case(case, cluster, given.rounds, say)[0]
+                rows += run_case(case, cluster, given.rounds, say)
     console.print(rendered(rows))
     if given.out is not None:
         given.out.write_text(json.dumps(to_json(rows, cluster), indent=1) + "\n", encoding="utf-8")
