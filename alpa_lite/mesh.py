@@ -46,6 +46,14 @@ class Submesh:
         return f"devices {self.first_device}..{self.first_device + self.num_devices - 1}"
 
 
+def sharing(submeshes: Sequence[Submesh]) -> tuple[tuple[int, ...], ...]:
+    """The positions of equal submeshes, together; in the order of the first of each."""
+    groups: dict[Submesh, list[int]] = {}
+    for number, submesh in enumerate(submeshes):
+        groups.setdefault(submesh, []).append(number)
+    return tuple(map(tuple, groups.values()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
     """Named axes over the devices of a submesh, the last axis varying fastest."""

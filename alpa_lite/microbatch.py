@@ -37,6 +37,7 @@ from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.rules.graph_facts import is_zero
+from alpa_lite.sinking import sink_free_values
 from alpa_lite.stacks import PartedProgram, part_stacks
 from alpa_lite.trace import Traced
 
@@ -105,7 +106,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
 
 
 def _parted(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> PartedProgram:
-    program = from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples)
+    program = sink_free_values(from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples))
     if unroll > 0:
         return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
     return PartedProgram(

@@ -17,7 +17,7 @@ from alpa_lite.codec import decode, encode
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.mesh import LogicalMesh, Submesh, sharing
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
@@ -129,7 +129,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects of one step: seconds, bytes per device of each stage, floating-point operations."""
+    """What the cost model expects of one step: seconds, bytes per device of each stage, floating-point operations.
+
+    `peak_bytes[i]` counts all that the devices of stage i hold, of other stages on them too.
+    """
 
     step_seconds: float
     compute_seconds: float
@@ -186,6 +189,11 @@ class Plan:
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
+
+    @property
+    def stages_together(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the stages on each submesh; several where a schedule deals out more stages than submeshes."""
+        return sharing([stage.submesh for stage in self.stages])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` gives an equal plan."""

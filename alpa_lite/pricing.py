@@ -17,18 +17,14 @@ from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import fused_values, price_class, rule_of_op
+from alpa_lite.rules.fusion import PriceClass, Slot, price_class
+from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
-from cost_models.work import Work
-
-#: Ops that XLA always folds into their readers: they neither compute nor write anything of their own.
-FOLDED = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty "
-    "sharding_constraint random_wrap random_unwrap bitcast_convert_type".split()
-)
+from cost_models.overlap import Stream, Task, loop_seconds, serial_seconds
+from cost_models.work import Product, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,33 +70,41 @@ class Pricer:
             self._memo[key] = self.cost_model.collective_seconds(collective)
         return self._memo[key]
 
+    def price_class(self, graph: Graph, op_id: int) -> PriceClass:
+        """Equal for ops that have the same prices under the same placements."""
+        backend = self.cost_model.backend
+        return price_class(graph, op_id, fusion=backend.fusion, fused_attention=backend.fused_attention)
+
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
-        """Work of one device for one op. Chains of element-wise ops are fused: only what leaves a chain is written."""
-        if op.primitive in FOLDED:
-            return Work()
-        rule, operands, results = rule_of_op(graph, op.id), graph.operands(op), graph.results(op)
+        """Work of one device for one op: its part of the FLOPs, and what it moves after fusion (`rules.fusion`)."""
+        kind = self.price_class(graph, op.id)
+        rule, access, operands, results = kind.op.rule, kind.access, graph.operands(op), graph.results(op)
+
+        def local(slot: Slot) -> float:
+            value = (results if slot.is_result else operands)[slot.number]
+            dims = (rule.results if slot.is_result else rule.operands)[slot.number]
+            return value.bytes / _shards(dims, placement, self.sizes)
+
         split = prod(self.sizes[a] for axes in placement.factors for a in axes)
-        moved = sum(
-            v.bytes / _shards(rule.results[i], placement, self.sizes)
-            for i, v in enumerate(results)
-            if v.id not in fused_values(graph)
-        )
-        largest = max((v.num_elements for v in results), default=0)
-        if rule.work_kind != "elementwise" or rule.opaque or all(v.num_elements < largest for v in operands):
-            moved += sum(v.bytes / _shards(rule.operands[i], placement, self.sizes) for i, v in enumerate(operands))
+        flops = rule.flops / split * (0.5 if kind.half_masked else 1.0)
+        matrix = rule.work_kind != "elementwise"
+        # A product computes in the format that it reads, whatever it adds up in.
+        floats = [v.dtype for v in ((*operands, *results) if matrix else (*results, *operands)) if v.is_float]
         return Work(
-            flops=rule.flops / split,
-            bytes=moved,
-            kind=rule.work_kind,
-            dtype=next((v.dtype for v in (*results, *operands) if v.is_float), "float32"),
+            flops=flops,
+            bytes=sum(map(local, (*access.reads, *access.writes))),
+            kind="attention" if kind.in_attention else rule.work_kind,
+            dtype=floats[0] if floats else "float32",
+            num_kernels=access.num_kernels,
+            product=local_product(rule, results[0], placement, self.sizes) if matrix and flops else None,
         )
 
     def price(self, graph: Graph, op: Op, placement: OpPlacement) -> OpPrice:
         """What one op without bodies takes on one device."""
-        key = (price_class(graph, op.id), placement.factors)
+        key = (self.price_class(graph, op.id), placement.factors)
         if key not in self._prices:
             work, seconds = self.op_work(graph, op, placement), 0.0
-            if work.flops or work.bytes:
+            if work.flops or work.bytes or work.num_kernels:
                 seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
             collectives = tuple(own_collectives(graph, op, placement, self.sizes))
             self._prices[key] = OpPrice(seconds=seconds, flops=work.flops, collectives=collectives)
@@ -116,6 +120,24 @@ class Pricer:
 
 def _shards(dims: tuple[tuple[int, ...], ...], placement: OpPlacement, sizes: Mapping[str, int]) -> int:
     return prod(sizes[a] for factors in dims for f in factors for a in placement.factors[f])
+
+
+def local_product(rule: Rule, result: Value, placement: OpPlacement, sizes: Mapping[str, int]) -> Product | None:
+    """The matrix product that one device runs for a contraction or a convolution, read off the rule.
+
+    count = factors of both operands and the result,  columns = factors of the second operand and the result alone
+    rows  = elements of the result / (count * columns),  depth = FLOPs / (2 * elements of the result)
+    """
+    if len(rule.operands) < 2:
+        return None
+    first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))
+    blocks = [n // prod(sizes[a] for a in placement.factors[f]) for f, n in enumerate(rule.sizes)]
+    count = prod(blocks[f] for f in first & second & made)
+    columns = prod(blocks[f] for f in (second & made) - first)
+    split = prod(sizes[a] for axes in placement.factors for a in axes)
+    elements = result.num_elements / _shards(rule.results[0], placement, sizes)
+    depth = rule.flops / split / (2 * elements)
+    return Product(rows=elements / (count * columns), columns=columns, depth=depth, count=count)
 
 
 def own_collectives(
@@ -159,7 +181,13 @@ def _halo_exchanges(
 
 
 class Estimator:
-    """A machine whose arrays are nothing at all: it adds up seconds, FLOPs and collectives."""
+    """A machine whose arrays are the numbers of the tasks that make them: it prices a task of a plan.
+
+    Kernels and collectives become `overlap.Task`s, which run beside each other where nothing forbids it; loops are
+    priced by their first trips. NOTHING stands for arrays that are there at the start.
+    """
+
+    NOTHING = -1
 
     def __init__(self, pricer: Pricer, *, stage: int, phase: str, runs: int) -> None:
         """`runs`: how often the task runs per step."""
@@ -171,22 +199,26 @@ class Estimator:
         self.compute_seconds = 0.0
         self.flops = 0.0
         self.collectives: list[CollectiveUse] = []
+        self.tasks: list[Task] = []
 
     @property
     def seconds(self) -> float:
         """Seconds of one run of the task."""
-        return self.compute_seconds + sum(u.seconds * u.count for u in self.collectives) / max(1, self.runs)
+        return self.simulated(self.tasks)
 
-    def literal(self, value: Value) -> None:
+    def literal(self, value: Value) -> int:
         """Scalars are free."""
+        return self.NOTHING
 
-    def reshard(self, array: None, value: Value, steps: tuple[Step, ...], op: Op | None) -> None:
+    def reshard(self, array: int, value: Value, steps: tuple[Step, ...], op: Op | None) -> int:
         """Price the moves."""
         for step in steps:
             if not step.is_local:
-                self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op)
+                array = self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op, (array,))
+        return array
 
-    def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None) -> None:
+    def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
+        seconds = self.pricer.collective_seconds(kind, buffer, axes)
         self.collectives.append(
             CollectiveUse(
                 kind=kind,
@@ -194,33 +226,54 @@ class Estimator:
                 axis="·".join(axes),
                 num_devices=prod(self.pricer.sizes[a] for a in axes),
                 count=self.runs * self.trips,
-                seconds=self.pricer.collective_seconds(kind, buffer, axes),
+                seconds=seconds,
                 stage=self.stage,
                 phase=self.phase,
                 source=op.source if op else "",
             )
         )
+        return self._add(seconds, "communication", needs)
 
-    def apply(self, application: Application, operands: list[None]) -> list[None]:
+    def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
+        needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
+        self.tasks.append(Task(seconds=seconds, stream=stream, needs=needed, streams=streams))
+        return len(self.tasks) - 1
+
+    def apply(self, application: Application, operands: list[int]) -> list[int]:
         """Price one op."""
         op, graph = application.op, application.graph
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips
         self.flops += price.flops * self.trips
+        streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
+        made = self._add(price.seconds, "compute", operands, streams=streams)
         for kind, axes, buffer in price.collectives:
-            self._use(kind, buffer, axes, op)
-        return [None] * len(op.results)
+            made = self._use(kind, buffer, axes, op, (made,))
+        return [made] * len(op.results)
 
-    def control_flow(
-        self, application: Application, operands: list[None], wiring: Wiring, walk: Walk[None]
-    ) -> list[None]:
-        """Price each body once and multiply by its trips."""
-        before = self.trips
+    def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
+        """Price each body by its first trips."""
+        op, trips, tasks, seconds = application.op, self.trips, self.tasks, 0.0
         self.trips *= wiring.trips
-        for number in range(len(application.op.bodies)):
-            body_walk(application, wiring, number, walk, operands)
-        self.trips = before
-        return [None] * len(application.op.results)
+        for number in range(len(op.bodies)):
+            self.tasks = [Task(seconds=0.0) for _ in operands]
+            outputs = body_walk(application, wiring, number, walk, list(range(len(operands))))
+            pairs = zip(outputs, wiring.outputs[number], strict=True)
+            handed_on = [(task, r) for task, r in pairs if r is not None and task != self.NOTHING]
+            carried = [(task, wiring.carried[r]) for task, r in handed_on if r in wiring.carried]
+            seconds += self._looped(self.tasks, carried, wiring.trips)
+        self.trips, self.tasks = trips, tasks
+        return [self._add(seconds, "both", operands)] * len(op.results)
+
+    def simulated(self, tasks: Sequence[Task]) -> float:
+        """Seconds of some tasks, beside each other where they can be."""
+        return self._looped(tasks, (), 1.0)
+
+    def _looped(self, tasks: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float) -> float:
+        cluster = self.pricer.cost_model.cluster
+        if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
+            return trips * serial_seconds(tasks)
+        return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:

@@ -69,6 +69,8 @@ class _Rewriter:
         self.lengths = {self.graph.values[v].shape[0] for v in self.seeds}
         self.known: dict[int, _Standing] = {}
         self.rules: dict[int, Rule] = {}
+        # Trips of one loop share the parameters of their equations, as one object.
+        self.part_params: dict[tuple[object, ...], Mapping[str, Any] | None] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -152,6 +154,14 @@ class _Rewriter:
 
     def _part_params(self, op: Op, factor: int) -> Mapping[str, Any] | None:
         """The parameters of an op on one part; None where they would have to say more than the shape."""
+        equation = self.program.equations[op.id]
+        shapes = tuple((v.shape, v.dtype) for v in (*self.graph.operands(op), *self.graph.results(op)))
+        key = (equation.primitive, id(equation.params), factor, shapes)
+        if key not in self.part_params:
+            self.part_params[key] = self._find_part_params(op, factor)
+        return self.part_params[key]
+
+    def _find_part_params(self, op: Op, factor: int) -> Mapping[str, Any] | None:
         rule, params = self._rule(op), dict(self.program.equations[op.id].params)
         length = rule.sizes[factor]
         rows = self.bounds(length)[0][1]

@@ -22,11 +22,23 @@ from alpa_lite.spmd import can_split, linear_group, raw_result_specs
 
 
 class AxisRole(Enum):
-    """What a mesh axis may be used for."""
+    """What a mesh axis may be used for.
+
+    BATCH splits the batch wherever there is one, and state as the restriction says; REPLICA does so and leaves state
+    whole. MODEL never splits the batch. CONTEXT splits other dims of what holds a batch (the positions of a sequence),
+    and state as BATCH does where only the update reads it.
+    """
 
     ANY = "any"
     BATCH = "batch"
+    REPLICA = "replica"
     MODEL = "model"
+    CONTEXT = "context"
+
+    @property
+    def splits_batch(self) -> bool:
+        """True for the roles that split nothing but the batch in the loop."""
+        return self in (AxisRole.BATCH, AxisRole.REPLICA)
 
 
 class Split(Enum):
@@ -41,15 +53,16 @@ class Split(Enum):
 class Restriction:
     """Limits on what the search may do: manual plans are restricted searches.
 
-    roles               per mesh axis; BATCH axes split the batch wherever there is one and nothing else in the loop,
-                        MODEL axes never split the batch
+    roles               per mesh axis
     optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
     parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
+    scatter_sums        whether sums over MODEL axes may be left scattered over them (Megatron's sequence parallelism)
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
     optimizer: Split = Split.NEVER
     parameters: Split = Split.NEVER
+    scatter_sums: bool = True
 
     def role(self, axis: str) -> AxisRole:
         """The role of an axis; ANY when nothing was said."""
@@ -66,7 +79,17 @@ class Restriction:
 
     def may_scatter(self, axis: str) -> bool:
         """Whether a sum over this axis may be left scattered over it."""
-        return self.role(axis) is not AxisRole.BATCH or self.optimizer is not Split.NEVER
+        role = self.role(axis)
+        if role in (AxisRole.BATCH, AxisRole.CONTEXT):
+            return self.optimizer is not Split.NEVER
+        return role is not AxisRole.REPLICA and (role is not AxisRole.MODEL or self.scatter_sums)
+
+    def state_split(self, axis: str, split: Split) -> Split:
+        """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""
+        role = self.role(axis)
+        if role is AxisRole.REPLICA or (role is AxisRole.CONTEXT and split is Split.MUST):
+            return Split.NEVER
+        return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
 
 
 FREE_CHOICE = Restriction()
@@ -90,15 +113,16 @@ def axis_choices(
         role = restriction.role(axis)
         fits = [f for f in rule.shardable if can_split(rule, f, (axis,), sizes)]
         batch = [f for f in fits if f in batch_factors]
-        if role is AxisRole.BATCH and in_loop:
+        if role.splits_batch and in_loop:
             choices: list[int | None] = [*batch] or [None]
-        elif role is AxisRole.MODEL:
+        elif role is AxisRole.MODEL or (role is AxisRole.CONTEXT and in_loop and batch_factors):
             choices = [None, *(f for f in fits if f not in batch_factors)]
-        elif role is AxisRole.BATCH:
-            choices = [None] if restriction.optimizer is Split.NEVER else [None, *fits]
+        elif role is not AxisRole.ANY:
+            free = not in_loop and restriction.state_split(axis, restriction.optimizer) is not Split.NEVER
+            choices = [None, *fits] if free else [None]
         else:
             choices = [None, *fits]
-        if takes_partial and (role is not AxisRole.BATCH or not batch_factors):
+        if takes_partial and (not role.splits_batch or not batch_factors):
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []

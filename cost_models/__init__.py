@@ -3,6 +3,7 @@
 Nothing here knows a framework or needs a device. `ComposedCostModel(load_cluster("p3.16xlarge"))` is the usual way in.
 """
 
+from cost_models.backend import Backend as Backend
 from cost_models.cluster import Cluster as Cluster
 from cost_models.cluster import cluster_sources as cluster_sources
 from cost_models.cluster import known_clusters as known_clusters
@@ -19,5 +20,6 @@ from cost_models.hardware import Link as Link
 from cost_models.interface import CostModel as CostModel
 from cost_models.memory import model_states_bytes as model_states_bytes
 from cost_models.traffic import Traffic as Traffic
+from cost_models.work import Product as Product
 from cost_models.work import Work as Work
 from cost_models.work import WorkKind as WorkKind

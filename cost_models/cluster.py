@@ -1,36 +1,72 @@
-"""A cluster as data: equal hosts, equal devices, one link inside a host and one between hosts.
+"""A cluster as data: hosts with devices, one link inside a host and one between hosts.
 
     num_devices = num_hosts * devices_per_host        (Cluster.num_devices)
+
+Two things are optional. Hosts may form domains that a faster network joins (an NVLink domain of many trays, a TPU
+slice). Hosts may differ: then `groups` says what they are, the fields of the cluster hold the slowest of all of them,
+and `Cluster.at` gives the cluster as a range of its devices sees it.
 
 `load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file like them.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from cost_models.catalogue import (
+    check_keys,
+    device_from_json,
+    device_sources,
+    link_from_json,
+    link_sources,
+    read_file,
+    read_shipped,
+    require_object,
+    without_comments,
+)
+from cost_models.catalogue import known_clusters as known_clusters
 from cost_models.checks import require_count
 from cost_models.errors import ClusterError
 from cost_models.hardware import Device as Device
-from cost_models.hardware import Link as Link
+from cost_models.link import Link as Link
 
-_NOT_CLUSTER_KEYS = ("sources", "notes")
-_OPTIONAL_KEYS = ("efficiency", "shared_processor", "device_share")
+#: What a library that runs collectives may have (see `schemes`).
+ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
+_LINKS = ("intra_host", "intra_domain", "inter_host")
+_LEFT_OUT_AT_DEFAULT = ("hosts_per_domain", "intra_domain", "algorithms", "groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGroup:
+    """Equal hosts of a cluster whose hosts differ.
+
+    Attributes:
+        num_hosts: how many.
+        device: what each of their devices is.
+        intra_host: link between devices of one of them.
+        inter_host: link between them; None: the one of the cluster.
+    """
+
+    num_hosts: int
+    device: Device
+    intra_host: Link
+    inter_host: Link | None = None
+
+    def __post_init__(self) -> None:
+        advice = "describe at least one host"
+        require_count("HostGroup.num_hosts", self.num_hosts, advice=advice, error=ClusterError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts with equal devices.
+    """Hosts with devices.
 
     Attributes:
         name: for people.
-        device: what each of the devices is.
+        device: what each of the devices is (where they differ, the slowest rates and the least memory).
         num_hosts, devices_per_host: counts of at least 1.
         intra_host: link between devices of a host; its bandwidth is that of one device, in one direction.
         inter_host: link between hosts; its bandwidth is that of one host, in one direction, shared by the devices of
@@ -40,9 +76,17 @@ class Cluster:
             different devices add up in time instead of overlapping.
         device_share: of a shared processor, the part that one device alone can keep busy, above 0 and at most 1: one
             device's program may run on fewer cores than there are.
+        hosts_per_domain: hosts that a faster network than `inter_host` joins: the trays of an NVLink domain, the hosts
+            of a TPU slice.
+        intra_domain: link between hosts of one domain, of one host as `inter_host`; None: `intra_host` reaches
+            through the whole domain.
+        algorithms: what the library has that runs collectives, of "ring", "tree", "double_tree", "halving_doubling"
+            and "hierarchical" (level by level).
+        groups: the hosts in order, where they differ; () where all are equal.
 
     Raises:
-        ClusterError: a count below 1, a share outside its range (the device and the links check themselves).
+        ClusterError: a count below 1, a share outside its range, an unknown algorithm, groups of another number of
+            hosts (the device and the links check themselves).
     """
 
     name: str
@@ -53,9 +97,13 @@ class Cluster:
     inter_host: Link
     shared_processor: bool = False
     device_share: float = 1.0
+    hosts_per_domain: int = 1
+    intra_domain: Link | None = None
+    algorithms: tuple[str, ...] = ALGORITHMS
+    groups: tuple[HostGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        for what in ("num_hosts", "devices_per_host"):
+        for what in ("num_hosts", "devices_per_host", "hosts_per_domain"):
             advice = "describe at least one host with one device"
             require_count(f"Cluster.{what}", getattr(self, what), advice=advice, error=ClusterError)
         if self.shared_processor not in (True, False):
@@ -64,16 +112,68 @@ class Cluster:
             raise ClusterError(
                 f"Cluster.device_share is {self.device_share!r}, but a part above 0, up to 1, is needed."
             )
+        object.__setattr__(self, "algorithms", tuple(self.algorithms))
+        unknown = sorted(set(self.algorithms) - set(ALGORITHMS))
+        if unknown or not self.algorithms:
+            raise ClusterError(
+                f"Cluster.algorithms is {self.algorithms!r}, but some of {', '.join(ALGORITHMS)} are needed: name what "
+                "the library of this cluster has, or leave it out for all of them."
+            )
+        of_groups = sum(group.num_hosts for group in self.groups)
+        if self.groups and of_groups != self.num_hosts:
+            raise ClusterError(
+                f"The cluster {self.name!r} has {self.num_hosts} hosts, but its groups have {of_groups}: change "
+                "num_hosts of the groups."
+            )
 
     @property
     def num_devices(self) -> int:
         """Devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
+    def at(self, first_device: int, num_devices: int) -> Cluster:
+        """The cluster as `num_devices` devices from `first_device` on see it, their hosts taken as equal.
+
+        Of host groups that the range spans, the slowest rates, the longest latencies and the least memory count: a
+        stage that spans them runs at that. A cluster of equal hosts is itself.
+
+        Raises:
+            ClusterError: the range is not within the cluster.
+        """
+        if not (first_device >= 0 and num_devices >= 1 and first_device + num_devices <= self.num_devices):
+            raise ClusterError(
+                f"{num_devices} devices from {first_device} on were asked for, but the cluster {self.name!r} has "
+                f"{self.num_devices}: give a range within them."
+            )
+        if not self.groups:
+            return self
+        first_host = first_device // self.devices_per_host
+        last_host = (first_device + num_devices - 1) // self.devices_per_host
+        found, start = list[HostGroup](), 0
+        for group in self.groups:
+            if start <= last_host and first_host < start + group.num_hosts:
+                found.append(group)
+            start += group.num_hosts
+        inter_host = found[0].inter_host if len(found) == 1 else None
+        return replace(
+            self,
+            device=slowest_device([group.device for group in found]),
+            intra_host=slowest_link([group.intra_host for group in found]),
+            inter_host=inter_host or self.inter_host,
+            groups=(),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` gives the same cluster back."""
-        data = asdict(self)
-        data["device"]["peak_flops"] = self.device.peaks
+        data: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
+                continue
+            data[field.name] = _to_json(value)
+        if self.groups:
+            for key in ("device", "num_hosts", "intra_host"):
+                del data[key]
         return data
 
     @classmethod
@@ -81,42 +181,57 @@ class Cluster:
         """The cluster that `to_json` (or a file in `clusters/`) describes; "sources" and "notes" are passed over.
 
         Raises:
-            ClusterError: a key is missing or unknown, or a value cannot be.
+            ClusterError: a key is missing or unknown, a name is unknown, or a value cannot be.
         """
-        values = {key: value for key, value in data.items() if key not in _NOT_CLUSTER_KEYS}
-        _check_keys("The cluster", values, cls)
-        parts = {key: values[key] for key in ("device", "intra_host", "inter_host")}
-        for key, part in parts.items():
-            _check_keys(f"{key!r} of the cluster {values['name']!r}", part, Device if key == "device" else Link)
-        _check_keys("peak_flops of the device", parts["device"]["peak_flops"], None)
-        built: dict[str, Any] = {
-            "device": Device(**parts["device"]),
-            "intra_host": Link(**parts["intra_host"]),
-            "inter_host": Link(**parts["inter_host"]),
-        }
-        return cls(**{**values, **built})
+        values = without_comments(data)
+        mixed = bool(values.get("groups"))
+        check_keys("The cluster", values, cls, optional=("device", "num_hosts", "intra_host") if mixed else ())
+        for key in _LINKS:
+            if values.get(key) is not None:
+                values[key] = link_from_json(values[key], f"{key!r} of the cluster {values['name']!r}")
+        if mixed:
+            return cls(**{**values, **_mixed(values)})
+        device = device_from_json(values["device"], f"'device' of the cluster {values['name']!r}")
+        return cls(**{**values, "device": device, "groups": ()})
 
 
-def _check_keys(where: str, values: object, cls: type[Any] | None) -> None:
-    """Refuse anything but an object with the keys of the dataclass `cls` (None: any keys)."""
-    if not isinstance(values, Mapping):
-        raise ClusterError(f"{where} is {values!r}, but a JSON object is needed: give one key for each quantity.")
-    if cls is None:
-        return
-    given = {str(key) for key in cast("Mapping[object, object]", values)}
-    known = {field.name for field in fields(cls)}
-    missing = sorted(known - given - set(_OPTIONAL_KEYS))
-    unknown = sorted(given - known)
-    if missing:
-        raise ClusterError(f"{where} lacks {', '.join(missing)}: add them (every quantity is in bytes and seconds).")
-    if unknown:
-        raise ClusterError(f"{where} has the unknown keys {', '.join(unknown)}: known are {', '.join(sorted(known))}.")
+def slowest_device(devices: Sequence[Device]) -> Device:
+    """The slowest rates, the longest times and the least memory of some devices.
+
+    Units and tiles are those of the device with the lowest 16-bit rate.
+    """
+    base = min(devices, key=lambda device: device.peak("bfloat16"))
+    if all(device == base for device in devices):
+        return base
+    return replace(
+        base,
+        name=" | ".join(sorted({device.name for device in devices})),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bandwidth=min(device.memory_bandwidth for device in devices),
+        peak_flops={
+            dtype: min(device.peak(dtype, matrix=dtype != "float32") for device in devices) for dtype in base.peaks
+        },
+        launch_seconds=max(device.launch_seconds for device in devices),
+        dispatch_seconds=max(device.dispatch_seconds for device in devices),
+        matrix_efficiency={
+            dtype: min(device.efficiencies[device.format(dtype, matrix=dtype != "float32")] for device in devices)
+            for dtype in base.peaks
+        },
+        convolution_efficiency=min(device.convolution_efficiency for device in devices),
+        memory_efficiency=min(device.memory_efficiency for device in devices),
+        contention=max(device.contention for device in devices),
+    )
 
 
-def known_clusters() -> tuple[str, ...]:
-    """Names of the descriptions that ship with this package, sorted."""
-    folder = resources.files("cost_models") / "clusters"
-    return tuple(sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json")))
+def slowest_link(links: Sequence[Link]) -> Link:
+    """The link with the lowest rate, with the longest latency and ramp of all."""
+    base = min(links, key=lambda link: link.bytes_per_second)
+    return replace(
+        base,
+        latency_seconds=max(link.latency_seconds for link in links),
+        ramp_seconds=max(link.ramp_seconds for link in links),
+        in_network_reduction=all(link.in_network_reduction for link in links),
+    )
 
 
 def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
@@ -134,40 +249,71 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
 
 
 def cluster_sources(name: str) -> dict[str, str]:
-    """Where each value of a shipped description comes from, by dotted key; assumptions start with "assumption"."""
-    return dict(_read(name).get("sources", {}))
+    """Where each value of a shipped description comes from, by dotted key; assumptions start with "assumption".
+
+    The values of a device or link that the description names have the sources of that device or link.
+    """
+    data = _read(name)
+    found = dict[str, str]()
+    if isinstance(data.get("device"), str):
+        found |= {f"device.{key}": source for key, source in device_sources(data["device"]).items()}
+    for part in _LINKS:
+        link = data.get(part)
+        named = link if isinstance(link, str) else dict(link or {}).get("link")
+        if isinstance(named, str):
+            found |= {f"{part}.{key}": source for key, source in link_sources(named).items()}
+    return {**found, **data.get("sources", {})}
 
 
 def _read(name_or_path: str) -> dict[str, Any]:
-    name = name_or_path.lower()
-    if name in known_clusters():
-        text = (resources.files("cost_models") / "clusters" / f"{name}.json").read_text(encoding="utf-8")
-    elif name.endswith(".json"):
-        text = _read_file(Path(name_or_path))
-    else:
-        raise ClusterError(_unknown_name(name_or_path))
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ClusterError(f"The cluster file {name_or_path!r} is not JSON ({error}): correct that line.") from error
-    if not isinstance(data, dict):
-        raise ClusterError(f"The cluster file {name_or_path!r} holds no JSON object: start from Cluster.to_json().")
-    return cast("dict[str, Any]", data)
+    if name_or_path.lower() not in known_clusters() and name_or_path.lower().endswith(".json"):
+        return read_file(Path(name_or_path))
+    return read_shipped("clusters", name_or_path)
 
 
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        sentence = f"The cluster file {str(path)!r} cannot be read ({error}): give the path of a file."
-        raise ClusterError(sentence) from error
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Link):
+        return value.to_json()
+    if isinstance(value, Device):
+        data = asdict(value)
+        data["peak_flops"] = value.peaks
+        data["tiles"] = [list(tile) for tile in value.tiles]
+        if not isinstance(value.matrix_efficiency, (int, float)):
+            data["matrix_efficiency"] = value.efficiencies
+        return data
+    if isinstance(value, HostGroup):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {key: _to_json(part) for key, part in parts.items() if part is not None}
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in cast("tuple[Any, ...]", value)]
+    return value
 
 
-def _unknown_name(name: str) -> str:
-    known = known_clusters()
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return (
-        f"There is no cluster named {name!r}.{hint} Known clusters: {', '.join(known)}. "
-        "Give one of these names, or the path of a .json file that describes yours."
-    )
+def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups of a cluster whose hosts differ, and what its devices have in common."""
+    name = values["name"]
+    given = values["groups"]
+    if not isinstance(given, (list, tuple)):
+        raise ClusterError(f"'groups' of the cluster {name!r} is {given!r}, but a list of JSON objects is needed.")
+    stray = sorted({"device", "num_hosts", "intra_host"} & set(values))
+    if stray:
+        raise ClusterError(
+            f"The cluster {name!r} has groups and {', '.join(stray)} beside them: move these into the groups, which say "
+            "what each host is."
+        )
+    groups = list[HostGroup]()
+    for number, each in enumerate(cast("Sequence[object]", given)):
+        where = f"groups[{number}] of the cluster {name!r}"
+        parts = without_comments(require_object(where, each))
+        check_keys(where, parts, HostGroup)
+        for key in ("intra_host", "inter_host"):
+            if parts.get(key) is not None:
+                parts[key] = link_from_json(parts[key], f"{key!r} of {where}")
+        parts["device"] = device_from_json(parts["device"], f"'device' of {where}")
+        groups.append(HostGroup(**parts))
+    return {
+        "groups": tuple(groups),
+        "num_hosts": sum(group.num_hosts for group in groups),
+        "device": slowest_device([group.device for group in groups]),
+        "intra_host": slowest_link([group.intra_host for group in groups]),
+    }

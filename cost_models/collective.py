@@ -32,14 +32,17 @@ class Group:
         num_devices: members of the group.
         devices_per_host: members that sit on one host (on the fullest host, where they differ).
         num_concurrent: how many such groups communicate at once per host; they share the link that leaves the host.
+        devices_per_domain: members in one domain of hosts (`Cluster.hosts_per_domain`); None: the hosts of the group
+            are neighbours, so as many as fit.
 
     Raises:
-        CostModelError: a count below 1, or more members on a host than members.
+        CostModelError: a count below 1, more members on a host than in a domain, or in a domain than members.
     """
 
     num_devices: int
     devices_per_host: int
     num_concurrent: int = 1
+    devices_per_domain: int | None = None
 
     def __post_init__(self) -> None:
         require_count("Group.num_devices", self.num_devices, advice="count the members of the group")
@@ -49,6 +52,15 @@ class Group:
             raise CostModelError(
                 f"Group.devices_per_host is {self.devices_per_host}, but the group has only {self.num_devices} "
                 "members: count the members of the group that sit on one host, not the devices of the host."
+            )
+        domain = self.devices_per_domain
+        if domain is None:
+            return
+        require_count("Group.devices_per_domain", domain, advice="count the members in one domain, or leave it out")
+        if not self.devices_per_host <= domain <= self.num_devices:
+            raise CostModelError(
+                f"Group.devices_per_domain is {domain}, but the group has {self.devices_per_host} members on a host "
+                f"and {self.num_devices} in all: count the members in one domain, or leave it out."
             )
 
     @property

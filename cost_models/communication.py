@@ -1,68 +1,115 @@
-"""Time of collectives and transfers on a cluster: latency and bandwidth of each algorithm of `traffic`, cheapest taken.
+"""Time of collectives and transfers on a cluster: latency and bandwidth of each scheme, the cheapest taken.
 
-    on equal links      seconds = min over algorithms of (messages * latency + bytes / rate)       (all_reduce_seconds)
-    over several hosts  seconds = min over pairs of algorithms (inside, between) of                (collective_seconds)
-                                  latency inside + latency between
-                                  + max(bytes / rate inside, bytes / rate between)
-    rate between hosts  min(rate of the host's link / num_concurrent, members * rate inside)       (_between_hosts)
-    shared processor    rate / (members * num_concurrent), latency * (members * num_concurrent)    (_inside_host)
-                        and one round, since all members meet in shared memory
-    transfer            seconds = latency + bytes / min(num_links * rate inside, hosts * rate between)
-                                                                                                   (transfer_seconds)
+    on equal links      seconds = min over algorithms of messages * latency + move(bytes)      (all_reduce_seconds)
+    on a cluster        seconds = min over the schemes that the cluster's library has of       (collective_seconds)
+                                  sum of latencies + time of the slowest level
+    transfer            seconds = latency + move(bytes) at                                     (transfer_seconds)
+                                  min(num_links * rate inside, hosts * rate that leaves a host)
 
-A group that spans hosts works in two levels: inside each host, and between the hosts, which exchange the buffer as
-wholes while each member carries its slice. Both levels stream, so the slower one sets the rate; between hosts that is
-the link which the members of the group and the num_concurrent groups share. Each term is increasing and affine in
-bytes, so minima and maxima of them are increasing and continuous.
+Levels and their rates: `levels`. Schemes: `schemes`. What one algorithm sends: `traffic`. What b bytes take on a link,
+move(b): `link`. On a shared processor a collective is one round, since all members meet in shared memory, and its
+members take turns. Each term is increasing and continuous in bytes, and so are sums, minima and maxima of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Literal
 
 from cost_models.checks import require_amount, require_choice, require_count
 from cost_models.cluster import Cluster
-from cost_models.collective import Collective, CollectiveKind, Group
-from cost_models.errors import CostModelError
-from cost_models.hardware import Link
-from cost_models.traffic import Traffic as Traffic
-from cost_models.traffic import bruck_all_to_all as bruck_all_to_all
-from cost_models.traffic import butterfly_all_reduce as butterfly_all_reduce
-from cost_models.traffic import halving_doubling_all_reduce as halving_doubling_all_reduce
-from cost_models.traffic import naive_all_reduce as naive_all_reduce
-from cost_models.traffic import pairwise_all_to_all as pairwise_all_to_all
-from cost_models.traffic import parameter_server as parameter_server
-from cost_models.traffic import point_to_point as point_to_point
-from cost_models.traffic import recursive_all_gather as recursive_all_gather
-from cost_models.traffic import ring_all_reduce as ring_all_reduce
-from cost_models.traffic import scatter_gather_broadcast as scatter_gather_broadcast
-from cost_models.traffic import tree_all_reduce as tree_all_reduce
-from cost_models.traffic import tree_broadcast as tree_broadcast
+from cost_models.collective import Collective
+from cost_models.levels import levels_of, rate_of_host
+from cost_models.link import Link, moving_seconds
+from cost_models.schemes import Scheme, schemes
+from cost_models.traffic import (
+    Traffic,
+    butterfly_all_reduce,
+    double_tree_all_reduce,
+    halving_doubling_all_reduce,
+    naive_all_reduce,
+    parameter_server,
+    ring_all_reduce,
+    tree_all_reduce,
+)
 
-AllReduceAlgorithm = Literal["auto", "ring", "halving_doubling", "tree", "butterfly", "naive", "parameter_server"]
+AllReduceAlgorithm = Literal[
+    "auto", "ring", "halving_doubling", "tree", "double_tree", "butterfly", "naive", "parameter_server"
+]
 _Algorithm = Callable[[float, int], Traffic]
 
-ALL_REDUCE_ALGORITHMS: Mapping[AllReduceAlgorithm, tuple[_Algorithm, ...]] = {
-    "auto": (ring_all_reduce, halving_doubling_all_reduce, tree_all_reduce),
-    "ring": (ring_all_reduce,),
-    "halving_doubling": (halving_doubling_all_reduce,),
-    "tree": (tree_all_reduce,),
-    "butterfly": (butterfly_all_reduce,),
-    "naive": (naive_all_reduce,),
-    "parameter_server": (parameter_server,),
+ALL_REDUCE_ALGORITHMS: Mapping[AllReduceAlgorithm, _Algorithm] = {
+    "ring": ring_all_reduce,
+    "halving_doubling": halving_doubling_all_reduce,
+    "tree": tree_all_reduce,
+    "double_tree": double_tree_all_reduce,
+    "butterfly": butterfly_all_reduce,
+    "naive": naive_all_reduce,
+    "parameter_server": parameter_server,
 }
-ALGORITHMS: Mapping[CollectiveKind, tuple[_Algorithm, ...]] = {
-    "all_reduce": ALL_REDUCE_ALGORITHMS["auto"],
-    "all_gather": (recursive_all_gather,),
-    "reduce_scatter": (recursive_all_gather,),
-    "all_to_all": (pairwise_all_to_all, bruck_all_to_all),
-    "broadcast": (tree_broadcast, scatter_gather_broadcast),
-    "permute": (point_to_point,),
-    "send": (point_to_point,),
-}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelCost:
+    """What one level does in a collective.
+
+    Attributes:
+        level: its name.
+        num_members: units (devices, hosts, domains) that meet on it.
+        algorithm: what they run.
+        num_messages: that follow one another.
+        latency_seconds: time of these messages without their bytes.
+        bytes: that one unit sends, one after the other.
+        bytes_per_second: rate of one unit, as this group has it.
+        bandwidth_seconds: how long the bytes keep the level busy, its ramp included.
+    """
+
+    level: str
+    num_members: int
+    algorithm: str
+    num_messages: float
+    latency_seconds: float
+    bytes: float
+    bytes_per_second: float
+    bandwidth_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.level}: {self.algorithm} over {self.num_members}, "
+            f"{self.num_messages:g} messages {self.latency_seconds * 1e6:.1f} us, {self.bytes / 1e6:.3f} MB at "
+            f"{self.bytes_per_second / 1e9:.1f} GB/s {self.bandwidth_seconds * 1e6:.1f} us"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """Why a collective takes as long as it does.
+
+    Attributes:
+        seconds: latency_seconds + bandwidth_seconds.
+        latency_seconds: messages of all levels.
+        bandwidth_seconds: bytes of the slowest level; the others stream meanwhile.
+        algorithm: the cheapest scheme that the cluster's library has; "" where nothing is sent.
+        limiting_level: the name of the slowest level; "" where nothing is sent.
+        levels: what each level does, innermost first.
+    """
+
+    seconds: float = 0.0
+    latency_seconds: float = 0.0
+    bandwidth_seconds: float = 0.0
+    algorithm: str = ""
+    limiting_level: str = ""
+    levels: tuple[LevelCost, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.levels:
+            return "nothing to send"
+        head = (
+            f"{self.seconds * 1e6:.1f} us: {self.algorithm}, latency {self.latency_seconds * 1e6:.1f} us, "
+            f"bandwidth {self.bandwidth_seconds * 1e6:.1f} us (limited {self.limiting_level})"
+        )
+        return "\n".join([head, *(f"  {level}" for level in self.levels)])
 
 
 def all_reduce_seconds(bytes: float, num_devices: int, link: Link, algorithm: AllReduceAlgorithm = "auto") -> float:
@@ -72,15 +119,18 @@ def all_reduce_seconds(bytes: float, num_devices: int, link: Link, algorithm: Al
         bytes: of the buffer on one device.
         num_devices: that take part.
         link: of each device.
-        algorithm: a row of the table in `traffic`; "auto" takes the cheapest of ring, halving-doubling and tree.
+        algorithm: a row of the table in `traffic`; "auto" takes the cheapest of all.
 
     Raises:
         CostModelError: a negative size, no device, an unknown algorithm.
     """
     require_amount("The size of an all_reduce", bytes, advice="give the bytes of the buffer on one device")
     require_count("The size of a group", num_devices, advice="count the devices that take part")
-    require_choice("The all_reduce algorithm", algorithm, ALL_REDUCE_ALGORITHMS)
-    return min(send(bytes, num_devices).seconds(link) for send in ALL_REDUCE_ALGORITHMS[algorithm])
+    require_choice("The all_reduce algorithm", algorithm, ("auto", *ALL_REDUCE_ALGORITHMS))
+    if num_devices == 1 or bytes == 0:
+        return 0.0
+    chosen = ALL_REDUCE_ALGORITHMS.values() if algorithm == "auto" else (ALL_REDUCE_ALGORITHMS[algorithm],)
+    return min(send(bytes, num_devices).seconds(link) for send in chosen)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
@@ -89,32 +139,57 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     Raises:
         CostModelError: the group does not fit the cluster.
     """
-    group, size = collective.group, collective.bytes
-    _check_fits(group, cluster)
-    if group.num_devices == 1 or size == 0:
-        return 0.0
-    inside, between = _inside_host(group, cluster), _between_hosts(group, cluster)
-    if collective.kind in ("permute", "send"):
-        return _point_to_point_seconds(size, group, inside, between)
-    # Between hosts, the members of a host act as one: an all_to_all then carries all their buffers.
-    size_between = size * group.devices_per_host if collective.kind == "all_to_all" else size
-    algorithms = ALGORITHMS[collective.kind]
-    return min(
-        (_one_round(first) if cluster.shared_processor else first).latency_seconds(inside)
-        + second.latency_seconds(between)
-        + max(first.bandwidth_seconds(inside), second.bandwidth_seconds(between))
-        for first, second in product(
-            [send(size, group.devices_per_host) for send in algorithms],
-            [send(size_between, group.num_hosts) for send in algorithms],
-        )
+    scheme = _cheapest(collective, cluster)
+    return scheme.seconds if scheme else 0.0
+
+
+def explain_collective(collective: Collective, cluster: Cluster) -> CollectiveCost:
+    """The same seconds with their reasons: scheme, levels, messages, bytes, and the level that limits.
+
+    Raises:
+        CostModelError: the group does not fit the cluster.
+    """
+    scheme = _cheapest(collective, cluster)
+    if scheme is None:
+        return CollectiveCost()
+    limiting = max(scheme.parts, key=lambda part: part.bandwidth_seconds)
+    return CollectiveCost(
+        seconds=scheme.seconds,
+        latency_seconds=scheme.latency_seconds,
+        bandwidth_seconds=scheme.bandwidth_seconds,
+        algorithm=scheme.name,
+        limiting_level=limiting.level.name,
+        levels=tuple(
+            LevelCost(
+                level=part.level.name,
+                num_members=part.level.num_members,
+                algorithm=part.algorithm,
+                num_messages=part.num_messages,
+                latency_seconds=part.latency_seconds,
+                bytes=part.bytes,
+                bytes_per_second=part.level.bytes_per_second,
+                bandwidth_seconds=part.bandwidth_seconds,
+            )
+            for part in scheme.parts
+        ),
     )
 
 
-def transfer_seconds(bytes: float, cluster: Cluster, *, crosses_hosts: bool, num_links: int = 1) -> float:
+def transfer_seconds(
+    bytes: float, cluster: Cluster, *, crosses_hosts: bool, num_links: int = 1, crosses_domains: bool | None = None
+) -> float:
     """Seconds to move `bytes` in total from one submesh to another over `num_links` parallel pairs of devices.
 
     Between hosts, the sending devices are taken to fill their hosts, and each host's link is shared. On a shared
     processor, parallel pairs bring nothing inside a host.
+
+    Args:
+        bytes: that move, all pairs together.
+        cluster: where.
+        crosses_hosts: whether sender and receiver sit on different hosts.
+        num_links: pairs of devices that send at once.
+        crosses_domains: whether they sit in different domains of hosts; None: they do where they cross hosts and the
+            cluster has more than one domain.
 
     Raises:
         CostModelError: a negative size, or no link.
@@ -125,49 +200,26 @@ def transfer_seconds(bytes: float, cluster: Cluster, *, crosses_hosts: bool, num
         return 0.0
     inside = cluster.intra_host
     num_lanes = 1 if cluster.shared_processor else num_links
-    if not crosses_hosts:
-        return inside.latency_seconds + bytes / (num_lanes * inside.bytes_per_second)
-    between = cluster.inter_host
+    rate = num_lanes * inside.rate(2)
+    link = _link_between(cluster, crosses_domains) if crosses_hosts else None
+    if link is None:
+        return inside.latency_seconds + moving_seconds(bytes, rate, inside.ramp_seconds)
     num_hosts = -(-num_links // cluster.devices_per_host)
-    rate = min(num_lanes * inside.bytes_per_second, num_hosts * between.bytes_per_second)
-    return between.latency_seconds + bytes / rate
+    per_host = rate_of_host(link, cluster, num_senders=min(num_links, cluster.devices_per_host))
+    return link.latency_seconds + moving_seconds(bytes, min(rate, num_hosts * per_host), link.ramp_seconds)
 
 
-def _point_to_point_seconds(size: float, group: Group, inside: Link, between: Link) -> float:
-    """One neighbour shift: of the members on a host, one sends to the next host, at the same time as the others."""
-    on_host = inside.seconds(size) if group.devices_per_host > 1 else 0.0
-    across = between.seconds(size) if group.num_hosts > 1 else 0.0
-    return max(on_host, across)
+def _link_between(cluster: Cluster, crosses_domains: bool | None) -> Link | None:
+    """The link that leaves a host on the way to another one; None: the one inside a host reaches that far."""
+    if crosses_domains is None:
+        crosses_domains = cluster.num_hosts > cluster.hosts_per_domain
+    return cluster.inter_host if crosses_domains else cluster.intra_domain
 
 
-def _inside_host(group: Group, cluster: Cluster) -> Link:
-    """The link of one member to its neighbours on the host; one processor serves all members in turn."""
-    turns = group.devices_per_host * group.num_concurrent if cluster.shared_processor else 1
-    link = cluster.intra_host
-    return replace(
-        link,
-        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / turns,
-        latency_seconds=link.latency_seconds * turns,
-    )
-
-
-def _one_round(traffic: Traffic) -> Traffic:
-    """The same bytes in one message, if there is any."""
-    return replace(traffic, num_serial_messages=min(1, traffic.num_serial_messages))
-
-
-def _between_hosts(group: Group, cluster: Cluster) -> Link:
-    """The group's part of the link of its host, no faster than its members can feed it."""
-    feed = group.devices_per_host * _inside_host(group, cluster).bytes_per_second
-    rate = min(cluster.inter_host.bytes_per_second / group.num_concurrent, feed)
-    return Link(bandwidth_bytes_per_second=rate, latency_seconds=cluster.inter_host.latency_seconds)
-
-
-def _check_fits(group: Group, cluster: Cluster) -> None:
-    if group.num_devices <= cluster.num_devices and group.devices_per_host <= cluster.devices_per_host:
-        return
-    raise CostModelError(
-        f"The group has {group.num_devices} devices, {group.devices_per_host} on one host, but the cluster "
-        f"{cluster.name!r} has {cluster.num_devices} devices, {cluster.devices_per_host} on each host: "
-        "describe a larger cluster or a smaller group."
-    )
+def _cheapest(collective: Collective, cluster: Cluster) -> Scheme | None:
+    """The cheapest scheme; None where nothing is sent."""
+    levels = levels_of(collective.group, cluster)
+    if not levels or collective.bytes == 0:
+        return None
+    found = schemes(collective.kind, collective.bytes, levels, cluster.algorithms)
+    return min(found, key=lambda scheme: scheme.seconds)

@@ -6,9 +6,10 @@ share = the part of the processor that one device can keep busy               (C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_models import communication, compute
+from cost_models.backend import Backend
 from cost_models.checks import require_count
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective
@@ -17,9 +18,13 @@ from cost_models.work import Work
 
 @dataclass(frozen=True, slots=True)
 class ComposedCostModel:
-    """A `CostModel` for `cluster`; nothing is measured, so it needs no device."""
+    """A `CostModel` for `cluster`; nothing is measured, so it needs no device.
+
+    backend: what the software on the devices does with a program.
+    """
 
     cluster: Cluster
+    backend: Backend = field(default_factory=Backend)
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
         """Seconds until each of `num_active_devices` devices has done `work`; they add up on a shared processor."""

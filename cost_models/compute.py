@@ -1,43 +1,152 @@
-"""Time of work on one device: a roofline with a start-up time per kernel.
+"""Time of work on one device: a roofline with a start-up time per kernel and the waste of matrix products in blocks.
 
-    seconds = n * launch(kind) + max(flops / (e(kind) * peak), bytes / (e_m * bandwidth))     (compute_seconds)
-    fraction of peak = flops / (peak * seconds)                                               (achieved_fraction)
+    seconds    = n * launch + max(arithmetic, traffic)                                     (estimate, compute_seconds)
+    traffic    = bytes / (memory_efficiency * bandwidth)
+    arithmetic = flops / (efficiency * peak)             of work whose shape is unknown, and on the vector units
+    arithmetic = n * min over tiles (r, c) of waves * 2 r c (steps + fill) / (rate * reuse(r, c))      (_best_tiling)
+    waves      = ceil(blocks / units),   blocks = count * ceil(rows / r) * ceil(columns / c)
+    steps      = depth, or depth / (units // blocks), at least min(depth, 256), where blocks leave units idle (split K)
+    reuse(r,c) = h / (h + 8), relative to the largest tile,  h = r c / (r + c)
+    attention  = flops (d + 32) / (d * efficiency * peak), d the width of a head                       (_head_loss)
+    fraction of peak = flops / (peak * seconds)                                                   (achieved_fraction)
 
-n is the number of kernels and launch(kind) the device's launch_seconds for kernels of their own (matmul, convolution),
-0 for elementwise work, which is fused with its neighbours. A compute-bound matmul of f FLOPs therefore reaches
-
-    e * f / (f + e * peak * launch)
-
-of the peak: small matmuls lose. Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009.
-
-Efficiencies are fractions of data-sheet values. Matmul: the best measured bf16 rates are 87 % of peak on A100, 80 % on
-H100, 78 % on B200 (stas00/ml-engineering, compute/accelerator README) and 90 % on TPU v6e (AI-Hypercomputer/tpu-recipes
-microbenchmarks). Memory: 83 % for a copy on TPU v6e (same), 92 % on GB200 (Azure engineering blog). Convolution and
-elementwise are assumptions.
+n is the number of kernels, rate = efficiency * peak / units that of one unit, fill the depth that a unit loses before
+it is busy. A unit reads r + c numbers for r c multiply-adds, so that large tiles use what they read more often (h). In
+a fused attention kernel the exponentials of the scores cost as much as 32 more columns of the products around them.
+Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Tiles, waves and split K: NVIDIA's "Matrix Multiplication
+Background User's Guide", sections on tile and wave quantisation.
 """
 
 from __future__ import annotations
 
-from cost_models.hardware import Device
-from cost_models.work import Work, WorkKind
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 
-FLOPS_EFFICIENCY: dict[WorkKind, float] = {"matmul": 0.8, "convolution": 0.6, "elementwise": 0.8}
-MEMORY_EFFICIENCY = 0.8
+from cost_models.hardware import Device
+from cost_models.work import Product, Work
+
+#: A product is not cut along its depth into parts shorter than this.
+SHORTEST_SPLIT = 256
+#: Columns of a product that take as long as the softmax of the same scores.
+SOFTMAX_COLUMNS = 32.0
+#: Half-saturation of the reuse of what a unit reads, in multiply-adds per number read.
+REUSE = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeEstimate:
+    """Seconds of some work on a device, and what they are made of.
+
+    Attributes:
+        seconds: launch_seconds + max(arithmetic_seconds, traffic_seconds).
+        launch_seconds, arithmetic_seconds, traffic_seconds: all kernels together.
+        tile: rows and columns of the blocks that a matrix product is cut into; None for other work.
+        filled: part of the arithmetic time that large blocks would need too; the rest is lost to padding, to units
+            that wait in the last wave, and to filling them.
+    """
+
+    seconds: float
+    launch_seconds: float
+    arithmetic_seconds: float
+    traffic_seconds: float
+    tile: tuple[int, int] | None = None
+    filled: float = 1.0
+
+    @property
+    def limited_by(self) -> str:
+        """ "launch", "arithmetic" or "memory", whichever takes longest."""
+        parts = {
+            "launch": self.launch_seconds,
+            "arithmetic": self.arithmetic_seconds,
+            "memory": self.traffic_seconds,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def __str__(self) -> str:
+        tile = f" in blocks of {self.tile[0]} x {self.tile[1]}, {self.filled:.0%} filled" if self.tile else ""
+        return (
+            f"{self.seconds * 1e6:.3g} us: launch {self.launch_seconds * 1e6:.3g}, arithmetic "
+            f"{self.arithmetic_seconds * 1e6:.3g}{tile}, memory {self.traffic_seconds * 1e6:.3g}"
+        )
+
+
+def estimate(work: Work, device: Device) -> ComputeEstimate:
+    """What one device needs for `work`, with its parts. Linear in `work * n`."""
+    launch = work.num_kernels * device.launch_seconds
+    traffic = work.bytes / (device.memory_efficiency * device.memory_bandwidth)
+    ideal = work.flops / sustained_flops(work, device)
+    tile, arithmetic = None, ideal
+    if work.kind == "attention":
+        arithmetic = ideal * _head_loss(work.product)
+    elif work.product is not None and work.flops and work.kind != "elementwise":
+        tiling = _best_tiling(work.product, device)
+        # The tiling is that of one kernel of the product's own FLOPs; `work` holds as many as its FLOPs are.
+        arithmetic = max(ideal, ideal / tiling.filled)
+        tile = tiling.tile
+    return ComputeEstimate(
+        seconds=launch + max(arithmetic, traffic),
+        launch_seconds=launch,
+        arithmetic_seconds=arithmetic,
+        traffic_seconds=traffic,
+        tile=tile,
+        filled=ideal / arithmetic if arithmetic else 1.0,
+    )
 
 
 def compute_seconds(work: Work, device: Device) -> float:
-    """Seconds that one device needs for `work`; 0 when there is none. Linear in `work * n`."""
-    if work.flops == 0 and work.bytes == 0:
-        return 0.0
-    matrix = work.kind != "elementwise"
-    peak = device.peak(work.dtype, matrix=matrix)
-    arithmetic = work.flops / (FLOPS_EFFICIENCY[work.kind] * peak)
-    traffic = work.bytes / (MEMORY_EFFICIENCY * device.memory_bandwidth)
-    launches = work.num_kernels * device.launch_seconds if matrix else 0.0
-    return launches + max(arithmetic, traffic)
+    """Seconds that one device needs for `work`. Linear in `work * n`; a kernel without work costs its launch."""
+    return estimate(work, device).seconds
 
 
 def achieved_fraction(work: Work, device: Device) -> float:
     """Fraction of the peak rate of its type that `work` reaches, between 0 and 1; 0 when there is no work."""
     seconds = compute_seconds(work, device)
     return work.flops / (device.peak(work.dtype, matrix=work.kind != "elementwise") * seconds) if seconds else 0.0
+
+
+def sustained_flops(work: Work, device: Device) -> float:
+    """FLOP per second of large kernels of this kind and type."""
+    if work.kind == "elementwise":
+        return device.peak(work.dtype, matrix=False) * device.memory_efficiency
+    units = device.format(work.dtype)
+    parts = {"convolution": device.convolution_efficiency, "attention": device.attention_efficiency}
+    return parts.get(work.kind, 1.0) * device.efficiencies[units] * device.peaks[units]
+
+
+def _head_loss(product: Product | None) -> float:
+    """How much longer a fused kernel takes for heads of this width than for wide ones."""
+    return 1 + SOFTMAX_COLUMNS / min(product.depth, product.columns) if product is not None else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    tile: tuple[int, int]
+    filled: float
+
+
+@lru_cache(maxsize=50_000)
+def _best_tiling(product: Product, device: Device) -> _Tiling:
+    """The tile that wastes least, and the part of the units' time that is not wasted."""
+    best_reuse = max(_reuse(tile) for tile in device.tiles)
+    found = (
+        _Tiling(tile=tile, filled=_filled(product, tile, device) * _reuse(tile) / best_reuse) for tile in device.tiles
+    )
+    return max(found, key=lambda tiling: tiling.filled)
+
+
+def _reuse(tile: tuple[int, int]) -> float:
+    reads = tile[0] * tile[1] / (tile[0] + tile[1])
+    return reads / (reads + REUSE)
+
+
+def _filled(product: Product, tile: tuple[int, int], device: Device) -> float:
+    """Multiply-adds of the product over those that all units could have done meanwhile."""
+    rows, columns = tile
+    blocks = product.count * ceil(product.rows / rows) * ceil(product.columns / columns)
+    units = device.num_units
+    steps = product.depth
+    if blocks < units:
+        steps = max(product.depth / (units // blocks), min(product.depth, SHORTEST_SPLIT))
+    capacity = ceil(blocks / units) * units * rows * columns * (steps + device.fill_depth)
+    return product.flops / 2 / capacity

@@ -1,7 +1,6 @@
-"""One device and one link, as data.
+"""One device, as data.
 
 peak(dtype) of a matrix kernel = the first rate that the device has in the dtype's row of fallbacks   (Device.peak)
-seconds to move b bytes = latency_seconds + b / (efficiency * bandwidth_bytes_per_second)             (Link.seconds)
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models.checks import require_amount
+from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
+from cost_models.link import Link as Link
 
 # JAX lets matrix kernels read float32 operands as TF32 on NVIDIA GPUs that have it (docs.jax.dev, "Matmul precision").
 _MATRIX_FALLBACKS: dict[str, tuple[str, ...]] = {
@@ -36,9 +36,18 @@ class Device:
             pairs sorted by name, so that a device can be hashed.
         launch_seconds: time before a kernel reaches its full rate, per kernel.
         dispatch_seconds: host time to launch one compiled program.
+        num_units: parts that work on blocks of a matrix product side by side (streaming multiprocessors, matrix units).
+        tiles: (rows, columns) of the blocks that a unit can be given; the kernel takes the best of them.
+        fill_depth: depth of a product at which a unit reaches half of its rate, as if so many steps were lost.
+        matrix_efficiency: part of the peak rate that large products sustain in training, by dtype name (as in
+            `peak_flops`) or one number for all; clocks that sink under load belong here.
+        convolution_efficiency: part of that which convolutions reach.
+        attention_efficiency: part of it which the products of a fused attention kernel reach with wide heads.
+        memory_efficiency: part of the memory bandwidth that large kernels sustain.
+        contention: by what part kernels and collectives slow each other down while both run.
 
     Raises:
-        ClusterError: a rate that is not above 0, a time below 0, or no float32 rate.
+        ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], or no float32 rate.
     """
 
     name: str
@@ -47,11 +56,23 @@ class Device:
     peak_flops: PeakFlops
     launch_seconds: float
     dispatch_seconds: float
+    num_units: int = 1
+    tiles: tuple[tuple[int, int], ...] = ((128, 128),)
+    fill_depth: float = 0.0
+    matrix_efficiency: PeakFlops | float = 0.8
+    convolution_efficiency: float = 0.75
+    attention_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         label = f"The device {self.name!r}:"
         pairs = tuple(sorted(dict(self.peak_flops).items()))
         object.__setattr__(self, "peak_flops", pairs)
+        object.__setattr__(self, "tiles", tuple((int(rows), int(columns)) for rows, columns in self.tiles))
+        if not isinstance(self.matrix_efficiency, (int, float)):
+            object.__setattr__(self, "matrix_efficiency", tuple(sorted(dict(self.matrix_efficiency).items())))
+        self._check_kernels(label)
         for what, unit in (("memory_bytes", "bytes"), ("memory_bandwidth", "bytes per second")):
             value = getattr(self, what)
             require_amount(f"{label} {what}", value, advice=f"give it in {unit}", positive=True, error=ClusterError)
@@ -66,57 +87,47 @@ class Device:
                 "type falls back to it: add it (on a device without float32 units, the rate of what runs instead)."
             )
 
+    def _check_kernels(self, label: str) -> None:
+        require_count(f"{label} num_units", self.num_units, advice="count the units of one device", error=ClusterError)
+        if not self.tiles or any(rows < 1 or columns < 1 for rows, columns in self.tiles):
+            raise ClusterError(f"{label} tiles is {self.tiles!r}, but pairs of at least 1 row and column are needed.")
+        require_amount(f"{label} fill_depth", self.fill_depth, advice="give it in steps of depth", error=ClusterError)
+        require_amount(f"{label} contention", self.contention, advice="give a part, 0 for none", error=ClusterError)
+        parts = {f"matrix_efficiency[{dtype!r}]": part for dtype, part in self.efficiencies.items()}
+        parts |= {
+            name: getattr(self, name)
+            for name in ("convolution_efficiency", "attention_efficiency", "memory_efficiency")
+        }
+        for what, part in parts.items():
+            advice = "give the part of the rate that is reached"
+            require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)
+            if part > 1:
+                raise ClusterError(f"{label} {what} is {part!r}, but it is a part of at most 1: {advice}.")
+
     @property
     def peaks(self) -> dict[str, float]:
         """FLOP/s by dtype name."""
         return dict(self.peak_flops)
 
-    def peak(self, dtype: str, *, matrix: bool = True) -> float:
-        """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units.
+    @property
+    def efficiencies(self) -> dict[str, float]:
+        """Part of the peak rate that large products sustain, for each dtype of `peaks`."""
+        given = self.matrix_efficiency
+        if isinstance(given, (int, float)):
+            return dict.fromkeys(self.peaks, float(given))
+        stated = dict(given)
+        return {dtype: stated.get(dtype, min(stated.values())) for dtype in self.peaks}
+
+    def format(self, dtype: str, *, matrix: bool = True) -> str:
+        """The number format, a key of `peaks`, in which kernels run on operands of `dtype`.
 
         A missing 16-bit type uses the other one; float8 uses the 16-bit types; everything else float32. Vector units
-        run at the float32 rate, except for float64 where the device states it.
+        (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
         """
         family = "float8" if dtype.startswith("float8") else dtype
         names = _MATRIX_FALLBACKS.get(family, (family,)) if matrix or family == "float64" else ()
-        peaks = self.peaks
-        return next((peaks[name] for name in names if name in peaks), peaks["float32"])
+        return next((name for name in names if name in self.peaks), "float32")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A way out of a device or of a host.
-
-    Attributes:
-        bandwidth_bytes_per_second: one direction, data-sheet value. Inside a host: of one device. Between hosts: of one
-            host, shared by its devices.
-        latency_seconds: of one message, software included.
-        efficiency: fraction of the bandwidth that large transfers reach, above 0 and at most 1.
-
-    Raises:
-        ClusterError: a bandwidth that is not above 0, a latency below 0, an efficiency outside (0, 1].
-    """
-
-    bandwidth_bytes_per_second: float
-    latency_seconds: float
-    efficiency: float = 1.0
-
-    def __post_init__(self) -> None:
-        bandwidth, advice = self.bandwidth_bytes_per_second, "give it in bytes (not bits) per second and direction"
-        what = "Link.bandwidth_bytes_per_second"
-        require_amount(what, bandwidth, advice=advice, positive=True, error=ClusterError)
-        what, advice = "Link.latency_seconds", "give it in seconds"
-        require_amount(what, self.latency_seconds, advice=advice, error=ClusterError)
-        what, advice = "Link.efficiency", "give a measured fraction, or leave it at 1"
-        require_amount(what, self.efficiency, advice=advice, positive=True, error=ClusterError)
-        if self.efficiency > 1:
-            raise ClusterError(f"Link.efficiency is {self.efficiency!r}, but it is a fraction of at most 1: {advice}.")
-
-    @property
-    def bytes_per_second(self) -> float:
-        """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
-        return self.efficiency * self.bandwidth_bytes_per_second
-
-    def seconds(self, bytes: float) -> float:
-        """Time of one message of `bytes`."""
-        return self.latency_seconds + bytes / self.bytes_per_second
+    def peak(self, dtype: str, *, matrix: bool = True) -> float:
+        """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units (`format`)."""
+        return self.peaks[self.format(dtype, matrix=matrix)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cost_models.backend import Backend
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective
 from cost_models.work import Work
@@ -15,6 +16,11 @@ class CostModel(Protocol):
     @property
     def cluster(self) -> Cluster:
         """The cluster that is priced."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """What the software on the devices does with a program."""
         ...
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:

@@ -1,7 +1,8 @@
 """What each algorithm sends, on n devices whose links are all equal.
 
 M is the buffer in the byte convention of `collective`, n the number of devices, L = ceil(log2 n), a the latency of a
-message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) * b (Traffic.seconds).
+message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) * b (Traffic.seconds), and the ramp of
+the link where it has one.
 
     all-reduce                                        total sent      rounds
     naive             (n-1)(a + M b)                  n(n-1) M        1 (n-1 messages)   (naive_all_reduce)
@@ -9,12 +10,16 @@ message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) 
     tree              2 L (a + M b)                   2(n-1) M        2 L                (tree_all_reduce)
     butterfly         L (a + M b)                     n M L           L                  (butterfly_all_reduce)
     halving-doubling  2 L a + 2(n-1)/n M b            2(n-1) M        2 L                (halving_doubling_all_reduce)
+    double tree       2 L a + 2(n-1)/n M b            2(n-1) M        2 L                (double_tree_all_reduce)
+    in the network    2(n-1) a + (n+1)/n M b          (n+1) M         2                  (in_network_all_reduce)
     parameter server  2 a + 2 n M/s b                 2 n M           2, s servers       (parameter_server)
 
     others
+    ring              (n-1) a + (n-1)/n M b           (n-1) M         n-1                (ring_all_gather)
     gather            L a + (n-1)/n M b               (n-1) M         L                  (recursive_all_gather)
     pairwise          (n-1) a + (n-1)/n M b           (n-1) M         n-1                (pairwise_all_to_all)
     Bruck             L (a + M/2 b)                   n L M/2         L                  (bruck_all_to_all)
+    chain broadcast   (n-1) a + M b                   (n-1) M         n-1                (chain_broadcast)
     tree broadcast    L (a + M b)                     (n-1) M         L                  (tree_broadcast)
     scatter + gather  2 L a + 2(n-1)/n M b            2(n-1) M        2 L                (scatter_gather_broadcast)
     one message       a + M b                         n M             1                  (point_to_point)
@@ -22,7 +27,12 @@ message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) 
 Sources: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring, recursive doubling, halving-doubling, broadcast);
 Bruck et al., IEEE TPDS 8(11), 1997 (gather and all-to-all in ceil(log2 n) rounds for any n, which also carries
 halving-doubling to n that are no power of two); Li et al., OSDI 2014 (parameter server: the servers' links carry n M/s
-each way). Butterfly on other n folds the r = n - 2^floor(log2 n) surplus devices onto partners first: 2 rounds and
+each way); Sanders, Speck, Träff, Parallel Computing 35(12), 2009 (two trees, each for half of the buffer, in which every
+device is a leaf once and an inner node once: a pipeline of small pieces keeps all links busy, so that only the depth
+remains of the tree's rounds). In the network (NVLink SHARP): the switch reads 1/n of the buffer from everybody for each
+device that adds up, and spreads the sums; what a device sends is the buffer less its own part, and the sums of its part,
+and what it gets is as much, here counted (n+1)/n M. Its messages are counted as the ring's: measured latencies grow that
+way, 10, 15 and 31 us for 2, 4 and 8 H100 (meta-pytorch/autoparallel, cost_models/nccl_cost_model.py). Butterfly on other n folds the r = n - 2^floor(log2 n) surplus devices onto partners first: 2 rounds and
 2 r M more.
 """
 
@@ -30,7 +40,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.hardware import Link
+from cost_models.link import Link, moving_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +67,7 @@ class Traffic:
 
     def bandwidth_seconds(self, link: Link) -> float:
         """The part of the time that grows with the size."""
-        return self.serial_bytes / link.bytes_per_second
+        return moving_seconds(self.serial_bytes, link.bytes_per_second, link.ramp_seconds)
 
     def seconds(self, link: Link) -> float:
         """Time over links like `link`."""
@@ -89,6 +99,25 @@ def ring_all_reduce(bytes: float, num_devices: int) -> Traffic:
 def halving_doubling_all_reduce(bytes: float, num_devices: int) -> Traffic:
     """Reduce-scatter by halving, then all-gather by doubling."""
     return _evenly(2 * _log2(num_devices), 2 * (num_devices - 1) * bytes, num_devices)
+
+
+def double_tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """Two complementary trees, each for half of the buffer, in small pieces; bytes per device are the mean."""
+    return _evenly(2 * _log2(num_devices), 2 * (num_devices - 1) * bytes, num_devices)
+
+
+def in_network_all_reduce(bytes: float, num_devices: int) -> Traffic:
+    """The switch adds up: each device sends its buffer once and the sums of its part once."""
+    if num_devices == 1:
+        return Traffic()
+    sent = (num_devices + 1) / num_devices * bytes
+    return Traffic(
+        total_sent_bytes=num_devices * sent,
+        max_sent_bytes=sent,
+        num_rounds=2,
+        num_serial_messages=2 * (num_devices - 1),
+        serial_bytes=sent,
+    )
 
 
 def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
@@ -128,6 +157,11 @@ def parameter_server(bytes: float, num_devices: int, num_servers: int = 1) -> Tr
     )
 
 
+def ring_all_gather(bytes: float, num_devices: int) -> Traffic:
+    """All-gather of `bytes` (the result), slices of 1/n around a ring; backwards, the reduce-scatter of the input."""
+    return _evenly(num_devices - 1, (num_devices - 1) * bytes, num_devices)
+
+
 def recursive_all_gather(bytes: float, num_devices: int) -> Traffic:
     """All-gather of `bytes` (the result) by doubling; read backwards, the reduce-scatter of `bytes` (the input)."""
     return _evenly(_log2(num_devices), (num_devices - 1) * bytes, num_devices)
@@ -153,6 +187,19 @@ def tree_broadcast(bytes: float, num_devices: int) -> Traffic:
         num_rounds=rounds,
         num_serial_messages=rounds,
         serial_bytes=rounds * bytes,
+    )
+
+
+def chain_broadcast(bytes: float, num_devices: int) -> Traffic:
+    """Small pieces passed on from device to device; the last one sends nothing."""
+    if num_devices == 1:
+        return Traffic()
+    return Traffic(
+        total_sent_bytes=(num_devices - 1) * bytes,
+        max_sent_bytes=bytes,
+        num_rounds=num_devices - 1,
+        num_serial_messages=num_devices - 1,
+        serial_bytes=bytes,
     )
 
 

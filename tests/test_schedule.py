@@ -9,12 +9,14 @@ from alpa_lite.errors import PlanError
 from alpa_lite.schedule import (
     SCHEDULES,
     GPipe,
+    Interleaved1F1B,
     OneFOneB,
     Schedule,
     Sequential,
     Task,
     TaskKind,
     linearize,
+    peak_held,
     peak_in_flight,
     schedule_named,
     simulate,
@@ -29,6 +31,12 @@ seconds = st.integers(0, 9).map(float)
 
 def forward(stage: int, microbatch: int) -> Task:
     return Task(stage=stage, microbatch=microbatch, kind=TaskKind.FORWARD)
+
+
+def sizes(schedule: Schedule, p: int, m: int) -> tuple[int, int]:
+    """Numbers of stages and micro-batches that a schedule can run, for p processors."""
+    chunks = schedule.stages_per_processor
+    return p * chunks, m if chunks == 1 else m * p
 
 
 def backward(stage: int, microbatch: int) -> Task:
@@ -79,29 +87,33 @@ def test_bubble_formulas(p, m):
 @every_schedule
 @given(p=num_stages, m=num_microbatches)
 def test_in_flight_is_what_the_task_lists_hold(schedule, p, m):
-    tasks = schedule.tasks(p, m)
-    assert [schedule.in_flight(stage, p, m) for stage in range(p)] == [peak_in_flight(stage) for stage in tasks]
+    n, m = sizes(schedule, p, m)
+    tasks = [[task for task in schedule.tasks(n, m)[stage % p] if task.stage == stage] for stage in range(n)]
+    assert [schedule.in_flight(stage, n, m) for stage in range(n)] == [peak_in_flight(stage) for stage in tasks]
 
 
 @every_schedule
 @given(p=num_stages, m=num_microbatches)
 def test_every_schedule_is_valid_and_its_linear_order_respects_dependencies(schedule, p, m):
-    tasks = schedule.tasks(p, m)
-    validate(tasks, p, m)
+    n, m = sizes(schedule, p, m)
+    tasks = schedule.tasks(n, m)
+    validate(tasks, n, m)
     order = linearize(tasks)
     assert sorted(order, key=str) == sorted((task for stage in tasks for task in stage), key=str)
     position = {task: index for index, task in enumerate(order)}
     for stage_tasks in tasks:
         assert all(position[first] < position[second] for first, second in pairwise(stage_tasks))
     for b in range(m):
-        path = [forward(stage, b) for stage in range(p)] + [backward(stage, b) for stage in reversed(range(p))]
+        path = [forward(stage, b) for stage in range(n)] + [backward(stage, b) for stage in reversed(range(n))]
         assert all(position[first] < position[second] for first, second in pairwise(path))
 
 
 @every_schedule
 def test_micro_batches_go_backward_in_ascending_order(schedule):
-    for tasks in schedule.tasks(3, 5):
-        assert [task.microbatch for task in tasks if task.kind is TaskKind.BACKWARD] == [0, 1, 2, 3, 4]
+    n, m = sizes(schedule, 3, 2)
+    backwards = [task for tasks in schedule.tasks(n, m) for task in tasks if task.kind is TaskKind.BACKWARD]
+    for stage in range(n):
+        assert [task.microbatch for task in backwards if task.stage == stage] == list(range(m))
 
 
 def test_linear_order_follows_the_earliest_end():
@@ -115,15 +127,19 @@ def test_linear_order_follows_the_earliest_end():
 @every_schedule
 @given(data=st.data(), p=num_stages, m=num_microbatches)
 def test_spans_of_uneven_stages_respect_dependencies_and_transfers(schedule, data, p, m):
-    forwards = data.draw(st.lists(seconds, min_size=p, max_size=p))
-    backwards = data.draw(st.lists(seconds, min_size=p, max_size=p))
-    transfers = data.draw(st.lists(seconds, min_size=p - 1, max_size=p - 1))
+    n, m = sizes(schedule, p, m)
+    forwards = data.draw(st.lists(seconds, min_size=n, max_size=n))
+    backwards = data.draw(st.lists(seconds, min_size=n, max_size=n))
+    transfers = data.draw(st.lists(seconds, min_size=n - 1, max_size=n - 1))
     serialized = data.draw(st.booleans())
-    timeline = simulate(schedule.tasks(p, m), forwards, backwards, transfer_seconds=transfers, serialized=serialized)
+    timeline = simulate(schedule.tasks(n, m), forwards, backwards, transfer_seconds=transfers, serialized=serialized)
     spans = {(span.stage, span.microbatch, span.kind): span for span in timeline.spans}
-    assert len(spans) == len(timeline.spans) == 2 * p * m
+    assert len(spans) == len(timeline.spans) == 2 * n * m
+    for processor in range(p):
+        mine = [span for span in timeline.spans if span.stage % p == processor]
+        assert all(first.end_seconds <= second.start_seconds for first, second in pairwise(mine))
     for b in range(m):
-        for stage in range(p):
+        for stage in range(n):
             ahead, back = spans[stage, b, TaskKind.FORWARD], spans[stage, b, TaskKind.BACKWARD]
             assert ahead.end_seconds == ahead.start_seconds + forwards[stage]
             assert back.end_seconds == back.start_seconds + backwards[stage]
@@ -149,12 +165,113 @@ def test_a_slow_transfer_delays_the_receiver_only():
 @every_schedule
 @given(data=st.data(), p=num_stages, m=num_microbatches)
 def test_stages_that_share_a_processor_never_overlap(schedule, data, p, m):
-    forwards = data.draw(st.lists(seconds, min_size=p, max_size=p))
-    backwards = data.draw(st.lists(seconds, min_size=p, max_size=p))
-    timeline = simulate(schedule.tasks(p, m), forwards, backwards, serialized=True)
+    n, m = sizes(schedule, p, m)
+    forwards = data.draw(st.lists(seconds, min_size=n, max_size=n))
+    backwards = data.draw(st.lists(seconds, min_size=n, max_size=n))
+    timeline = simulate(schedule.tasks(n, m), forwards, backwards, serialized=True)
     assert timeline.makespan_seconds == m * (sum(forwards) + sum(backwards))
     assert timeline.bubble_fraction == timeline.bubble_over_ideal == 0.0
     assert all(first.end_seconds <= second.start_seconds for first, second in pairwise(timeline.spans))
+
+
+# --- several stages per processor -------------------------------------------------------------------------------------
+
+processors = st.integers(1, 8)
+chunks = st.integers(1, 4)
+groups = st.integers(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("v", "makespan", "peaks", "over_ideal", "of_total"),
+    [
+        (1, 33, [4, 3, 2, 1], 3 / 8, 3 / 11),
+        (2, 28.5, [11, 9, 7, 5], 3 / 16, 3 / 19),
+        (4, 26.25, [19, 17, 15, 13], 3 / 32, 3 / 35),
+    ],
+)
+def test_reference_values_of_chunks_on_four_processors_with_eight_microbatches(
+    v, makespan, peaks, over_ideal, of_total
+):
+    tasks = Interleaved1F1B(num_chunks=v).tasks(4 * v, 8)
+    timeline = simulate(tasks, [1 / v] * 4 * v, [2 / v] * 4 * v)
+    assert timeline.makespan_seconds == makespan
+    assert [peak_in_flight(tasks_of_processor) for tasks_of_processor in tasks] == peaks
+    assert timeline.bubble_over_ideal == pytest.approx(over_ideal)
+    assert timeline.bubble_fraction == pytest.approx(of_total)
+
+
+def test_the_order_of_two_chunks_on_two_processors():
+    first, last = Interleaved1F1B(num_chunks=2).tasks(4, 2)
+    # Processor 0 owns stages 0 and 2, processor 1 stages 1 and 3.
+    assert first[:4] == (forward(0, 0), forward(0, 1), forward(2, 0), forward(2, 1))
+    assert first[4:] == (backward(2, 0), backward(2, 1), backward(0, 0), backward(0, 1))
+    assert last == (
+        *(forward(1, 0), forward(1, 1), forward(3, 0), backward(3, 0)),
+        *(forward(3, 1), backward(3, 1), backward(1, 0), backward(1, 1)),
+    )
+
+
+@given(p=processors, v=chunks, n=groups)
+def test_chunks_can_finish_and_hold_what_the_formula_says(p, v, n):
+    m, schedule = min(n * p, 32 // p * p), Interleaved1F1B(num_chunks=v)
+    tasks = schedule.tasks(p * v, m)
+    validate(tasks, p * v, m)
+    held = [peak_in_flight(tasks_of_processor) for tasks_of_processor in tasks]
+    warmups = [2 * (p - s - 1) + (v - 1) * p if v > 1 else p - s - 1 for s in range(p)]
+    assert held == [min(m * v, warmup + 1) for warmup in warmups]
+    assert [schedule.in_flight(stage, p * v, m) for stage in range(p * v)] == [_counted(tasks, i) for i in range(p * v)]
+
+
+def _counted(tasks, stage: int) -> int:
+    """The micro-batches that a stage holds at most, by looking after every task at which ones those are."""
+    (of_processor,) = [tasks_of for tasks_of in tasks if any(task.stage == stage for task in tasks_of)]
+    held, most = set[int](), 0
+    for task in of_processor:
+        if task.stage == stage:
+            held ^= {task.microbatch}
+            most = max(most, len(held))
+    return most
+
+
+@given(p=processors, v=chunks, n=groups, tf=st.integers(1, 9), tb=st.integers(1, 9))
+def test_the_bubble_of_equal_chunks_is_v_times_smaller(p, v, n, tf, tb):
+    tasks = Interleaved1F1B(num_chunks=v).tasks(p * v, n * p)
+    timeline = simulate(tasks, [tf] * p * v, [tb] * p * v)
+    assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (v * n * p))
+    assert timeline.makespan_seconds == pytest.approx((n * p + (p - 1) / v) * v * (tf + tb))
+
+
+@given(p=num_stages, m=num_microbatches)
+def test_one_chunk_per_processor_is_1f1b(p, m):
+    single = Interleaved1F1B(num_chunks=1)
+    assert single.tasks(p, m) == OneFOneB().tasks(p, m)
+    assert [single.in_flight(s, p, m) for s in range(p)] == [OneFOneB().in_flight(s, p, m) for s in range(p)]
+
+
+def test_what_a_processor_holds_is_the_sum_over_its_stages():
+    tasks = [forward(0, 0), forward(2, 0), backward(2, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
+    assert peak_held(tasks, [1.0, 0.0, 10.0]) == 11.0
+    assert peak_held(tasks, [5.0, 0.0, 1.0]) == 10.0
+    assert peak_in_flight(tasks) == 2 and peak_held([], []) == 0.0
+
+
+def test_chunks_refuse_what_they_cannot_run():
+    schedule = Interleaved1F1B(num_chunks=2)
+    with pytest.raises(
+        PlanError, match=r"4 micro-batches at a time, so that it cannot run 6. Use num_microbatches=4 or"
+    ):
+        schedule.tasks(8, 6)
+    with pytest.raises(PlanError, match=r"num_microbatches=4"):
+        schedule.tasks(8, 2)
+    with pytest.raises(PlanError, match=r"which 7 stages are not. Ask for a multiple of 2"):
+        schedule.tasks(7, 8)
+    with pytest.raises(PlanError, match=r"at least one chunk of the model, not 0"):
+        Interleaved1F1B(num_chunks=0).tasks(4, 4)
+
+
+def test_chunks_survive_json():
+    schedule = Interleaved1F1B(num_chunks=3)
+    assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
 
 
 def test_sequential_keeps_one_stage_busy_at_every_instant():
@@ -174,7 +291,7 @@ def test_validator_catches_broken_lists(schedule):
         validate(((*first, forward(1, 0)), *others), 3, 4)
     with pytest.raises(PlanError, match=r"micro-batch 9"):
         validate(((*first, forward(0, 9)), *others), 3, 4)
-    with pytest.raises(PlanError, match=r"3 stages needs as many task lists"):
+    with pytest.raises(PlanError, match=r"3 stages needs as many task lists, or a number that divides them, but has 2"):
         validate(others, 3, 4)
 
 
@@ -202,7 +319,9 @@ def test_json_round_trip_by_name(schedule):
 
 
 def test_unknown_names_and_impossible_sizes_are_refused():
-    with pytest.raises(PlanError, match=r"no schedule named 'zigzag'. Choose one of: sequential, gpipe, 1f1b"):
+    with pytest.raises(
+        PlanError, match=r"no schedule named 'zigzag'. Choose one of: sequential, gpipe, 1f1b, interleaved-1f1b"
+    ):
         schedule_named("zigzag")
     with pytest.raises(PlanError, match=r"option"):
         Schedule.from_json({"name": "gpipe", "chunks": 2})

@@ -39,8 +39,8 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
             needed.update(op.operands)
             kept.append(op)
     kept.reverse()
-    results = {r for op in kept for r in op.results}
-    alive = [v for v in graph.values if v.id in needed or v.id in graph.inputs or v.id in results]
+    needed.update(graph.inputs, *(op.results for op in kept))
+    alive = [v for v in graph.values if v.id in needed]
     number = {v.id: i for i, v in enumerate(alive)}
     renamed = Graph(
         values=tuple(dataclasses.replace(v, id=number[v.id]) for v in alive),

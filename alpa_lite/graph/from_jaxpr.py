@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -242,11 +242,12 @@ class _Builder:
         """Op for `value[index]`; the element itself when the value is a known stack."""
         if value in self.stacks:
             return self.stacks[value][index]
-        take = partial(jax.lax.index_in_dim, index=index, axis=0, keepdims=False)
-        return self.call(jax.make_jaxpr(take)(_struct(self.values[value])), [value], stack=stack, source=source)[0]
+        v = self.values[value]
+        return self.call(_element_jaxpr(v.shape, v.dtype, index), [value], stack=stack, source=source)[0]
 
     def stack_of(self, elements: list[int], *, stack: str, source: str) -> int:
-        jaxpr = jax.make_jaxpr(lambda *parts: jax.numpy.stack(parts))(*[_struct(self.values[e]) for e in elements])
+        v = self.values[elements[0]]
+        jaxpr = _stack_jaxpr(v.shape, v.dtype, len(elements))
         result = self.call(jaxpr, elements, stack=stack, source=source)[0]
         self.stacks[result] = elements
         return result
@@ -280,6 +281,19 @@ class _Builder:
         inner = tuple(body.equations for body in bodies)
         self.equations.append(Equation(primitive=primitive, params=params, bodies=inner))
         return results
+
+
+@lru_cache(maxsize=10_000)
+def _element_jaxpr(shape: tuple[int, ...], dtype: str, index: int) -> Any:
+    """`x[index]` of an array."""
+    take = partial(jax.lax.index_in_dim, index=index, axis=0, keepdims=False)
+    return jax.make_jaxpr(take)(_jax.struct(shape, dtype))
+
+
+@lru_cache(maxsize=1_000)
+def _stack_jaxpr(shape: tuple[int, ...], dtype: str, count: int) -> Any:
+    """`count` arrays of one shape, stacked."""
+    return jax.make_jaxpr(lambda *parts: jax.numpy.stack(parts))(*[_jax.struct(shape, dtype)] * count)
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:

@@ -89,7 +89,7 @@ def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
         ("function", plan.function, other.function),
         ("cluster", _cluster(plan), _cluster(other)),
         ("micro-batches", str(plan.num_microbatches), str(other.num_microbatches)),
-        ("schedule", plan.schedule.name, other.schedule.name),
+        ("schedule", str(plan.schedule), str(other.schedule)),
         ("stages", str(len(plan.stages)), str(len(other.stages))),
     ]
     for number in range(max(len(plan.stages), len(other.stages))):

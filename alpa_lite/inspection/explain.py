@@ -117,7 +117,14 @@ def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, .
         f"{show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
         f"{held} × {show_bytes(stage.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
         f"{show_bytes(stage.temporary_bytes)} of temporaries.",
+        *_others_on_its_devices(plan, number),
     )
+
+
+def _others_on_its_devices(plan: Plan, number: int) -> list[str]:
+    others = next(stages for stages in plan.stages_together if number in stages)
+    listed = ", ".join(str(stage) for stage in others if stage != number)
+    return [f"The peak counts what its devices hold of stage {listed} too."] if listed else []
 
 
 def _explain_op(plan: Plan, number: int) -> Explanation:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from alpa_lite.inspection.tables import Table, headline, plan_tables
-from alpa_lite.inspection.timeline import Bar, predicted_timeline
+from alpa_lite.inspection.timeline import Bar, predicted_timeline, row_name
 from alpa_lite.inspection.units import show_seconds
 from alpa_lite.plan import Plan
 
@@ -83,12 +84,13 @@ def _cell(tag: str, text: str, numeric: bool) -> str:
 
 
 def timeline_svg(plan: Plan) -> str:
-    """The predicted step as SVG: a row per stage, a bar per task; hovering a bar tells what it is."""
+    """The predicted step as SVG: a row per submesh, a bar per task; hovering a bar tells what it is."""
     timeline = predicted_timeline(plan)
     scale = _WIDTH / max(timeline.makespan_seconds, 1e-12)
-    height = _ROW * len(plan.stages) + 18
+    height = _ROW * len(timeline.rows) + 18
     labels = "".join(
-        f'<text x="0" y="{_ROW * number + 16:.0f}">stage {number}</text>' for number in range(len(plan.stages))
+        f'<text x="0" y="{_ROW * number + 16:.0f}">{_label(stages)}</text>'
+        for number, stages in enumerate(timeline.rows)
     )
     bars = "\n".join(_bar(bar, scale) for bar in timeline.bars)
     end = show_seconds(timeline.makespan_seconds)
@@ -97,8 +99,16 @@ def timeline_svg(plan: Plan) -> str:
         f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="Predicted timeline of {end}">\n'
         f'{labels}\n{bars}\n<text x="{_LEFT:.0f}" y="{height - 4:.0f}">0</text>'
         f'<text x="{_LEFT + _WIDTH:.0f}" y="{height - 4:.0f}" text-anchor="end">{end}</text>\n</svg>\n'
-        "<p>blue: forward, green: backward, orange: update; one row per stage</p>"
+        "<p>blue: forward, green: backward, orange: update; one row per stage, or per "
+        "group of devices that runs several</p>"
     )
+
+
+def _label(stages: Sequence[int]) -> str:
+    """What fits in front of a row; all of it when the pointer rests there."""
+    if len(stages) <= 2:
+        return f"stage {row_name(stages)}"
+    return f"stage {stages[0]}, …<title>stages {row_name(stages)}</title>"
 
 
 def _bar(bar: Bar, scale: float) -> str:
@@ -106,6 +116,6 @@ def _bar(bar: Bar, scale: float) -> str:
     which = "" if bar.microbatch is None else f" of micro-batch {bar.microbatch}"
     title = f"{bar.kind}{which}, stage {bar.stage}: {show_seconds(bar.end_seconds - bar.start_seconds)}"
     return (
-        f'<rect class="{escape(bar.kind)}" x="{x:.2f}" y="{_ROW * bar.stage + 3:.1f}" '
+        f'<rect class="{escape(bar.kind)}" x="{x:.2f}" y="{_ROW * bar.row + 3:.1f}" '
         f'width="{max(width - 0.5, 0.3):.2f}" height="{_ROW - 6:.1f}" rx="2"><title>{escape(title)}</title></rect>'
     )

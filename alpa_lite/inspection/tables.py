@@ -88,7 +88,7 @@ def headline(plan: Plan) -> tuple[str, str]:
     first = (
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}, "
-        f"schedule {plan.schedule.name}"
+        f"schedule {plan.schedule}"
     )
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
@@ -120,8 +120,13 @@ def stages_table(plan: Plan) -> Table:
         rows=tuple(rows),
         numeric=frozenset(columns[4:]),
         note=f"forward, backward: ms {per}; update: ms per step; collectives per step; memory per device, "
-        f"of {show_bytes(capacity)}",
+        f"of {show_bytes(capacity)}" + shared_note(plan),
     )
+
+
+def shared_note(plan: Plan) -> str:
+    """That stages share devices, if they do."""
+    return "" if len(plan.stages_together) == len(plan.stages) else ", with that of all stages on the device"
 
 
 def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tuple[str, ...]:

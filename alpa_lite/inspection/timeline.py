@@ -7,8 +7,9 @@ measured     any spans with stage, kind, start_seconds, end_seconds             
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from alpa_lite.inspection.tables import Table, render
@@ -43,9 +44,10 @@ class SpanLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A predicted span: forward, backward or update of a stage."""
+    """A predicted span: forward, backward or update of a stage. `row`: number of its submesh in the plan."""
 
     stage: int
+    row: int
     kind: str
     microbatch: int | None
     start_seconds: float
@@ -54,25 +56,30 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedTimeline:
-    """A predicted step. `busy_seconds` and `update_seconds` are per stage; the makespan includes the update."""
+    """A predicted step. `busy_seconds` and `update_seconds` are per stage; the makespan includes the update.
+
+    `rows`: the stages on each submesh, which run in turn.
+    """
 
     bars: tuple[Bar, ...]
     makespan_seconds: float
     bubble_fraction: float
     busy_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
+    rows: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
         columns = ("stage", "tasks", "busy ms", "of the step", "update ms")
         rows = tuple(
             (
-                str(stage),
-                str(sum(bar.stage == stage for bar in self.bars)),
+                row_name(stages),
+                str(sum(bar.stage in stages for bar in self.bars)),
                 show_milliseconds(busy),
                 show_percent(busy / self.makespan_seconds if self.makespan_seconds > 0 else 0.0),
-                show_milliseconds(update),
+                show_milliseconds(sum(self.update_seconds[stage] for stage in stages)),
             )
-            for stage, (busy, update) in enumerate(zip(self.busy_seconds, self.update_seconds, strict=True))
+            for stages in self.rows
+            for busy in [sum(self.busy_seconds[stage] for stage in stages)]
         )
         table = Table(title="Stages", columns=columns, rows=rows, numeric=frozenset(columns[1:]))
         end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
@@ -94,17 +101,20 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     dispatch = plan.cluster.device.dispatch_seconds
     whole = len(stages) == 1 and count == 1
     each = dispatch / 2 if whole else dispatch
-    boundaries = len(stages) - 1
-    transfer = plan.prediction.transfer_seconds / (2 * count * boundaries) if boundaries else 0.0
+    apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
+    transfer = plan.prediction.transfer_seconds / (2 * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
         plan.schedule.tasks(len(stages), count),
         [stage.forward_seconds + each for stage in stages],
         [stage.backward_seconds + each for stage in stages],
-        transfer_seconds=[transfer] * boundaries,
+        transfer_seconds=[transfer * each for each in apart],
         serialized=plan.cluster.shared_processor,
     )
     updates = tuple(stage.update_seconds + (0.0 if whole else dispatch) for stage in stages)
-    bars = (*_bars(timeline), *_updates(updates, timeline.makespan_seconds, serialized=plan.cluster.shared_processor))
+    rows = plan.stages_together
+    in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
+    row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
+    bars = (*_bars(timeline, row_of), *_updates(updates, in_turn, timeline.makespan_seconds, row_of))
     busy = [sum(bar.end_seconds - bar.start_seconds for bar in bars if bar.stage == s) for s in range(len(stages))]
     return PredictedTimeline(
         bars=bars,
@@ -112,18 +122,28 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
         bubble_fraction=timeline.bubble_fraction,
         busy_seconds=tuple(busy),
         update_seconds=updates,
+        rows=rows,
     )
+
+
+def row_name(stages: Sequence[int]) -> str:
+    """The numbers of the stages on one submesh."""
+    return ", ".join(map(str, stages))
 
 
 def chrome_trace(spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step") -> dict[str, Any]:
     """Spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
+    A predicted step has a row per submesh.
     `process` names the group of rows; traces are joined by joining their `traceEvents`.
     """
     listed: Sequence[Any] = tuple(_spans(spans))
-    stages = sorted({span.stage for span in listed})
+    rows: dict[int, set[int]] = {}
+    for span in listed:
+        rows.setdefault(_row(span), set()).add(span.stage)
     events: list[dict[str, Any]] = [_meta(process, "process_name", process)]
-    events += [_meta(process, "thread_name", f"stage {stage}", stage) for stage in stages]
+    for row, stages in sorted(rows.items()):
+        events.append(_meta(process, "thread_name", f"stage {row_name(sorted(stages))}", row))
     events += [_event(process, span) for span in listed]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -143,21 +163,26 @@ def _event(process: str, span: Any) -> dict[str, Any]:
         "cat": kind,
         "ph": "X",
         "pid": process,
-        "tid": span.stage,
+        "tid": _row(span),
         "ts": span.start_seconds * 1e6,
         "dur": (span.end_seconds - span.start_seconds) * 1e6,
         "args": {"stage": span.stage, "microbatch": microbatch},
     }
 
 
-def _meta(process: str, kind: str, name: str, stage: int = 0) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": stage, "args": {"name": name}}
+def _row(span: Any) -> int:
+    return getattr(span, "row", span.stage)
 
 
-def _bars(timeline: Timeline) -> tuple[Bar, ...]:
+def _meta(process: str, kind: str, name: str, row: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+
+
+def _bars(timeline: Timeline, row_of: Mapping[int, int]) -> tuple[Bar, ...]:
     return tuple(
         Bar(
             stage=span.stage,
+            row=row_of[span.stage],
             kind=span.kind.value,
             microbatch=span.microbatch,
             start_seconds=span.start_seconds,
@@ -167,9 +192,14 @@ def _bars(timeline: Timeline) -> tuple[Bar, ...]:
     )
 
 
-def _updates(seconds: Sequence[float], start: float, *, serialized: bool) -> Iterable[Bar]:
-    """The updates after the last task: side by side, or in turn on a shared processor."""
-    for stage, duration in enumerate(seconds):
-        if duration > 0:
-            yield Bar(stage=stage, kind="update", microbatch=None, start_seconds=start, end_seconds=start + duration)
-        start += duration if serialized else 0.0
+def _updates(
+    seconds: Sequence[float], in_turn: Iterable[Sequence[int]], start: float, row_of: Mapping[int, int]
+) -> Iterable[Bar]:
+    """The updates after the last task: side by side, but in turn those of stages that run on the same devices."""
+    for stages in in_turn:
+        end = start
+        for stage in stages:
+            begin, end = end, end + seconds[stage]
+            if seconds[stage] > 0:
+                span = {"start_seconds": begin, "end_seconds": end}
+                yield Bar(stage=stage, row=row_of[stage], kind="update", microbatch=None, **span)

@@ -1,7 +1,8 @@
 """Stage costs: every layer range on every submesh in every logical shape, equal stages solved once.
 
 `StageCosts` answers for one step, cost model and restriction; solutions are kept by the stage's structure
-(`StageView.signature`), so that repeated layers cost one solve.
+(`StageView.signature`), so that repeated layers cost one solve. A solution that was the best with more room is the best
+with less, if it still fits: fewer micro-batches in flight are to be asked for first (`StageCosts._fits`).
 
 On a 1-D logical mesh every op may use the axis for anything. On a 2-D mesh the first axis splits the batch (and may
 split state, as ZeRO does) and the second everything else, as in Alpa: more freedom multiplies the strategies and has
@@ -47,6 +48,17 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
     return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight."""
+
+    view: StageView
+    kind: Kind
+    in_flight: int
+    limit_bytes: float
+    solution: StageSolution
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
     """Solves stages of one step on demand and remembers them."""
@@ -57,27 +69,49 @@ class StageCosts:
     restriction: Restriction | None = None
     progress: Callable[[str], None] = field(default=lambda _: None)
     _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
-    _solved: dict[tuple[object, Kind, int], tuple[StageView, StageSolution]] = field(
-        default_factory=dict[tuple[object, Kind, int], tuple[StageView, StageSolution]], repr=False
+    _solved: dict[tuple[object, Kind], list[Solved]] = field(
+        default_factory=dict[tuple[object, Kind], list[Solved]], repr=False
     )
+    _views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView], repr=False)
+    _alike: dict[object, object] = field(default_factory=dict[object, object], repr=False)
 
     def solution(
-        self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1
+        self,
+        first: int,
+        last: int,
+        submesh: Submesh,
+        mesh: LogicalMesh,
+        *,
+        in_flight: int = 1,
+        limit_bytes: float | None = None,
     ) -> StageSolution:
-        """The best sharding of layers `first..last` on a logical mesh, within the memory of a device."""
-        view = StageView(step=self.step, layers=self.layers, first=first, last=last)
-        kind = (submesh.num_hosts, submesh.devices_per_host, mesh)
-        key = (view.signature, kind, in_flight)
-        if key not in self._solved:
+        """The best sharding of some layers on a logical mesh, within `limit_bytes` (None: the memory of a device)."""
+        view, kind = self._view(first, last), (submesh.num_hosts, submesh.devices_per_host, mesh)
+        limit = float(self.cost_model.cluster.device.memory_bytes) if limit_bytes is None else limit_bytes
+        known = self._solved.setdefault((self._structure(view), kind), [])
+        found = next((s for s in known if _fits(s, in_flight, limit)), None)
+        if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
-            limit = float(self.cost_model.cluster.device.memory_bytes)
             catalogue = self._catalogue(kind, submesh, mesh)
-            solved = solve_stage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
-            self._solved[key] = view, solved
-        origin, solved = self._solved[key]
+            solution = solve_stage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
+            found = Solved(view=view, kind=kind, in_flight=in_flight, limit_bytes=limit, solution=solution)
+            known.append(found)
+        solved = found.solution
         if solved.choice is None:
             return solved
-        return replace(solved, choice=remap(solved.choice, origin, view))
+        peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
+        return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    def _view(self, first: int, last: int) -> StageView:
+        if (first, last) not in self._views:
+            self._views[first, last] = StageView(step=self.step, layers=self.layers, first=first, last=last)
+        return self._views[first, last]
+
+    def _structure(self, view: StageView) -> object:
+        """An object that stands for the signature of a view, which is long to hash."""
+        if view not in self._alike:
+            self._alike[view] = self._alike.setdefault(view.signature, object())
+        return self._alike[view]
 
     def _catalogue(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
         if kind not in self._catalogues:
@@ -87,33 +121,42 @@ class StageCosts:
 
     def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
         """Why layers `first..last` do not fit on a logical mesh, and what would do."""
-        view = StageView(step=self.step, layers=self.layers, first=first, last=last)
+        view = self._view(first, last)
         catalogue = self._catalogue((submesh.num_hosts, submesh.devices_per_host, mesh), submesh, mesh)
         limit = float(self.cost_model.cluster.device.memory_bytes)
         return explain_shortage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
 
     def leanest_shortage(self, first: int, last: int) -> Shortage | None:
         """The same where these layers come closest to fitting; None if they fit somewhere, or were not tried."""
-        tried = [
-            (solved.peak_bytes, solved.choice is not None, key)
-            for key, (view, solved) in self._solved.items()
-            if (view.first, view.last) == (first, last)
-        ]
-        if not tried or any(fits for _, fits, _ in tried):
+        tried = [s for s in self._all_solved() if (s.view.first, s.view.last) == (first, last)]
+        if not tried or any(s.solution.choice is not None for s in tried):
             return None
-        _, _, (_, kind, in_flight) = min(tried, key=lambda each: each[0])
-        submesh = Submesh(first_device=0, num_hosts=kind[0], devices_per_host=kind[1])
-        return self.shortage(first, last, submesh, kind[2], in_flight=in_flight)
+        leanest = min(tried, key=lambda s: s.solution.peak_bytes)
+        hosts, devices, mesh = leanest.kind
+        submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
+        return self.shortage(first, last, submesh, mesh, in_flight=leanest.in_flight)
 
     def least_peaks(self) -> dict[tuple[int, int], float]:
         """For the shortest stages tried the least bytes per device of any solution, feasible or not."""
-        shortest = min((view.last - view.first for view, _ in self._solved.values()), default=0)
+        shortest = min((s.view.last - s.view.first for s in self._all_solved()), default=0)
         least: dict[tuple[int, int], float] = {}
-        for view, solved in self._solved.values():
-            if view.last - view.first == shortest:
-                key = (view.first, view.last)
-                least[key] = min(solved.peak_bytes, least.get(key, float("inf")))
+        for solved in self._all_solved():
+            key = (solved.view.first, solved.view.last)
+            if key[1] - key[0] == shortest:
+                least[key] = min(solved.solution.peak_bytes, least.get(key, float("inf")))
         return least
+
+    def _all_solved(self) -> list[Solved]:
+        return [solved for alike in self._solved.values() for solved in alike]
+
+
+def _fits(solved: Solved, in_flight: int, limit_bytes: float) -> bool:
+    """True when the best with as much room or more keeps to less room: then nothing is better there."""
+    if (solved.in_flight, solved.limit_bytes) == (in_flight, limit_bytes):
+        return True
+    roomier = solved.in_flight <= in_flight and solved.limit_bytes >= limit_bytes
+    has_choice = solved.solution.choice is not None
+    return roomier and has_choice and solved.solution.bytes_in_flight(in_flight) <= limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
     followers  the placement of an op under each spec of its main operand               (following)
     moves      seconds from every offered spec of a value to every demanded one         (move_table)
 
-Answers are kept by what an op does (`rules.graph_facts.price_class`), not by which op it is: the layers of a model
+Answers are kept by what an op does (`Pricer.price_class`), not by which op it is: the layers of a model
 share them, and so do all stages on the same mesh. Lists of specs are looked up by number (`sharing.Numbering`).
 """
 
@@ -21,7 +21,7 @@ from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import price_class, rule_of_op
+from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.sharding import Spec, SpecGraph, cheapest_walks, spec_graph
 from alpa_lite.spmd import placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
@@ -86,7 +86,7 @@ class Catalogue:
         may_wait       an addition reads the result: it may take a partial sum
         accumulates    a loop adds to what it carries: that may stay a partial sum until the loop ends
         """
-        key = (price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
+        key = (self.pricer.price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
         if key not in self._leaders:
             found = placements(
                 rule_of_op(graph, op.id),
@@ -105,7 +105,7 @@ class Catalogue:
 
     def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
         """The placements of an op that follows its operand number `main` in each of these specs."""
-        key = (price_class(graph, op.id), main, self._number(specs), keep_partial)
+        key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
         if key not in self._followers:
             rule, unique = rule_of_op(graph, op.id), list(dict.fromkeys(specs))
             found = [
@@ -126,7 +126,7 @@ class Catalogue:
 
     def whole(self, graph: Graph, op: Op) -> Options:
         """The one placement of an op without a choice: everything whole."""
-        key = price_class(graph, op.id)
+        key = self.pricer.price_class(graph, op.id)
         if key not in self._whole:
             self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
         return self._whole[key]
@@ -161,16 +161,17 @@ class Catalogue:
         roles = {axis: self.restriction.role(axis) for axis in self.sizes}
 
         def allowed(axis: str, dim: int) -> bool:
-            if roles[axis] is AxisRole.MODEL:
-                return dim != batch_dim
-            if roles[axis] is AxisRole.BATCH:
-                return dim == batch_dim if batch_dim is not None else split is not Split.NEVER
-            return True
+            if batch_dim is None:
+                return self.restriction.state_split(axis, split) is not Split.NEVER
+            if roles[axis].splits_batch:
+                return dim == batch_dim
+            return dim != batch_dim or roles[axis] is AxisRole.ANY
 
         specs = all_specs(shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
-            if role is AxisRole.BATCH and using and (batch_dim is not None or split is Split.MUST):
+            must = batch_dim is not None or self.restriction.state_split(axis, split) is Split.MUST
+            if role.splits_batch and using and must:
                 specs = using
         return tuple(specs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from alpa_lite.graph.phases import Phase
@@ -18,6 +18,7 @@ from alpa_lite.plan import CollectiveUse
 from alpa_lite.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import Walk
+from cost_models.overlap import exposed_seconds, without_first, without_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ def price_choice(
     """Price decisions by walking the tasks that they lead to."""
     state, sums, activations = _memory(view, pricer, choice)
     parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
+    seconds = _phase_seconds(pricer, parts)
     runs = view.step.num_microbatches
     temporary = max(0.0, peak_bytes - state - sums - in_flight * activations)
     return StageSolution(
@@ -95,9 +97,9 @@ def price_choice(
         objective=objective,
         bound=bound,
         peak_bytes=peak_bytes,
-        forward_seconds=parts[Phase.FORWARD].seconds,
-        backward_seconds=parts[Phase.BACKWARD].seconds,
-        update_seconds=parts[Phase.UPDATE].seconds,
+        forward_seconds=seconds[Phase.FORWARD],
+        backward_seconds=seconds[Phase.BACKWARD],
+        update_seconds=seconds[Phase.UPDATE],
         compute_seconds=sum(p.compute_seconds * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         flops=sum(p.flops * (1 if ph is Phase.UPDATE else runs) for ph, p in parts.items()),
         state_bytes=state,
@@ -106,6 +108,27 @@ def price_choice(
         temporary_bytes=temporary,
         collectives=tuple(use for p in parts.values() for use in p.collectives),
     )
+
+
+def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Phase, float]:
+    """Seconds of each phase; where the backend does so, gradients are reduced and state is gathered beside others."""
+    seconds = {phase: part.seconds for phase, part in parts.items()}
+    model = pricer.cost_model
+    if not model.backend.overlap_gradients or model.cluster.shared_processor:
+        return seconds
+    backward, update = parts[Phase.BACKWARD], parts[Phase.UPDATE]
+    reduced = without_last(backward.tasks)
+    resolved = without_first(update.tasks)
+    gathered = without_last(resolved.tasks)
+    contention = model.cluster.device.contention
+    forward_alone, backward_alone = seconds[Phase.FORWARD], backward.simulated(reduced.tasks)
+    return {
+        Phase.FORWARD: forward_alone,
+        Phase.BACKWARD: backward_alone + exposed_seconds(reduced.seconds, backward_alone, contention=contention),
+        Phase.UPDATE: update.simulated(gathered.tasks)
+        + exposed_seconds(resolved.seconds, backward_alone, contention=contention)
+        + exposed_seconds(gathered.seconds, forward_alone, contention=contention),
+    }
 
 
 def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Estimator:
@@ -122,25 +145,25 @@ def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Esti
     return estimator
 
 
-def _enter(walk: Walk[None], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
+def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
     """Make known what comes into a task: inputs, and values of other phases in the specs that they left in."""
     graph, phases = view.graph, view.step.phases
     for v, spec in choice.inputs.items():
-        walk.put(v, spec, None)
+        walk.put(v, spec, Estimator.NOTHING)
     for op_id in view.ops:
         if phases[op_id] in (phase, Phase.INVARIANT) or op_id in repeated:
             continue
         placement = choice.ops.get(op_id)
         for i, r in enumerate(graph.ops[op_id].results):
             if r not in view.free:
-                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), None)
+                walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), Estimator.NOTHING)
     if phase is Phase.UPDATE:
         for v, accumulator in choice.accumulators.items():
-            walk.arrays[v] = {accumulator.stored: None}
+            walk.arrays[v] = {accumulator.stored: Estimator.NOTHING}
             _resolve(walk, v, accumulator.resolved)
 
 
-def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> None:
+def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase) -> None:
     """Bring what leaves a task into its spec: sums as they are stored, state as it came in."""
     graph, phases = view.graph, view.step.phases
     if phase.in_loop:
@@ -154,10 +177,9 @@ def _leave(walk: Walk[None], view: StageView, choice: Choice, phase: Phase) -> N
             walk.get(out, choice.inputs[target])
 
 
-def _resolve(walk: Walk[None], v: int, spec: Spec) -> None:
+def _resolve(walk: Walk[int], v: int, spec: Spec) -> None:
     """Bring a sum into the spec in which the update reads it, for good."""
-    walk.get(v, spec)
-    walk.arrays[v] = {spec: None}
+    walk.arrays[v] = {spec: walk.get(v, spec)}
 
 
 def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:

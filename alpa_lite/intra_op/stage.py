@@ -33,11 +33,12 @@ class StageView:
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
             needed.update(v for v in graph.outputs if self.is_invariant_value(v))
-        for op in reversed(graph.ops):
-            layer = self.layers.of_op[op.id]
+        for op, layer in zip(reversed(graph.ops), reversed(self.layers.of_op), strict=True):
             mine = layer is not None and self.first <= layer <= self.last
-            repeated = layer is None or any(r in free for r in op.results)
-            if mine or (repeated and any(r in needed for r in op.results)):
+            if not mine and needed.isdisjoint(op.results):
+                continue
+            repeated = layer is None or not free.isdisjoint(op.results)
+            if mine or repeated:
                 chosen.append(op.id)
                 needed.update(op.operands)
         return tuple(reversed(chosen))

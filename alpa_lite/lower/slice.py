@@ -9,8 +9,9 @@ Invariant ops and free values are repeated in every task that reads them. Every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import Phase, StepGraph
@@ -78,17 +79,12 @@ class Slicer:
 
     @cached_property
     def fused(self) -> frozenset[int]:
-        """Stages whose forward and backward of a micro-batch always run back to back."""
-        lists = self.plan.schedule.tasks(len(self.plan.stages), self.plan.num_microbatches)
-        return frozenset(
-            s
-            for s, tasks in enumerate(lists)
-            if s == len(lists) - 1
-            and all(
-                a.microbatch == b.microbatch and a.kind is TaskKind.FORWARD and b.kind is TaskKind.BACKWARD
-                for a, b in zip(tasks[::2], tasks[1::2], strict=True)
-            )
-        )
+        """Stages whose forward and backward of a micro-batch always run back to back: at most the last one."""
+        last = len(self.plan.stages) - 1
+        lists = self.plan.schedule.tasks(last + 1, self.plan.num_microbatches)
+        after = dict(pairwise(lists[last % len(lists)]))
+        forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
+        return frozenset([last] if all(after[t] == replace(t, kind=TaskKind.BACKWARD) for t in forwards) else [])
 
     @cached_property
     def whole(self) -> bool:

@@ -63,6 +63,11 @@ class Auto(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest."""
         started = time.perf_counter()
+        if self.schedule.stages_per_processor > 1:
+            raise PlanError(
+                f"The search gives each stage devices of its own, but {self.schedule} runs"
+                f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
+            )
         problems: list[AlpaLiteError] = []
         plans = [*self._search(request, problems), *self._manual(request, problems)]
         if not plans:

@@ -1,16 +1,20 @@
 """Hybrid: pipeline × data × tensor parallelism with fixed degrees, as Megatron-LM and DeepSpeed combine them.
 
-The cluster is cut into `pipeline` stages of equal size; every stage is a logical mesh data × model. Axis "data" splits
+The cluster is cut into `pipeline` parts of equal size; every part is a logical mesh data × model. Axis "data" splits
 the batch and nothing else, axis "model" never splits the batch; which dims of which weights the "model" axis splits is
 left to the integer program, which finds Megatron's column/row pattern from the graph. Classic manual plans are special
 cases: see `data_parallel`, `megatron`, `pipeline`, `zero`.
+
+Each part runs one stage, or as many as its schedule gives it: under `Interleaved1F1B(num_chunks=v)` stage i of
+pipeline · v runs on part i mod pipeline.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -18,12 +22,13 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
+from alpa_lite.planners.cutting import cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
-from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
 from alpa_lite.strategies import AxisRole, Restriction, Split
 
 
@@ -32,29 +37,45 @@ class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
 
     zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
+    replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are outermost.
+    context: devices that share the positions of each sequence (context parallelism), beside "data".
+    expert: of "data", how many devices may hold different experts: they split the batch or whatever else is cheaper.
+    sequence_parallel: whether sums over "model" may stay scattered over it between products.
     """
 
     pipeline: int = 1
     data: int | None = None
     model: int = 1
     zero: int = 0
+    replicas: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:
         """`pp4 × dp2`-like."""
-        parts = [f"pp{self.pipeline}" if self.pipeline > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        chunks = self.schedule.stages_per_processor
+        pipeline = f"pp{self.pipeline}" + (f"·{chunks}" if chunks > 1 else "")
+        parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
+        parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
         return " × ".join(filter(None, parts)) or "hybrid"
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that the model is cut into."""
+        return self.pipeline * self.schedule.stages_per_processor
 
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         mesh = self.mesh(request)
-        unroll = self.pipeline if self.pipeline > 1 else 0
-        step = request.best_step(self.default_microbatches(request.batch_size, mesh), unroll=unroll)
+        cut = cut_into_stages(request, self.default_microbatches(request.batch_size, mesh), self.num_stages)
+        step, layers = cut.step, cut.layers
+        tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
         check_batch(self, step, mesh)
-        layers = stage_layers(step, self.pipeline)
         step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
@@ -63,64 +84,109 @@ class Hybrid(Planner):
             restriction=self.restriction(),
             progress=request.progress,
         )
-        stages = [self._stage(costs, request, layers, s, mesh, step.num_microbatches) for s in range(self.pipeline)]
+        solved: dict[int, StageSolution] = {}
+        for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
+            solved |= self._solve(costs, request, part, tasks[part], mesh, step.num_microbatches)
+        submeshes = [equal_submesh(request, part, self.pipeline) for part in range(self.pipeline)]
+        stages = [
+            PlacedStage(first=i, last=i, submesh=submeshes[i % self.pipeline], mesh=mesh, solution=solved[i])
+            for i in range(self.num_stages)
+        ]
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
     def default_microbatches(self, batch_size: int | None, mesh: LogicalMesh) -> Sequence[int]:
         """One without a pipeline, else enough to fill it; each micro-batch must divide over the data axis."""
         if self.pipeline == 1 or batch_size is None:
             return (1,)
-        data = mesh.axis_sizes.get("data", 1)
+        data = batch_ways(mesh)
         wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
         return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
     def restriction(self) -> Restriction:
         """What the axes may do."""
-        roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
-        optimizer = Split.MUST if self.zero >= 1 else Split.NEVER
-        return Restriction(roles=roles, optimizer=optimizer, parameters=Split.MUST if self.zero >= 3 else Split.NEVER)
+        roles = {
+            "replica": AxisRole.REPLICA,
+            "data": AxisRole.BATCH,
+            "expert": AxisRole.ANY,
+            "context": AxisRole.CONTEXT,
+            "model": AxisRole.MODEL,
+        }
+        return Restriction(
+            roles=roles,
+            optimizer=Split.MUST if self.zero >= 1 else Split.NEVER,
+            parameters=Split.MUST if self.zero >= 3 else Split.NEVER,
+            scatter_sums=self.sequence_parallel,
+        )
 
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """The logical mesh of every stage."""
         total = request.cluster.num_devices
-        data = self.data if self.data is not None else max(1, total // (self.pipeline * self.model))
-        if data * self.model * self.pipeline != total:
+        rest = self.pipeline * self.context * self.model
+        data = self.data if self.data is not None else max(1, total // rest)
+        if data * rest != total:
+            context = f" × {self.context} context" if self.context > 1 else ""
             raise PlanError(
-                f"{self.pipeline} stages × {data} data × {self.model} model = {data * self.model * self.pipeline} "
+                f"{self.pipeline} stages × {data} data{context} × {self.model} model = {data * rest} "
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
-        axes = [(name, size) for name, size in (("data", data), ("model", self.model)) if size > 1]
-        axes = axes or [("data", 1)]
-        return LogicalMesh(axis_names=tuple(n for n, _ in axes), shape=tuple(s for _, s in axes))
+        if data % (self.replicas * self.expert):
+            raise PlanError(
+                f"{self.replicas} replicas × {self.expert} expert devices lie within the {data} data-parallel devices, "
+                "but their product does not divide that number. Choose degrees that do."
+            )
+        sizes = {
+            "replica": self.replicas,
+            "data": data // (self.replicas * self.expert),
+            "expert": self.expert,
+            "context": self.context,
+            "model": self.model,
+        }
+        axes = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+        return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
-    def _stage(
-        self, costs: StageCosts, request: PlanRequest, layers: Layers, index: int, mesh: LogicalMesh, microbatches: int
-    ) -> PlacedStage:
-        submesh = equal_submesh(request, index, self.pipeline)
-        held = self.schedule.in_flight(index, self.pipeline, microbatches)
-        solution = costs.solution(index, index, submesh, mesh, in_flight=held)
-        if solution.choice is None:
-            why = costs.shortage(index, index, submesh, mesh, in_flight=held) if request.advise else None
-            raise InfeasibleError(self._too_large(request, index, submesh, solution, held, microbatches, why))
-        return PlacedStage(first=index, last=index, submesh=submesh, mesh=mesh, solution=solution)
+    def _solve(
+        self,
+        costs: StageCosts,
+        request: PlanRequest,
+        part: int,
+        tasks: Sequence[Task],
+        mesh: LogicalMesh,
+        microbatches: int,
+    ) -> Mapping[int, StageSolution]:
+        """The stages of one part of the cluster, which share its memory."""
+        submesh = equal_submesh(request, part, self.pipeline)
+
+        def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
+            return costs.solution(stage, stage, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
+
+        found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
+        if found.fits:
+            return found.solutions
+        lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
+        why = None
+        if request.advise and lacking:
+            held = held_at_peak(tasks)[lacking[0]]
+            why = costs.shortage(lacking[0], lacking[0], submesh, mesh, in_flight=held)
+        raise InfeasibleError(self._too_large(request, submesh, found, tasks, microbatches, why))
 
     def _too_large(
         self,
         request: PlanRequest,
-        index: int,
         submesh: Submesh,
-        solution: StageSolution,
-        held: int,
+        found: Together,
+        tasks: Sequence[Task],
         microbatches: int,
         shortage: Shortage | None,
     ) -> str:
         """Which stage needs how much, and the cheapest change that would fit."""
-        device = request.cluster.device
+        device, numbers = request.cluster.device, sorted(found.solutions)
+        stages = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(map(str, numbers))}"
+        need = "needs" if len(numbers) == 1 else "together need"
         sentence = (
-            f"{self.name} does not fit: stage {index} on {submesh.num_devices} devices needs at least "
-            f"{show_bytes(solution.peak_bytes)} per device with {held} micro-batch(es) in flight, but {device.name} "
-            f"has {show_bytes(device.memory_bytes)}."
+            f"{self.name} does not fit: {stages} on {submesh.num_devices} devices {need} at least "
+            f"{show_bytes(found.peak_bytes)} per device with {peak_in_flight(tasks)} micro-batch(es) in flight, but "
+            f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
         if not request.advise:
             return sentence
@@ -152,17 +218,14 @@ def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
     )
 
 
-def stage_layers(step: StepGraph, count: int) -> Layers:
-    """One layer per stage; a sentence when the model is too short."""
-    try:
-        return make_layers(step, count, imbalance=0.1)
-    except PlanError as error:
-        raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
+def batch_ways(mesh: LogicalMesh) -> int:
+    """Into how many parts the axes split the batch."""
+    return prod(mesh.axis_sizes.get(name, 1) for name in ("replica", "data", "expert"))
 
 
 def check_batch(planner: Hybrid, step: StepGraph, mesh: LogicalMesh) -> None:
-    """The "data" axis must divide every micro-batch."""
-    data = mesh.axis_sizes.get("data", 1)
+    """The axes that split the batch must divide every micro-batch."""
+    data = batch_ways(mesh)
     if step.batch_size is None:
         if data > 1:
             raise PlanError(

@@ -14,8 +14,9 @@ from alpa_lite.graph.ir import Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
-from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.mesh import LogicalMesh, Submesh, sharing
 from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, UndividedDim, fingerprint
+from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
 from alpa_lite.pricing import Pricer
 from alpa_lite.rules.graph_facts import free_values, opaque_ops
@@ -200,14 +201,13 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
 
 def boundary_values(step: StepGraph, layers: Layers, first: int) -> list[Value]:
     """Forward values that layers from `first` on read from earlier ones, once per micro-batch."""
-    graph, found = step.graph, list[Value]()
-    for value in graph.values:
-        producer = graph.producer[value.id]
-        if producer is None or not step.phases[producer].in_loop or value.id in free_values(graph):
+    graph, found, free = step.graph, list[Value](), free_values(step.graph)
+    for value, producer in zip(graph.values, graph.producer, strict=True):
+        made = layers.of_op[producer] if producer is not None else None
+        if producer is None or made is None or made >= first or not step.phases[producer].in_loop:
             continue
-        made = layers.of_op[producer]
         readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.FORWARD)
-        if made is not None and made < first and any(layer is not None and layer >= first for layer in readers):
+        if value.id not in free and any(layer is not None and layer >= first for layer in readers):
             found.append(value)
     return found
 
@@ -233,8 +233,11 @@ def predict(
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),
         )
+        if a.submesh != b.submesh
+        else 0.0
         for a, b in pairwise(stages)
     ]
+    together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
     overhead = launch if not whole else launch / 2
@@ -246,15 +249,20 @@ def predict(
         serialized=request.cluster.shared_processor,
     )
     updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
-    update = sum(updates) if request.cluster.shared_processor else max(updates)
+    peaks = {
+        stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
+        for numbers in together
+    }
+    in_turn = [sum(updates[i] for i in numbers) for numbers in together]
+    update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
     gathering = stacks_seconds(request, step, layers, stages)
     return Prediction(
         step_seconds=timeline.makespan_seconds + update + gathering,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
         transfer_seconds=2.0 * m * sum(transfers) + gathering,
-        peak_bytes=tuple(s.bytes_in_flight(schedule.in_flight(i, count, m)) for i, s in enumerate(solutions)),
-        flops_per_device=max(s.flops for s in solutions),
+        peak_bytes=tuple(peaks[stage.submesh] for stage in stages),
+        flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
         bubble_fraction=timeline.bubble_fraction,
         collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
     )
@@ -263,7 +271,8 @@ def predict(
 def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> float:
     """Time to put stacked arrays together on one stage after the step, and to spread them before the next.
 
-    Nothing where all stages hold as many rows in one way: the array then lies over their devices as it is.
+    Nothing where all stages hold as many rows in one way, on devices of their own: the array then lies over these
+    devices as it is.
     """
     graph, moved = step.graph, 0.0
     inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
@@ -276,7 +285,8 @@ def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages
             choice = stages[number].solution.choice
             forms.add((stages[number].mesh, choice.inputs.get(v) if choice else None))
         sizes = [sum(graph.values[v].bytes for v in parts) for parts in rows.values()]
-        if len(forms) > 1 or len(set(sizes)) > 1:
+        dealt_out = len({stages[number].submesh for number in rows}) < len(rows)
+        if len(forms) > 1 or len(set(sizes)) > 1 or dealt_out:
             moved += sum(sizes[1:])
     if not moved:
         return 0.0

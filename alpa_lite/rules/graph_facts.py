@@ -51,13 +51,6 @@ def _class(look: _Look) -> OpClass:
     return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
 
 
-@lru_cache(maxsize=200_000)
-def price_class(graph: Graph, op_id: int) -> tuple[object, ...]:
-    """Equal for ops of one class whose results are written alike: their prices are the same."""
-    fused = fused_values(graph)
-    return (op_class(graph, op_id), *(r in fused for r in graph.ops[op_id].results))
-
-
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
     """Ops on arrays that have no rule, each with its graph: whole on every device. Bodies are looked into."""
     found: list[tuple[Graph, Op]] = []
@@ -69,28 +62,6 @@ def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
         if any(v.rank > 0 for v in (*graph.operands(op), *graph.results(op))):
             found.append((graph, op))
     return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def fused_values(graph: Graph) -> frozenset[int]:
-    """Results of element-wise ops that a single element-wise op reads: XLA fuses the two, nothing is written."""
-    outputs = set(graph.outputs)
-    return frozenset(
-        v.id
-        for v in graph.values
-        if v.id not in outputs
-        and len(graph.consumers[v.id]) == 1
-        and (producer := graph.producer[v.id]) is not None
-        and _is_fusible(graph, producer)
-        and _is_fusible(graph, graph.consumers[v.id][0])
-    )
-
-
-def _is_fusible(graph: Graph, op_id: int) -> bool:
-    op = graph.ops[op_id]
-    indexed = op.primitive == "gather" or op.primitive.startswith(("scatter", "sort", "reduce_window"))
-    rule = rule_of_op(graph, op_id)
-    return rule.work_kind == "elementwise" and not rule.opaque and not op.bodies and not indexed
 
 
 @lru_cache(maxsize=64)

@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 8
 def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
     """A JAX mesh per stage. Raises `ExecutionError` when there are fewer devices than the plan uses."""
     available = list(jax.devices() if devices is None else devices)
-    needed = sum(stage.submesh.num_devices for stage in plan.stages)
+    needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
         raise ExecutionError(
             f"The plan uses {needed} devices ({plan.cluster.name}), but JAX sees {len(available)}. Plan for "
@@ -120,13 +120,14 @@ class Executor:
     def _donations(self, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
         """For each update task the inputs that are given away: state that this task is the last to read."""
         last: dict[Buffer, tuple[int, int]] = {}
+        same = self._sent_in_place()
         for instruction in self.program.instructions:
             for position, buffer in enumerate(instruction.reads):
                 if instruction.kind in ("RUN", "SEND", "CONCAT"):
-                    task = instruction.task if instruction.kind == "RUN" else -1
-                    last[buffer] = (task, position)
+                    task = instruction.task if instruction.kind == "RUN" and buffer not in same else -1
+                    last[same.get(buffer, buffer)] = (task, position)
         result: dict[int, tuple[int, ...]] = {}
-        returned = set(self.program.outputs)
+        returned = {same.get(buffer, buffer) for buffer in self.program.outputs}
         for buffer, (task, position) in last.items():
             leaf = self.leaf.get(buffer.value)
             if leaf is None or leaf >= len(donated) or not donated[leaf] or buffer in returned:
@@ -135,6 +136,17 @@ class Executor:
             if task >= 0 and at_home and self.program.tasks[task].kind in ("update", "step"):
                 result[task] = (*result.get(task, ()), position)
         return {task: self._reusable(self.program.tasks[task], positions) for task, positions in result.items()}
+
+    def _sent_in_place(self) -> dict[Buffer, Buffer]:
+        """What stages send to others on the same devices: it may be the very array that was sent. Copy → original."""
+        same: dict[Buffer, Buffer] = {}
+        for instruction in self.program.instructions:
+            if instruction.kind == "SEND":
+                submeshes = [self.plan.stages[s].submesh for s in (instruction.source_stage, instruction.stage)]
+                if submeshes[0] == submeshes[1]:
+                    source = instruction.reads[0]
+                    same[instruction.writes[0]] = same.get(source, source)
+        return same
 
     def _reusable(self, task: TaskSpec, positions: Sequence[int]) -> tuple[int, ...]:
         """Of some inputs of a task those whose buffer an output can take over: same shape, dtype and spec."""

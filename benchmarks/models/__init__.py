@@ -5,8 +5,12 @@ Each model is one frozen dataclass (its sizes) with `init(key) -> params` and `l
 - `mlp`: a stack of dense layers, regression;
 - `gpt`: a pre-LN decoder-only transformer, next-token prediction;
 - `llama`: a decoder-only transformer with grouped queries and gated feed-forward layers, at the sizes of Llama 3 8B;
+- `transformer`: a transformer whose options make GPT, Llama, BERT, T5 and mixtures of experts, with its parts
+  `attention`, `feed_forward` and `weights`;
+- `resnet`: ResNet-50 and Wide-ResNets;
 - `cnn`: a small convolutional network, image classification;
 - `losses`: the cross entropy and the reductions that they share;
+- `optimizers`: Adam and LAMB for steps over thousands of arrays;
 - `train`: builders of train steps, for any loss and any optax optimizer.
 
 Nothing here knows of alpa_lite, of meshes or of devices.

@@ -10,7 +10,8 @@ import pytest
 
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
-from alpa_lite.rules.graph_facts import op_class, price_class, rule_of_op
+from alpa_lite.rules.fusion import price_class
+from alpa_lite.rules.graph_facts import op_class, rule_of_op
 
 
 def graph_of(function: Any, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> Graph:

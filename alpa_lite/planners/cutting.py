@@ -1,0 +1,116 @@
+"""Where a pipeline cuts a step: between the loops over layers as they are written, or through them, written out.
+
+Written out, a loop multiplies the step by its trips; so a model that comes in enough pieces is cut between them.
+With f_s the forward FLOPs of stage s, the cut between pieces is taken if
+
+    max f <= (1 + UNEVEN) · mean f,  or  max f <= the least that stages of whole trips can have      `_is_even`
+
+and if no argument comes in rows that several stages read: only writing out parts those (`alpa_lite.stacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.layers import Layers, make_layers, op_flops
+from alpa_lite.planners.planner import PlanRequest
+
+UNEVEN = 0.15
+"""By how much the largest stage of a cut between loops may exceed the mean."""
+
+_ROUNDING = 1 + 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A step and its stages, one layer each."""
+
+    step: StepGraph
+    layers: Layers
+
+
+def cut_into_stages(request: PlanRequest, microbatches: Sequence[int], count: int) -> Cut:
+    """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
+
+    Raises PlanError when the model is too short, and what tracing raises for a number that the user asked for.
+    """
+    if count > 1:
+        kept = _between_loops(request, microbatches, count)
+        if kept is not None:
+            return kept
+    step = request.best_step(microbatches, unroll=count if count > 1 else 0)
+    try:
+        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1))
+    except PlanError as error:
+        raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
+
+
+def _between_loops(request: PlanRequest, microbatches: Sequence[int], count: int) -> Cut | None:
+    """The cut that keeps all loops; None where it is worse than one through them."""
+    try:
+        step = request.best_step(microbatches, unroll=0)
+        layers = make_layers(step, count, imbalance=0.1)
+    except (NonAdditiveError, BatchError, TraceError, PlanError):
+        return None  # what is wrong with it is said when it is asked for written out
+    if not _is_even(step, layers) or _reads_rows_apart(step, layers):
+        return None
+    return Cut(step=step, layers=layers)
+
+
+def _is_even(step: StepGraph, layers: Layers) -> bool:
+    """True when writing out the loops could hardly give more even stages."""
+    forward = [op for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD]
+    flops = op_flops(step)
+    totals = [0.0] * layers.num_layers
+    trips: list[float] = []
+    for op in forward:
+        totals[layers.of_op[op.id] or 0] += flops[op.id]
+        wiring = wiring_of(op)
+        count = int(wiring.trips) if wiring is not None and wiring.scanned else 1
+        trips += [flops[op.id] / count] * count
+    mean = sum(totals) / len(totals)
+    return max(totals) <= (1 + UNEVEN) * mean or max(totals) <= least_largest(trips, len(totals)) * _ROUNDING
+
+
+def least_largest(sizes: Sequence[float], count: int) -> float:
+    """The least that the largest sum of `count` consecutive runs of `sizes` can be (by bisection)."""
+    low, high = max(max(sizes, default=0.0), sum(sizes) / count), sum(sizes)
+    while high > low * _ROUNDING:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _num_runs(sizes, middle) <= count else (middle, high)
+    return high
+
+
+def _num_runs(sizes: Sequence[float], limit: float) -> int:
+    """How many consecutive runs of at most `limit` in sum there must be."""
+    runs, total = 1, 0.0
+    for size in sizes:
+        total += size
+        if total > limit:
+            runs, total = runs + 1, size
+    return runs
+
+
+def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
+    """True when several layers read an argument by slices of their own, as they do the rows of stacked weights."""
+    graph = step.graph
+    for v in graph.inputs:
+        slices = [graph.ops[c] for c in graph.consumers[v] if graph.ops[c].primitive in ("slice", "dynamic_slice")]
+        homes = [_layers_of(graph, layers, op) for op in slices if step.batch_dims[v] is None]
+        if len(homes) > 1 and len(set[int]().union(*homes)) > 1:
+            return True
+    return False
+
+
+def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
+    """The layers that run an op; of one that is repeated, those of its readers."""
+    home = layers.of_op[op.id]
+    if home is not None:
+        return {home}
+    readers = (graph.ops[c] for r in op.results for c in graph.consumers[r])
+    return set[int]().union(*(_layers_of(graph, layers, reader) for reader in readers))

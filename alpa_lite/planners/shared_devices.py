@@ -1,0 +1,87 @@
+"""Stages that share devices: what they hold together, and how they are solved within the memory that they share.
+
+The chunks c of an interleaved pipeline lie on the same devices and run in turn, so that a device holds at most
+
+    peak  = Σ_c (state_c + sums_c) + max over time of Σ_c held_c · activations_c + max_c temporaries_c     `device_peak`
+
+Each stage is solved by itself first, with all of the memory. Where the best of each do not fit together, they get less:
+limit_c = reserved_c · memory / peak, and what cannot go so low gets what it needs (`solve_together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.schedule import Task, TaskKind, peak_held
+
+#: How often memory is shared out anew while the stages of a device do not fit together.
+MAX_ROUNDS = 4
+
+Solve = Callable[[int, int, float], StageSolution]
+"""Stage number, micro-batches in flight, limit in bytes per device -> the best solution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """The solutions of stages that share devices, by stage; bytes per device that they need together at least."""
+
+    solutions: Mapping[int, StageSolution]
+    peak_bytes: float
+    fits: bool
+
+
+def device_peak(solutions: Mapping[int, StageSolution], tasks: Sequence[Task]) -> float:
+    """Peak bytes per device of the stages whose tasks are listed. Solutions must have a choice."""
+    sizes = [0.0] * (1 + max(solutions))
+    for stage, solution in solutions.items():
+        sizes[stage] = solution.activation_bytes
+    kept = sum(s.state_bytes + s.accumulator_bytes for s in solutions.values())
+    return kept + peak_held(tasks, sizes) + max(s.temporary_bytes for s in solutions.values())
+
+
+def held_at_peak(tasks: Sequence[Task]) -> dict[int, int]:
+    """Micro-batches in flight of each stage when their sum is largest for the first time; at least one each."""
+    held = dict.fromkeys((task.stage for task in tasks), 0)
+    most, total = dict(held), 0
+    for task in tasks:
+        held[task.stage] += 1 if task.kind is TaskKind.FORWARD else -1
+        if sum(held.values()) > total:
+            most, total = dict(held), sum(held.values())
+    return {stage: max(1, number) for stage, number in most.items()}
+
+
+def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> Together:
+    """Solve the stages whose tasks are listed so that they fit into the memory of their devices together."""
+    held = held_at_peak(tasks)
+    limits = dict.fromkeys(sorted(held), memory_bytes)
+    least = dict.fromkeys(limits, 0.0)
+    found = Together(solutions={}, peak_bytes=float("inf"), fits=False)
+    for _ in range(MAX_ROUNDS):
+        solutions = {stage: solve(stage, held[stage], limit) for stage, limit in limits.items()}
+        lacking = {s for s, solution in solutions.items() if solution.choice is None}
+        least.update({s: solutions[s].peak_bytes for s in lacking})
+        reserved = sum(solution.peak_bytes for solution in solutions.values())
+        peak = reserved if lacking else device_peak(solutions, tasks)
+        if peak < found.peak_bytes or not found.solutions:
+            # What is alone on its devices was solved within their memory as it is.
+            fits = not lacking and (peak <= memory_bytes or len(limits) == 1)
+            found = Together(solutions=solutions, peak_bytes=peak, fits=fits)
+        if found.fits or any(limits[s] >= memory_bytes for s in lacking):
+            break
+        limits = _shared(solutions, least, memory_bytes * (reserved / peak))
+    return found
+
+
+def _shared(
+    solutions: Mapping[int, StageSolution], least: Mapping[int, float], available_bytes: float
+) -> dict[int, float]:
+    """`available_bytes` in proportion to what the solutions reserve; none gets less than it is known to need."""
+    limits = dict(least)
+    others = sum(solution.peak_bytes for s, solution in solutions.items() if not least[s])
+    left = max(0.0, available_bytes - sum(least.values()))
+    for stage, solution in solutions.items():
+        if not least[stage]:
+            limits[stage] = solution.peak_bytes * min(1.0, left / others) if others > 0 else left
+    return limits

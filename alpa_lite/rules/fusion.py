@@ -1,0 +1,315 @@
+"""What a compiler fuses: which arrays of a graph pass through device memory, and how many kernels run.
+
+    level(op)   = the most kernels that cannot be fused (products, sorts, loops, …) on a path from the inputs  (_levels)
+    group       = element-wise ops of one level that read each other's arrays: one kernel              (fusion_groups)
+    traffic     = each array that enters a group is read once, each that leaves it is written once        (accesses)
+
+A group may hold reductions of rows (a norm, a softmax): a kernel keeps a row at hand, reads it once and reduces it.
+Other reductions end their group. Two ops of one level that have a path between them have no kernel on it, so groups
+can run as wholes. XLA's fusion passes follow the same lines on GPU and TPU; what they cannot do counts as an error of
+the estimate, a few per cent of the bytes.
+
+Attention as one kernel (Dao et al., NeurIPS 2022, arXiv 2205.14135) keeps the scores out of memory. `on_chip` finds
+the arrays that such a kernel would not write: results of products that are larger than their operands, and all that is
+computed from them element by element or by row, until other products make them small again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
+
+#: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
+FOLDED = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty name "
+    "sharding_constraint random_wrap random_unwrap bitcast_convert_type".split()
+)
+#: Ops that look rows up, or move them: fused with nothing, and only the rows that they touch are moved.
+_INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
+_UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
+#: The longest row that a kernel keeps at hand, in elements.
+LONGEST_ROW = 1 << 16
+
+
+class Slot(NamedTuple):
+    """An operand or a result of an op, by its number."""
+
+    is_result: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What an op moves between memory and device, as operands and results whose sizes count; its kernels (0 or 1)."""
+
+    reads: tuple[Slot, ...] = ()
+    writes: tuple[Slot, ...] = ()
+    num_kernels: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnChip:
+    """What fused attention kernels change: values that stay out of memory, products inside, those half masked."""
+
+    values: frozenset[int]
+    products: frozenset[int]
+    half_masked: frozenset[int]
+
+
+class PriceClass(NamedTuple):
+    """The class of an op, what it moves, and what part it has in a fused attention kernel."""
+
+    op: OpClass
+    access: Access
+    in_attention: bool
+    half_masked: bool
+
+
+@lru_cache(maxsize=64)
+def accesses(graph: Graph, *, fusion: bool = True, fused_attention: bool = False) -> tuple[Access, ...]:
+    """The memory traffic of each op of a graph, bodies apart. Without `fusion`, each op runs alone."""
+    if not fusion:
+        return tuple(_alone(graph, op) for op in graph.ops)
+    groups, hidden = fusion_groups(graph), on_chip(graph).values if fused_attention else frozenset[int]()
+    free = free_values(graph)
+    unread = free | hidden
+    outputs, seen = set(graph.outputs), set[tuple[int, int]]()
+    last = {groups[op.id]: op.id for op in graph.ops if _runs(graph, op, free)}
+    found: list[Access] = []
+    for op in graph.ops:
+        group = groups[op.id]
+        if op.bodies or (is_folded(graph, op) and not _leaves(graph, op, groups, outputs)):
+            found.append(Access())
+            continue
+        if op.primitive.startswith(_INDEXED):
+            found.append(_indexed(graph, op))
+            continue
+        reads: list[Slot] = []
+        for number, v in enumerate(op.operands):
+            source = _unfolded(graph, v)
+            producer = graph.producer[source]
+            inside = producer is not None and groups[producer] == group
+            if source in unread or inside or graph.values[source].rank == 0 or (group, source) in seen:
+                continue
+            seen.add((group, source))
+            reads.append(Slot(False, number))
+        writes = tuple(
+            Slot(True, number)
+            for number, v in enumerate(op.results)
+            if v not in unread and graph.values[v].rank > 0 and _is_written(graph, op, v, groups, outputs)
+        )
+        found.append(Access(reads=tuple(reads), writes=writes, num_kernels=int(last.get(group) == op.id)))
+    return tuple(found)
+
+
+def _alone(graph: Graph, op: Op) -> Access:
+    """An op that reads and writes everything itself."""
+    if op.bodies or is_folded(graph, op) or not _runs(graph, op, free_values(graph)):
+        return Access()
+    if op.primitive.startswith(_INDEXED):
+        return _indexed(graph, op)
+    reads = tuple(Slot(False, i) for i, v in enumerate(op.operands) if graph.values[_unfolded(graph, v)].rank > 0)
+    return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
+
+
+@lru_cache(maxsize=200_000)
+def price_class(graph: Graph, op_id: int, *, fusion: bool = True, fused_attention: bool = False) -> PriceClass:
+    """What ops have in common that have the same prices under the same placements."""
+    access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
+    kernels = on_chip(graph) if fused_attention else None
+    return PriceClass(
+        op=op_class(graph, op_id),
+        access=access,
+        in_attention=kernels is not None and op_id in kernels.products,
+        half_masked=kernels is not None and op_id in kernels.half_masked,
+    )
+
+
+@lru_cache(maxsize=64)
+def fusion_groups(graph: Graph) -> tuple[int, ...]:
+    """For each op the number of its group: the first op in it."""
+    levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
+
+    def root(op: int) -> int:
+        while parent[op] != op:
+            parent[op] = parent[parent[op]]
+            op = parent[op]
+        return op
+
+    for op in graph.ops:
+        if not _is_fusible(graph, op):
+            continue
+        for v in op.operands:
+            producer = graph.producer[v]
+            if producer is None or graph.values[v].rank == 0 or v in free or levels[producer] != levels[op.id]:
+                continue
+            if _is_fusible(graph, graph.ops[producer]) and not _ends_group(graph, graph.ops[producer]):
+                first, second = sorted((root(producer), root(op.id)))
+                parent[second] = first
+    return tuple(root(op) for op in range(len(graph.ops)))
+
+
+def is_folded(graph: Graph, op: Op) -> bool:
+    """True for ops that move nothing: those that only rename, and transpositions next to a product, which reads and
+    writes in any order of dims."""
+    if op.primitive != "transpose":
+        return op.primitive in FOLDED
+    producer = graph.producer[op.operands[0]]
+    if producer is not None and rule_of_op(graph, producer).work_kind != "elementwise":
+        return True
+    readers = graph.consumers[op.results[0]]
+    return bool(readers) and all(rule_of_op(graph, reader).work_kind != "elementwise" for reader in readers)
+
+
+def _levels(graph: Graph) -> list[int]:
+    after = [0] * len(graph.values)
+    levels: list[int] = []
+    for op in graph.ops:
+        level = max((after[v] for v in op.operands), default=0)
+        levels.append(level)
+        step = 0 if _is_fusible(graph, op) and not _ends_group(graph, op) else 1
+        for v in op.results:
+            after[v] = level + step
+    return levels
+
+
+def _is_fusible(graph: Graph, op: Op) -> bool:
+    if is_folded(graph, op):
+        return True
+    rule = rule_of_op(graph, op.id)
+    if op.bodies or rule.opaque or rule.work_kind != "elementwise":
+        return False
+    return not op.primitive.startswith((*_INDEXED, *_UNFUSED))
+
+
+def _ends_group(graph: Graph, op: Op) -> bool:
+    """True for reductions whose result a kernel knows only after it has read everything."""
+    if not op.primitive.startswith(("reduce_", "arg")) or op.primitive == "reduce_precision":
+        return False
+    operand = graph.values[op.operands[0]]
+    axes = sorted(int(a) for a in op.params.get("axes", op.params.get("dimensions", ())))
+    trailing = axes == list(range(operand.rank - len(axes), operand.rank))
+    row = 1
+    for axis in axes:
+        row *= operand.shape[axis]
+    return not trailing or row > LONGEST_ROW
+
+
+def _runs(graph: Graph, op: Op, free: frozenset[int]) -> bool:
+    """True for ops on arrays that are worth a kernel."""
+    return not is_folded(graph, op) and any(graph.values[v].rank > 0 and v not in free for v in op.results)
+
+
+def _unfolded(graph: Graph, value: int) -> int:
+    """The value that a chain of folded ops with one operand shows in another form."""
+    producer = graph.producer[value]
+    while producer is not None and is_folded(graph, graph.ops[producer]) and len(graph.ops[producer].operands) == 1:
+        value = graph.ops[producer].operands[0]
+        producer = graph.producer[value]
+    return value
+
+
+def _readers(graph: Graph, value: int) -> list[int]:
+    """The ops that read a value, through folded ones."""
+    found: list[int] = []
+    for consumer in graph.consumers[value]:
+        if is_folded(graph, graph.ops[consumer]):
+            for result in graph.ops[consumer].results:
+                found += _readers(graph, result)
+        else:
+            found.append(consumer)
+    return found
+
+
+def _is_output(graph: Graph, value: int, outputs: set[int]) -> bool:
+    if value in outputs:
+        return True
+    folded = (graph.ops[c] for c in graph.consumers[value] if is_folded(graph, graph.ops[c]))
+    return any(_is_output(graph, r, outputs) for op in folded for r in op.results)
+
+
+def _is_written(graph: Graph, op: Op, value: int, groups: Sequence[int], outputs: set[int]) -> bool:
+    if is_folded(graph, op):
+        return value in outputs
+    readers = _readers(graph, value)
+    return _is_output(graph, value, outputs) or any(groups[reader] != groups[op.id] for reader in readers)
+
+
+def _leaves(graph: Graph, op: Op, groups: Sequence[int], outputs: set[int]) -> bool:
+    """True for a folded op that makes an output of the graph out of nothing larger: a broadcast that is returned."""
+    if op.primitive != "broadcast_in_dim" or not any(r in outputs for r in op.results):
+        return False
+    (source,) = op.operands
+    return graph.values[source].num_elements < graph.values[op.results[0]].num_elements
+
+
+def _indexed(graph: Graph, op: Op) -> Access:
+    """Rows that are looked up are read and written; rows that are updated are read, combined and written."""
+    if op.primitive.startswith("scatter"):
+        update = Slot(False, 2)
+        return Access(reads=(update, update, Slot(False, 1)), writes=(update,), num_kernels=1)
+    if op.primitive == "dynamic_update_slice":
+        return Access(reads=(Slot(False, 1),), writes=(Slot(False, 1),), num_kernels=1)
+    indices = (Slot(False, 1),) if op.primitive == "gather" else ()
+    return Access(reads=(Slot(True, 0), *indices), writes=(Slot(True, 0),), num_kernels=1)
+
+
+# ------------------------------------------------------------------------------------------------ fused attention
+
+
+@lru_cache(maxsize=64)
+def on_chip(graph: Graph) -> OnChip:
+    """The values that fused attention kernels keep out of memory, and the products that they skip half of."""
+    scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}
+    region = set(scores)
+    for op in graph.ops:
+        if _is_fusible(graph, op) and any(v in region for v in op.operands):
+            region.update(op.results)
+    large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
+    while escaping := {v for v in large if not _stays(graph, v, large)}:
+        large -= escaping
+    masked = any(
+        op.primitive == "select_n" and op.results[0] in large and _is_pair_mask(graph, op.operands[0])
+        for op in graph.ops
+    )
+    inside = frozenset(op.id for op in graph.ops if _is_product(graph, op) and large & {*op.operands, *op.results})
+    return OnChip(values=frozenset(large), products=inside, half_masked=inside if masked else frozenset())
+
+
+def _is_product(graph: Graph, op: Op) -> bool:
+    return rule_of_op(graph, op.id).work_kind == "matmul"
+
+
+def _makes_scores(graph: Graph, op: Op) -> bool:
+    """A batched product whose result is larger than what it reads, and of which products or rows make small things."""
+    if not _is_product(graph, op) or graph.values[op.results[0]].rank < 3:
+        return False
+    rule = rule_of_op(graph, op.id)
+    batched = (
+        set[int]().union(*rule.operands[0]) & set[int]().union(*rule.operands[1]) & set[int]().union(*rule.results[0])
+    )
+    return bool(batched) and graph.values[op.results[0]].num_elements > sum(v.num_elements for v in graph.operands(op))
+
+
+def _stays(graph: Graph, value: int, large: set[int]) -> bool:
+    """True when all readers of a value run in the kernel: they keep theirs there, reduce it, or multiply it away."""
+    if value in graph.outputs:
+        return False
+    size = graph.values[value].num_elements
+    for reader in graph.consumers[value]:
+        op = graph.ops[reader]
+        small = all(graph.values[r].num_elements < size for r in op.results)
+        if not ((small and (_is_product(graph, op) or _is_fusible(graph, op))) or set(op.results) <= large):
+            return False
+    return True
+
+
+def _is_pair_mask(graph: Graph, value: int) -> bool:
+    """True for a mask over pairs of positions that all samples share."""
+    shape = graph.values[_unfolded(graph, value)].shape
+    return sum(n > 1 for n in shape) == 2 and graph.values[_unfolded(graph, value)].num_elements > 1 << 10

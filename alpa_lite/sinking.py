@@ -1,0 +1,83 @@
+"""Values that cost nothing, made where loops read them.
+
+JAX moves what a loop body computes from constants alone (masks, positions) in front of the loop, which then takes
+whole arrays in. `sink_free_values` moves it back: inside, it has no placement of its own, is never communicated, and is
+fused with its readers. XLA does the same ("while loop constant sinking").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alpa_lite.graph.equations import Equation, GraphWithEquations, without_dead_ops
+from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.rules.graph_facts import free_values
+
+
+def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
+    """The program whose scans make the free values (`rules.graph_facts.free_values`) that they read, at any depth."""
+    graph = program.graph
+    if not any(op.primitive == "scan" for op in graph.ops):
+        return program
+    pairs = [_sunk(graph, program.equations, op) for op in graph.ops]
+    ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
+    made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
+    return without_dead_ops(replace(program, graph=made, equations=equations))
+
+
+def _sunk(graph: Graph, equations: Sequence[Equation], op: Op) -> tuple[Op, Equation]:
+    """A scan without those of its constants that are free, and its equation; other ops as they are."""
+    equation = equations[op.id]
+    if op.primitive != "scan":
+        return op, equation
+    (body,), (inner,) = op.bodies, equation.bodies
+    free = free_values(graph)
+    sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free]
+    if sunk:
+        needed = _makers(graph, {op.operands[i] for i in sunk})
+        into = {op.operands[i]: body.inputs[i] for i in sunk}
+        inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
+        body = _with_ops_in_front(graph, needed, into, body, inputs)
+        inner = (*(equations[o.id] for o in needed), *inner)
+    below = sink_free_values(GraphWithEquations(graph=body, equations=inner))
+    if not sunk and below.graph is body:
+        return op, equation
+    num_consts = op.params["num_consts"] - len(sunk)
+    operands = tuple(v for i, v in enumerate(op.operands) if i not in sunk)
+    params = {**op.params, "num_consts": num_consts}
+    moved = replace(op, operands=operands, params=params, bodies=(below.graph,))
+    named = {**equation.params, "num_consts": num_consts}
+    return moved, replace(equation, params=named, bodies=(below.equations,))
+
+
+def _makers(graph: Graph, values: set[int]) -> list[Op]:
+    """The ops that make some free values out of nothing, in order."""
+    needed, found = set(values), list[Op]()
+    for op in reversed(graph.ops):
+        if any(r in needed for r in op.results):
+            needed.update(op.operands)
+            found.append(op)
+    return found[::-1]
+
+
+def _with_ops_in_front(
+    graph: Graph, ops: Sequence[Op], into: dict[int, int], body: Graph, inputs: tuple[int, ...]
+) -> Graph:
+    """A body that begins with ops of the graph around it, which make what it took in (`into`: their values there)."""
+    values = list(body.values)
+    number = dict(into)
+
+    def local(v: int) -> int:
+        if v not in number:
+            number[v] = len(values)
+            values.append(replace(graph.values[v], id=len(values), name=""))
+        return number[v]
+
+    moved = [
+        replace(op, id=i, operands=tuple(map(local, op.operands)), results=tuple(map(local, op.results)))
+        for i, op in enumerate(ops)
+    ]
+    rest = [replace(op, id=len(ops) + i) for i, op in enumerate(body.ops)]
+    named: list[Value] = [replace(v, name="") if v.id in into.values() else v for v in values]
+    return Graph(values=tuple(named), ops=(*moved, *rest), inputs=inputs, outputs=body.outputs)

@@ -1,0 +1,71 @@
+"""Weights from a tree of shapes: how many there are, how they are drawn, how stacks of layers are cut.
+
+A shape is a tuple; its name in the tree says how it is drawn: ``scale`` as ones, ``bias``, ``b``, ``b_*`` and
+``vocab_bias`` as zeros, anything else normal(0.02) (`draw`).
+"""
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Shapes = Any
+"""A pytree of dicts and lists with shapes for leaves."""
+
+
+def count(shapes: Shapes) -> int:
+    """Number of weights."""
+    return sum(prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=_is_shape))
+
+
+def stacked(shapes: Shapes, size: int) -> Shapes:
+    """The shapes of `size` such trees, stacked along a leading dim."""
+    return jax.tree.map(lambda shape: (size, *shape), shapes, is_leaf=_is_shape)
+
+
+def draw(key: jax.Array, shapes: Shapes, dtype: Any, num_segments: int) -> dict[str, Any]:
+    """Weights of these shapes.
+
+    Args:
+        key: of the random weights.
+        shapes: a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
+        dtype: of the weights.
+        num_segments: parts that ``layers`` is cut into, a list then; the weights do not depend on it.
+    """
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes, is_leaf=_is_shape))))
+
+    def one(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        name, leaf_key = str(path[-1].key), next(keys)
+        if name == "scale":
+            return jnp.ones(shape, dtype)
+        if name in ("bias", "b", "vocab_bias") or name.startswith("b_"):
+            return jnp.zeros(shape, dtype)
+        return 0.02 * jax.random.normal(leaf_key, shape, dtype)
+
+    params = jax.tree_util.tree_map_with_path(one, shapes, is_leaf=_is_shape)
+    for stack in (params, params.get("encoder")):
+        if stack is not None:
+            stack["layers"] = _cut(stack["layers"], num_segments)
+    return params
+
+
+def segment_sizes(total: int, num_segments: int) -> tuple[int, ...]:
+    """`total` as a sum of `num_segments` numbers as equal as possible, the larger ones in the middle."""
+    size, larger = divmod(total, num_segments)
+    first = (num_segments - larger) // 2
+    return tuple(size + (first <= i < first + larger) for i in range(num_segments))
+
+
+def _cut(layers: Any, num_segments: int) -> list[Any]:
+    """The layers of one stack, leaves ``[layers, ...]``, as segments."""
+    sizes = segment_sizes(jax.tree.leaves(layers)[0].shape[0], num_segments)
+    ends = [sum(sizes[: i + 1]) for i in range(num_segments)]
+    return [
+        jax.tree.map(lambda leaf, end=end, size=size: leaf[end - size : end], layers)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)

@@ -1,0 +1,115 @@
+"""The model and train step of a published run, from its description."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models.feed_forward import Experts
+from benchmarks.models.optimizers import adam
+from benchmarks.models.resnet import ResNet
+from benchmarks.models.train import TrainStep, init_state, make_train_step
+from benchmarks.models.transformer import Transformer
+from benchmarks.published.plan_of import recompute_of
+from benchmarks.published.row import Row, RowError
+
+_DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32, "tf32": jnp.float32}
+#: Share of the tokens that the masked-language task predicts (Devlin et al. 2019, section 3.1).
+_MASKED_SHARE = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A train step and the shapes of its arguments."""
+
+    step: TrainStep
+    state: Any
+    batch: Any
+    parameters: int
+
+
+def training_of(row: Row, *, num_segments: int = 1) -> Training:
+    """The train step of a run with shapes to trace it with; nothing is allocated."""
+    model = model_of(row, num_segments=num_segments)
+    mixed = model.dtype != jnp.float32
+    optimizer = adam(weight_decay=0.01, trust_ratio=row.family == "bert", master_weights=mixed)
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    return Training(
+        step=make_train_step(model.loss_fn, optimizer),
+        state=state,
+        batch=model.batch_shapes(row.batch_size),
+        parameters=model.parameter_count(),
+    )
+
+
+def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
+    """The model of a row. Raises `RowError` where the description is not enough."""
+    precision = row.precision.split("-")[0]
+    if precision not in _DTYPES:
+        raise RowError(f"precision is {row.precision!r}: known are {', '.join(_DTYPES)}.")
+    dtype = _DTYPES[precision]
+    if row.family == "wresnet":
+        return _residual(row, dtype)
+    gated = row.family in ("llama", "t5") or (row.family == "moe" and row.experts is not None and not row.experts.group)
+    plain = row.family in ("llama", "t5")
+    recompute = recompute_of(row)
+    return Transformer(
+        vocab_size=row.vocab,
+        num_layers=row.layers,
+        hidden=row.hidden,
+        num_heads=row.heads,
+        num_kv_heads=row.kv_heads,
+        head_dim=_head_dim(row),
+        inner=row.inner,
+        seq_len=row.seq_len,
+        activation="silu" if row.family == "llama" else "gelu",
+        gated=gated,
+        norm="rms" if plain else "layer",
+        bias=not plain and row.family != "moe",
+        fused=recompute != "alternate" and row.family != "t5",
+        positions={"llama": "rotary", "t5": "relative"}.get(row.family, "learned"),
+        tied=row.family in ("gpt", "bert"),
+        objective="masked" if row.family == "bert" else "next_token",
+        num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else 20,
+        experts=_experts(row),
+        num_encoder_layers=row.encoder_layers,
+        encoder_seq_len=row.encoder_seq_len,
+        num_segments=num_segments,
+        recompute=recompute,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+
+
+def _head_dim(row: Row) -> int:
+    stated = re.search(r"head dim(?:ension)? (\d+)", row.notes)
+    return int(stated[1]) if stated else row.hidden // row.heads
+
+
+def _experts(row: Row) -> Experts | None:
+    if row.experts is None:
+        return None
+    group = row.experts.group or 256
+    return Experts(
+        num_experts=row.experts.count,
+        top_k=row.experts.top_k,
+        group_size=min(group, row.seq_len),
+        every=row.experts.every,
+    )
+
+
+def _residual(row: Row, dtype: Any) -> ResNet:
+    channels = re.search(r"channels (\d+)", row.width)
+    factor = re.search(r"width factor (\d+)", row.width)
+    return ResNet(
+        channels=int(channels[1]) if channels else 64,
+        width_factor=int(factor[1]) if factor else 1,
+        num_classes=1024 if channels else 1000,
+        norm_batch=1,
+        dtype=dtype,
+        param_dtype=jnp.float32 if dtype == jnp.float32 else dtype,
+    )

@@ -1,0 +1,79 @@
+"""The manual plan and the backend of a published run, from its description alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
+from benchmarks.published.row import Row
+from cost_models.backend import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How state is split over data-parallel devices: a ZeRO stage, and how many groups hold whole copies."""
+
+    stage: int
+    replicas: int = 1
+
+
+def sharding_of(row: Row) -> Sharding:
+    """The ZeRO stage in the words of the table; FSDP is stage 3, a distributed optimizer stage 1."""
+    text = row.sharding.lower()
+    if "fsdp" in text or "zero-3" in text or "full_shard" in text:
+        degree = re.search(r"fsdp\s*2?\s*(\d+)", text) if "fsdp2 " not in text else re.search(r"fsdp2 (\d+)", text)
+        size = int(degree[1]) if degree else row.data
+        return Sharding(stage=3, replicas=max(1, row.data // size) if row.data % size == 0 else 1)
+    if "shard-largest" in text:
+        # Every array of state lies in parts on all devices, whatever computes with it.
+        return Sharding(stage=3)
+    if "zero-2" in text or "zero-1" in text or "distributed optimizer" in text:
+        return Sharding(stage=1)
+    return Sharding(stage=0)
+
+
+def is_recent(row: Row) -> bool:
+    """Whether the run's software dates from about 2023 on. Then came, together, bfloat16 and narrower formats,
+    attention as one kernel, and communication hidden behind computation."""
+    return not row.precision.startswith(("fp16", "fp32", "tf32"))
+
+
+def backend_of(row: Row) -> Backend:
+    """What the run's software hides and fuses."""
+    recent = is_recent(row)
+    return Backend(
+        fused_attention=recent,
+        overlap_gradients=recent,
+        overlap_products=recent and row.sequence_parallel,
+    )
+
+
+def schedule_of(row: Row) -> Schedule:
+    """1F1B, interleaved where the run has several chunks of the model per device."""
+    chunks = row.interleave or 1
+    microbatches = row.num_microbatches or 1
+    if row.pipeline > 1 and chunks > 1 and microbatches % row.pipeline == 0:
+        return Interleaved1F1B(num_chunks=chunks)
+    return OneFOneB()
+
+
+def recompute_of(row: Row) -> str:
+    """What the backward pass computes again, in the words of `benchmarks.models.transformer.Recompute`.
+
+    Fused attention computes its scores again whatever else is kept.
+    """
+    text = row.recompute.lower()
+    if text.startswith("full"):
+        return "full"
+    if "save_dot_with_no_batch_dim" in text:
+        return "dots_without_batch"
+    if "save_dot" in text:
+        return "dots"
+    if "per-op" in text:
+        return "alternate"
+    if text.startswith("custom"):
+        return "projections"
+    if text.startswith("selective") or is_recent(row):
+        return "selective"
+    return "none"

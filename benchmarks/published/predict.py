@@ -1,0 +1,84 @@
+"""The predicted step of a published run: its model traced, its manual plan made, the plan simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import alpa_lite as al
+from alpa_lite.api import TracedFunction
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.planner import PlanRequest
+from benchmarks.published.cluster_of import cluster_of
+from benchmarks.published.model_of import training_of
+from benchmarks.published.plan_of import backend_of, schedule_of, sharding_of
+from benchmarks.published.row import Row, RowError
+from cost_models.backend import Backend
+from cost_models.cluster import Cluster
+from cost_models.composed import ComposedCostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """What the model says of a run."""
+
+    plan: al.Plan
+    seconds: float
+    host_seconds: float
+
+
+@dataclass(kw_only=True)
+class Predictor:
+    """Predicts rows; traced steps are kept, since rows that differ in devices alone share them."""
+
+    change_backend: Callable[[Backend], Backend] = lambda backend: backend
+    change_cluster: Callable[[Cluster], Cluster] = lambda cluster: cluster
+    _traced: dict[object, TracedFunction] = field(default_factory=dict[object, TracedFunction])
+
+    def predict(self, row: Row) -> PredictedRun:
+        """The predicted step. Raises `RowError` with the reason where the run cannot be built."""
+        started = time.perf_counter()
+        cluster, backend = self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row))
+        try:
+            plan = self._plan(row, cluster, backend)
+        except AlpaLiteError as error:
+            raise RowError(str(error)) from error
+        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds, host_seconds=time.perf_counter() - started)
+
+    def _plan(self, row: Row, cluster: Cluster, backend: Backend) -> al.Plan:
+        sharding = sharding_of(row)
+        planner = Hybrid(
+            pipeline=row.pipeline,
+            data=row.data,
+            model=row.model,
+            context=row.context,
+            expert=row.expert,
+            zero=sharding.stage,
+            replicas=sharding.replicas,
+            sequence_parallel=row.sequence_parallel,
+            schedule=schedule_of(row),
+        )
+        traced = self._traced_step(row)
+        request = PlanRequest(
+            function=row.id,
+            step_at=lambda m, unroll: traced.step(m, unroll=unroll).step,
+            num_arguments=len(traced.traced.leaves),
+            batch_size=traced.traced.batch_size,
+            cluster=cluster,
+            cost_model_for=lambda c: ComposedCostModel(c, backend),
+            num_microbatches=row.num_microbatches or 1,
+            advise=False,
+        )
+        return planner.plan(request)
+
+    def _traced_step(self, row: Row) -> TracedFunction:
+        segments = row.pipeline * (row.interleave or 1)
+        key = (row.family, row.layers, row.hidden, row.seq_len, row.batch_size, row.precision, row.recompute, row.heads,
+               row.vocab, row.width, row.inner, row.experts, segments)  # fmt: skip
+        if key not in self._traced:
+            self._traced.clear()
+            training = training_of(row, num_segments=segments)
+            self._traced[key] = al.parallelize(training.step).trace(training.state, training.batch)
+        return self._traced[key]

@@ -1,0 +1,194 @@
+"""One row of the table of published runs: the run's description, and what was measured, kept apart.
+
+Numbers may be missing (blank); a cell that is no number where one is needed is a `RowError` that says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Family = Literal["gpt", "llama", "moe", "bert", "t5", "wresnet"]
+
+
+class RowError(Exception):
+    """A row that cannot be built; the message says which cell, what it holds, and what is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts: how many, how many each token visits, in one of every so many layers, tokens per group."""
+
+    count: int
+    top_k: int
+    every: int = 1
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The description of a run. See `shared/data/README.md`-like documentation in docs/cost-model.md for the columns.
+
+    Attributes:
+        encoder_layers, encoder_seq_len: of an encoder beside the decoder; 0 without.
+        num_microbatches: of one data-parallel replica; None where the table does not say.
+        measured_seconds: per step; None where it was not measured. Nothing but the score may read it.
+    """
+
+    id: str
+    group: str
+    quality: str
+    hardware: str
+    num_devices: int
+    devices_per_host: int
+    intra_link: str
+    inter_link: str
+    family: Family
+    layers: int
+    encoder_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    seq_len: int
+    encoder_seq_len: int
+    vocab: int
+    width: str
+    experts: Experts | None
+    global_batch: int | None
+    micro_batch: int | None
+    data: int
+    model: int
+    pipeline: int
+    interleave: int | None
+    context: int
+    expert: int
+    sharding: str
+    sequence_parallel: bool
+    recompute: str
+    precision: str
+    schedule: str
+    notes: str
+    measured_seconds: float | None
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Micro-batches per step of one replica; None where the table does not say."""
+        if self.global_batch is None or self.micro_batch is None:
+            return 1 if self.global_batch is None else None
+        return max(1, round(self.global_batch / (self.data * self.micro_batch)))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step."""
+        if self.global_batch is not None:
+            return self.global_batch
+        if self.micro_batch is None:
+            raise RowError("global_batch and micro_batch are blank: one of them is needed.")
+        return self.micro_batch * self.data
+
+
+def read_rows(path: str | Path) -> list[Mapping[str, str]]:
+    """The cells of a table, row by row."""
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def parse_row(cells: Mapping[str, str]) -> Row:
+    """The row of these cells. Raises `RowError` for a cell that cannot be read."""
+    family = cells["family"].strip()
+    if family not in get_args(Family):
+        raise RowError(f"family is {family!r}: known are {', '.join(get_args(Family))}.")
+    layers, encoder_layers = _pair(cells, "layers")
+    lengths = _pair(cells, "seq_len", order="first")
+    image = family == "wresnet"
+    devices, model, pipeline = _count(cells, "n_devices"), _count(cells, "tp", 1), _count(cells, "pp", 1)
+    context = _count(cells, "cp", 1)
+    data = max(1, devices // (model * pipeline * context))
+    measured = cells.get("measured_step_time_s", "").strip()
+    heads = 0 if image else _count(cells, "heads")
+    return Row(
+        id=cells["id"],
+        group=cells["group"],
+        quality=cells.get("quality", ""),
+        hardware=cells["hardware"].strip(),
+        num_devices=devices,
+        devices_per_host=_count(cells, "devices_per_node", 8),
+        intra_link=cells.get("intra_link", ""),
+        inter_link=cells.get("inter_link", ""),
+        family=family,
+        layers=layers,
+        encoder_layers=encoder_layers,
+        hidden=0 if image else _count(cells, "hidden"),
+        heads=heads,
+        kv_heads=0 if image else _count(cells, "kv_heads", heads),
+        inner=0 if image else _count(cells, "ffn_hidden"),
+        seq_len=0 if image else lengths[0] if not encoder_layers else lengths[1],
+        encoder_seq_len=lengths[0] if encoder_layers else 0,
+        vocab=0 if image else _count(cells, "vocab"),
+        width=cells["hidden"] if image else "",
+        experts=_experts(cells.get("experts_topk", "")),
+        global_batch=_optional(cells, "global_batch"),
+        micro_batch=_optional(cells, "micro_batch"),
+        data=data,
+        model=model,
+        pipeline=pipeline,
+        interleave=_optional(cells, "interleave_v"),
+        context=context,
+        expert=_count(cells, "ep", 1),
+        sharding=cells.get("zero_fsdp", "").strip(),
+        sequence_parallel=cells.get("sequence_parallel", "").strip().lower() in ("y", "yes", "true"),
+        recompute=cells.get("act_recompute", "").strip(),
+        precision=cells["precision"].strip().lower(),
+        schedule=cells.get("schedule", "").strip(),
+        notes=cells.get("notes", ""),
+        measured_seconds=float(measured) if measured else None,
+    )
+
+
+def _count(cells: Mapping[str, str], column: str, default: int | None = None) -> int:
+    found = _optional(cells, column)
+    if found is None:
+        if default is None:
+            raise RowError(f"{column} is {cells.get(column, '')!r}: a whole number is needed.")
+        return default
+    return found
+
+
+def _optional(cells: Mapping[str, str], column: str) -> int | None:
+    text = (cells.get(column) or "").strip().replace(",", "")
+    if not text:
+        return None
+    try:
+        return int(float(text))
+    except ValueError as error:
+        raise RowError(f"{column} is {text!r}: a whole number, or nothing, is needed.") from error
+
+
+def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tuple[int, int]:
+    """A number, or two ("24+24": encoder + decoder): (the last, the first or 0), or in the order of the text."""
+    numbers = [int(n) for n in re.findall(r"\d+", cells.get(column) or "")]
+    if not numbers:
+        raise RowError(f"{column} is {cells.get(column, '')!r}: a number, or two joined by +, is needed.")
+    if len(numbers) == 1 or "+" not in cells[column]:
+        return numbers[0], 0
+    return (numbers[1], numbers[0]) if order == "last" else (numbers[0], numbers[1])
+
+
+def _experts(text: str) -> Experts | None:
+    """ "16/2 (MoE in every 2nd layer, group size 2048)"-like text."""
+    found = re.match(r"\s*(\d+)\s*/\s*(\d+)", text)
+    if not found:
+        return None
+    every = re.search(r"every (\d+)", text)
+    group = re.search(r"group(?: size)? (\d+)", text)
+    return Experts(
+        count=int(found[1]),
+        top_k=int(found[2]),
+        every=int(every[1]) if every else 1,
+        group=int(group[1]) if group else None,
+    )

@@ -1,0 +1,25 @@
+"""What the software on the devices does with a program, as far as it changes the time: which costs it hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """How a program is executed. The defaults are what XLA does with plain array code.
+
+    Attributes:
+        fused_attention: attention runs as one kernel that keeps the scores out of memory (XLA makes none by itself).
+        fusion: element-wise ops run inside their neighbours' kernels; otherwise each is a kernel of its own.
+        overlap: collectives run beside kernels that do not need them.
+        overlap_gradients: gradients are reduced during the last backward pass, and state that was updated in parts is
+            gathered during the next forward pass, instead of between the two.
+        overlap_products: products take the results of collectives in parts, so that the two overlap.
+    """
+
+    fused_attention: bool = False
+    fusion: bool = True
+    overlap: bool = True
+    overlap_gradients: bool = False
+    overlap_products: bool = False

@@ -1,0 +1,210 @@
+"""Devices and links by name, and the checks that every description goes through.
+
+`devices/*.json` holds one accelerator each, `links/*.json` one generation of links each, both with a source for every
+value. A cluster names them or spells them out:
+
+    "device": "a100-sxm-40gb"                 or an object with the fields of `Device`
+    "intra_host": "nvlink3"                   or an object with the fields of `Link`
+    "inter_host": {"link": "infiniband", "bandwidth_bytes_per_second": 50e9}      a named link with other values
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from cost_models.errors import ClusterError
+from cost_models.hardware import Device
+from cost_models.link import Link
+
+#: Keys that say where values come from; they are passed over.
+COMMENT_KEYS = ("sources", "notes")
+
+#: Quantities below the first number are in another unit, and likewise above the second.
+_PLAUSIBLE: Mapping[str, tuple[float, float, str]] = {
+    "memory_bytes": (1e6, 1e14, "bytes: 16 GB is 16e9"),
+    "memory_bandwidth": (1e8, 1e15, "bytes per second: 900 GB/s is 900e9"),
+    "bandwidth_bytes_per_second": (1e6, 1e14, "bytes per second: 25 Gb/s is 25e9 / 8"),
+    "latency_seconds": (0.0, 0.5, "seconds: 7 us is 7e-6"),
+    "ramp_seconds": (0.0, 0.5, "seconds: 50 us is 50e-6"),
+    "launch_seconds": (0.0, 0.5, "seconds: 5 us is 5e-6"),
+    "dispatch_seconds": (0.0, 10.0, "seconds: 100 us is 100e-6"),
+}
+_PLAUSIBLE_FLOPS = (1e8, 1e18, "FLOP per second: 125 TFLOP/s is 125e12")
+
+
+def known_clusters() -> tuple[str, ...]:
+    """Names of the descriptions that ship with this package, sorted."""
+    return _names("clusters")
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the devices that ship with this package, sorted."""
+    return _names("devices")
+
+
+def known_links() -> tuple[str, ...]:
+    """Names of the generations of links that ship with this package, sorted."""
+    return _names("links")
+
+
+def load_device(name: str) -> Device:
+    """The device of a known name ("h100-sxm-80gb", in any case).
+
+    Raises:
+        ClusterError: an unknown name (the sentence lists the known ones).
+    """
+    return device_from_json(name)
+
+
+def device_sources(name: str) -> dict[str, str]:
+    """Where each value of a device comes from, by dotted key; assumptions start with "assumption"."""
+    return dict(read_shipped("devices", name).get("sources", {}))
+
+
+def link_sources(name: str) -> dict[str, str]:
+    """Where each value of a link comes from, by key; assumptions start with "assumption"."""
+    return dict(read_shipped("links", name).get("sources", {}))
+
+
+def device_from_json(value: object, where: str = "'device'") -> Device:
+    """The device of a name or of an object with its fields.
+
+    Raises:
+        ClusterError: an unknown name or key, a missing key, a value that cannot be.
+    """
+    values = read_shipped("devices", value) if isinstance(value, str) else require_object(where, value)
+    values = without_comments(values)
+    check_keys(where, values, Device)
+    for key in ("peak_flops", "matrix_efficiency"):
+        part = values.get(key, {})
+        if key == "peak_flops" or not isinstance(part, (int, float)):
+            require_object(f"{key} of the device", part)
+    _check_magnitudes(where, values)
+    for dtype, rate in cast("Mapping[str, object]", values["peak_flops"]).items():
+        _check_magnitude(f"peak_flops[{dtype!r}] of {where}", rate, _PLAUSIBLE_FLOPS)
+    return Device(**values)
+
+
+def link_from_json(value: object, where: str) -> Link:
+    """The link of a name, of an object with its fields, or of a name ("link") with other values.
+
+    Raises:
+        ClusterError: an unknown name or key, a missing key, a value that cannot be.
+    """
+    values = {"link": value} if isinstance(value, str) else dict(require_object(where, value))
+    values = without_comments(values)
+    if "link" in values:
+        name = values.pop("link")
+        values = {**without_comments(read_shipped("links", name)), **values}
+    check_keys(where, values, Link)
+    _check_magnitudes(where, values)
+    return Link(**values)
+
+
+def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: Collection[str] = ()) -> None:
+    """Refuse `values` unless they hold what the dataclass `cls` needs (less `optional`) and nothing that it lacks."""
+    known = {field.name for field in fields(cls)}
+    needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+    missing, unknown = sorted(needed - set(values) - set(optional)), sorted(set(values) - known)
+    if unknown:
+        raise ClusterError(
+            f"{where} has the unknown keys {', '.join(unknown)}: known are {', '.join(sorted(known))}."
+            f"{_meant(unknown, known)} Correct or remove them."
+        )
+    if missing:
+        raise ClusterError(f"{where} lacks {', '.join(missing)}: add them (every quantity is in bytes and seconds).")
+
+
+def require_object(where: str, value: object) -> Mapping[str, Any]:
+    """The value as a mapping.
+
+    Raises:
+        ClusterError: it is none.
+    """
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, Any]", value)
+    raise ClusterError(f"{where} is {value!r}, but a JSON object is needed: give one key for each quantity.")
+
+
+def without_comments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values less where they come from."""
+    return {key: value for key, value in values.items() if key not in COMMENT_KEYS}
+
+
+def read_shipped(folder: str, name: object) -> dict[str, Any]:
+    """The JSON object of a name in `clusters`, `devices` or `links`.
+
+    Raises:
+        ClusterError: an unknown name (the sentence lists the known ones and the closest).
+    """
+    known, what = _names(folder), folder.removesuffix("s")
+    if not isinstance(name, str) or name.lower() not in known:
+        instead = (
+            "spell it out as an object" if folder != "clusters" else "the path of a .json file that describes yours"
+        )
+        raise ClusterError(
+            f"There is no {what} named {name!r}.{_closest(str(name), known)} Known {folder}: {', '.join(known)}. "
+            f"Give one of these names, or {instead}."
+        )
+    text = (resources.files("cost_models") / folder / f"{name.lower()}.json").read_text(encoding="utf-8")
+    return parse_object(f"{folder}/{name.lower()}.json", text)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The JSON object of a cluster file.
+
+    Raises:
+        ClusterError: it cannot be read, or holds no JSON object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        sentence = f"The cluster file {str(path)!r} cannot be read ({error}): give the path of a file."
+        raise ClusterError(sentence) from error
+    return parse_object(str(path), text)
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object in `text`."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(f"The cluster file {name!r} is not JSON ({error}): correct that line.") from error
+    if not isinstance(data, dict):
+        raise ClusterError(f"The cluster file {name!r} holds no JSON object: start from Cluster.to_json().")
+    return cast("dict[str, Any]", data)
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    files = (resources.files("cost_models") / folder).iterdir()
+    return tuple(sorted(item.name.removesuffix(".json") for item in files if item.name.endswith(".json")))
+
+
+def _closest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _meant(unknown: Collection[str], known: Collection[str]) -> str:
+    pairs = [(key, difflib.get_close_matches(key, known, n=1, cutoff=0.6)) for key in unknown]
+    hints = [f"{close[0]!r} for {key!r}" for key, close in pairs if close]
+    return f" Did you mean {', '.join(hints)}?" if hints else ""
+
+
+def _check_magnitudes(where: str, values: Mapping[str, Any]) -> None:
+    for key, plausible in _PLAUSIBLE.items():
+        if key in values:
+            _check_magnitude(f"{key} of {where}", values[key], plausible)
+
+
+def _check_magnitude(what: str, value: object, plausible: tuple[float, float, str]) -> None:
+    low, high, unit = plausible
+    # Zero and below, and what is no number, have sentences of their own.
+    if isinstance(value, (int, float)) and 0 < value and not low <= value <= high:
+        raise ClusterError(f"{what} is {value!r}, which no hardware has: is it in another unit? Give it in {unit}.")

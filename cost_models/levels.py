@@ -1,0 +1,121 @@
+"""The levels of links that a group of devices meets on: inside a host, inside a domain of hosts, between them.
+
+    members inside a host      k devices, each at its own rate R(k)                          (_bottom)
+    members between hosts      h hosts (or domains), each at                                 (_rate_of_host)
+        min( B / num_concurrent                    what the sibling groups leave,
+             B * min(1, k * max(1, cards/D)/cards) the cards of its members, D devices on a host,
+             k * R(k) )                            what its members can feed
+    a domain of d hosts leaves at d times that
+
+Hosts of a domain without a link of their own (`intra_domain`) talk as if they were one host: the switch of an NVLink
+domain or the torus of a TPU slice does not know where hosts end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models.cluster import Cluster
+from cost_models.collective import Group
+from cost_models.errors import CostModelError
+from cost_models.link import Link, moving_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level, as one group sees it.
+
+    Attributes:
+        name: for people.
+        num_members: units that meet on this level, within one unit of the next.
+        num_units: units of this level in the whole group.
+        link: what joins them.
+        bytes_per_second: that one unit reaches for this group.
+        latency_seconds: of one message.
+        single_round: everybody meets everybody at once, in memory that all share.
+    """
+
+    name: str
+    num_members: int
+    num_units: int
+    link: Link
+    bytes_per_second: float
+    latency_seconds: float
+    single_round: bool = False
+
+    def moving_seconds(self, bytes: float) -> float:
+        """Seconds that `bytes` of one unit keep this level busy."""
+        return moving_seconds(bytes, self.bytes_per_second, self.link.ramp_seconds)
+
+
+def levels_of(group: Group, cluster: Cluster) -> tuple[Level, ...]:
+    """The levels on which at least two units of the group meet, innermost first.
+
+    Raises:
+        CostModelError: the group does not fit the cluster.
+    """
+    _check_fits(group, cluster)
+    per_domain = min(group.num_devices, group.devices_per_host * cluster.hosts_per_domain)
+    if group.devices_per_domain is not None and cluster.hosts_per_domain > 1:
+        per_domain = group.devices_per_domain
+    hosts_in_domain = -(-per_domain // group.devices_per_host)
+    merged = cluster.intra_domain is None
+    bottom = _bottom(group, cluster, per_domain if merged else group.devices_per_host)
+    if bottom.num_members == group.num_devices:
+        return (bottom,) if group.num_devices > 1 else ()
+    found = [bottom]
+    if cluster.intra_domain is not None and hosts_in_domain > 1:
+        found.append(_between(group, cluster, cluster.intra_domain, 1, hosts_in_domain, group.num_hosts, "domain"))
+    num_units = -(-group.num_devices // per_domain)
+    name = "between domains" if cluster.hosts_per_domain > 1 else "between hosts"
+    found.append(_between(group, cluster, cluster.inter_host, hosts_in_domain, num_units, num_units, name))
+    return tuple(level for level in found if level.num_members > 1)
+
+
+def rate_of_host(link: Link, cluster: Cluster, *, num_senders: int, num_concurrent: int = 1) -> float:
+    """Bytes per second that leave a host over `link` for one of so many groups, with `num_senders` members there."""
+    cards = max(1.0, link.num_cards / cluster.devices_per_host)
+    part = min(1.0 / num_concurrent, num_senders * cards / link.num_cards)
+    return link.bytes_per_second * min(1.0, part)
+
+
+def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
+    """The devices of one host (or domain); one processor serves all of them in turn."""
+    link = cluster.intra_host
+    turns = num_members * group.num_concurrent if cluster.shared_processor else 1
+    return Level(
+        name="inside a host" if num_members <= group.devices_per_host else "inside a domain",
+        num_members=num_members,
+        num_units=group.num_devices,
+        link=link,
+        bytes_per_second=link.rate(num_members) / turns,
+        latency_seconds=link.latency_seconds * turns,
+        single_round=cluster.shared_processor,
+    )
+
+
+def _between(
+    group: Group, cluster: Cluster, link: Link, num_hosts: int, num_members: int, num_units: int, name: str
+) -> Level:
+    """Units of `num_hosts` hosts that meet over `link`."""
+    per_host = group.devices_per_host
+    rate = rate_of_host(link, cluster, num_senders=per_host, num_concurrent=group.num_concurrent)
+    feed = per_host * _bottom(group, cluster, per_host).bytes_per_second
+    return Level(
+        name=name,
+        num_members=num_members,
+        num_units=num_units,
+        link=link,
+        bytes_per_second=num_hosts * min(rate, feed),
+        latency_seconds=link.latency_seconds,
+    )
+
+
+def _check_fits(group: Group, cluster: Cluster) -> None:
+    if group.num_devices <= cluster.num_devices and group.devices_per_host <= cluster.devices_per_host:
+        return
+    raise CostModelError(
+        f"The group has {group.num_devices} devices, {group.devices_per_host} on one host, but the cluster "
+        f"{cluster.name!r} has {cluster.num_devices} devices, {cluster.devices_per_host} on each host: "
+        "describe a larger cluster or a smaller group."
+    )

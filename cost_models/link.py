@@ -1,0 +1,167 @@
+"""One link, as data: how fast what leaves a device (or a host) gets to the others.
+
+    R(n)    = efficiency(n) * share(n) * bandwidth          rate of each of n members              (Link.rate)
+    move(b) = b/R + ramp * b / (b + ramp R / 3)             seconds that b bytes keep a link busy  (moving_seconds)
+    message = latency + move(b)                                                                    (Link.seconds)
+
+Short messages move at a quarter of the rate, R/4: they are sent in a form that needs no handshake but carries little
+(the low-latency protocol of NCCL is priced at a quarter in its tuner, NVIDIA/nccl src/graph/tuning.cc). Long ones
+lose `ramp` seconds until they run at the full rate. `move` is increasing, concave and smooth in b, and falls as R
+rises, so nothing that is built from it by sums and maxima jumps, or gains by more bytes or a slower link.
+
+Share of a torus: members along w whole rings use both directions of their links, a remainder one direction more;
+fewer members than the shortest ring sit in a compact block, with one direction in up to log2 n dims,
+
+    share(n) = (2 w + [remainder > 1]) / (2 dims),   share(block) = min(dims, floor(log2 n)) / (2 dims)
+
+(jax-ml/scaling-book, sharding.md: an axis that is not a whole ring has no wrap-around and half of the bandwidth).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.checks import require_amount, require_count
+from cost_models.errors import ClusterError
+
+#: Short messages move at 1 / (1 + this) of the rate.
+_SHORT_MESSAGE_LOSS = 3.0
+
+MemberEfficiency = Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
+
+
+def moving_seconds(bytes: float, bytes_per_second: float, ramp_seconds: float = 0.0) -> float:
+    """Seconds that `bytes` keep a link of that rate busy, latency left out."""
+    seconds = bytes / bytes_per_second
+    if not ramp_seconds or not bytes:
+        return seconds
+    return seconds + ramp_seconds * bytes / (bytes + ramp_seconds * bytes_per_second / _SHORT_MESSAGE_LOSS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way out of a device or of a host.
+
+    Attributes:
+        bandwidth_bytes_per_second: one direction, data-sheet value. Inside a host: of one device, all its links
+            together. Between hosts: of one host, all its cards together, shared by its devices.
+        latency_seconds: of one message, software included.
+        efficiency: part of the bandwidth that large transfers reach, above 0 and at most 1.
+        ramp_seconds: what a large transfer loses until it runs at that rate.
+        num_cards: equal parts of the bandwidth of a host, its network cards. A device alone reaches its share of
+            them: of 8 cards for 8 devices one, of 1 card for 8 devices that one.
+        efficiency_by_members: other efficiencies for groups of so many members, where the links between devices are
+            not equal (a hybrid cube mesh). Give a mapping; it is stored as pairs sorted by number.
+        torus: devices along each ring of a torus (TPU); none for a switch.
+        in_network_reduction: the switch can add up what the members send (NVLink SHARP).
+
+    Raises:
+        ClusterError: a bandwidth that is not above 0, a latency below 0, an efficiency outside (0, 1].
+    """
+
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    efficiency: float = 1.0
+    ramp_seconds: float = 0.0
+    num_cards: int = 1
+    efficiency_by_members: MemberEfficiency = ()
+    torus: tuple[int, ...] = ()
+    in_network_reduction: bool = False
+
+    def __post_init__(self) -> None:
+        bandwidth, advice = self.bandwidth_bytes_per_second, "give it in bytes (not bits) per second and direction"
+        what = "Link.bandwidth_bytes_per_second"
+        require_amount(what, bandwidth, advice=advice, positive=True, error=ClusterError)
+        for key in ("latency_seconds", "ramp_seconds"):
+            require_amount(f"Link.{key}", getattr(self, key), advice="give it in seconds", error=ClusterError)
+        require_count("Link.num_cards", self.num_cards, advice="count the cards of a host", error=ClusterError)
+        pairs = dict(self.efficiency_by_members).items()
+        object.__setattr__(self, "efficiency_by_members", tuple(sorted((int(n), part) for n, part in pairs)))
+        object.__setattr__(self, "torus", tuple(self.torus))
+        parts = {"efficiency": self.efficiency}
+        parts |= {f"efficiency_by_members[{n}]": part for n, part in self.member_efficiencies.items()}
+        for key, part in parts.items():
+            _check_part(f"Link.{key}", part)
+        for size in self.torus:
+            require_count("Link.torus", size, advice="count the devices along each ring", error=ClusterError)
+        if self.in_network_reduction not in (True, False):
+            given = repr(self.in_network_reduction)
+            raise ClusterError(f"Link.in_network_reduction is {given}, but true or false is needed.")
+
+    @property
+    def member_efficiencies(self) -> dict[int, float]:
+        """Efficiency by number of members, where it differs from `efficiency`."""
+        return {int(n): part for n, part in dict(self.efficiency_by_members).items()}
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
+        return self.efficiency * self.bandwidth_bytes_per_second
+
+    def rate(self, num_members: int) -> float:
+        """Bytes per second that each of `num_members` members of a group reaches."""
+        part = self.member_efficiencies.get(num_members, self.efficiency)
+        return part * self.torus_share(num_members) * self.bandwidth_bytes_per_second
+
+    def torus_share(self, num_members: int) -> float:
+        """Part of a device's links that a group of so many members uses; 1 without a torus."""
+        if not self.torus or num_members < 2:
+            return 1.0
+        rings, rest = self._rings(num_members)
+        dims = len(self.torus)
+        if not rings:
+            return min(dims, num_members.bit_length() - 1) / (2 * dims)
+        return min(1.0, (2 * len(rings) + (rest > 1)) / (2 * dims))
+
+    def torus_rounds(self, num_members: int) -> int:
+        """Steps until everybody has heard of everybody, both ways around each ring and one way along a line."""
+        rings, rest = self._rings(num_members)
+        return sum(size // 2 for size in rings) + rest - 1
+
+    def torus_detour(self, num_members: int) -> float:
+        """Link-bytes of an all_to_all over the bytes that each member sends: dims * longest ring / 4, at least 1."""
+        rings, rest = self._rings(num_members)
+        sides = [*rings, rest] if rest > 1 else [*rings]
+        return max(1.0, len(sides) * max(sides, default=1) / 4)
+
+    def seconds(self, bytes: float) -> float:
+        """Time of one message of `bytes`."""
+        return self.latency_seconds + moving_seconds(bytes, self.bytes_per_second, self.ramp_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values, without what is left at its default."""
+        data: dict[str, Any] = {
+            "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
+            "latency_seconds": self.latency_seconds,
+            "efficiency": self.efficiency,
+        }
+        if self.ramp_seconds:
+            data["ramp_seconds"] = self.ramp_seconds
+        if self.num_cards > 1:
+            data["num_cards"] = self.num_cards
+        if self.member_efficiencies:
+            data["efficiency_by_members"] = {str(n): part for n, part in self.member_efficiencies.items()}
+        if self.torus:
+            data["torus"] = list(self.torus)
+        if self.in_network_reduction:
+            data["in_network_reduction"] = True
+        return data
+
+    def _rings(self, num_members: int) -> tuple[list[int], int]:
+        """The whole rings that the members fill, longest first, and how many such sets there are."""
+        rings, rest = list[int](), num_members
+        for size in sorted(self.torus, reverse=True):
+            if size <= rest:
+                rings.append(size)
+                rest = math.ceil(rest / size)
+        return rings, rest
+
+
+def _check_part(what: str, part: object) -> None:
+    advice = "give a measured fraction, or leave it at 1"
+    require_amount(what, part, advice=advice, positive=True, error=ClusterError)
+    if isinstance(part, (int, float)) and part > 1:
+        raise ClusterError(f"{what} is {part!r}, but it is a fraction of at most 1: {advice}.")

@@ -1,0 +1,266 @@
+"""Two streams of one device, kernels on one, collectives on the other: each goes on as soon as what it needs is there.
+
+    start(task)  = the first moment at which its stream is idle and all that it needs has ended         (simulate)
+    order        = of the tasks that could start, the one with the longest way to the end               (_ways)
+    rate         = 1 / (1 + contention) for both tasks while the two streams are busy                   (simulate)
+    exposed      = seconds - hidden + contention * hidden, of collectives that run in buckets beside other work
+                   hidden = min(all buckets but the last, the work)                              (exposed_seconds)
+    loop of n    = T(2) + (n - 2) * (T(3) - T(2)), T(k) = k trips one after the other                   (loop_seconds)
+
+A kernel that can take a collective's result in parts (`Task.streams`: decomposed products, Wang et al., ASPLOS 2023)
+starts once the first of `NUM_PARTS` parts is there, and not so early that it would wait for the last.
+
+Over the trips of a loop the second trip's collectives on what does not depend on the first (weights to be gathered) may
+run during the first, but not earlier: that is prefetching one trip ahead.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Stream = Literal["compute", "communication", "both"]
+
+#: Buckets in which gradients are reduced, or weights gathered, beside other work.
+NUM_BUCKETS = 32
+#: Parts in which a collective feeds a product that takes it piece by piece.
+NUM_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Something that occupies a stream.
+
+    Attributes:
+        seconds: how long, when it has the device for itself.
+        stream: "compute", "communication", or "both" (a loop that uses the two).
+        needs: numbers of the tasks that must have ended before it starts; they come before it in the list.
+        streams: whether it takes the results of collectives in parts.
+    """
+
+    seconds: float
+    stream: Stream = "compute"
+    needs: tuple[int, ...] = ()
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """A simulated list of tasks: its end, the ends of its tasks, and how long each stream was busy.
+
+    `exposed_seconds` is the time at which no kernel ran: what communication and waiting add.
+    """
+
+    seconds: float
+    ends: tuple[float, ...]
+    compute_seconds: float
+    communication_seconds: float
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time without a kernel."""
+        return max(0.0, self.seconds - self.compute_seconds)
+
+
+def simulate(tasks: Sequence[Task], *, contention: float = 0.0) -> Overlap:
+    """Run tasks on two streams; `contention` is by what part kernels and collectives slow each other down."""
+    run = _Run(tasks, contention)
+    while run.advance():
+        pass
+    return Overlap(
+        seconds=max(run.ends, default=0.0),
+        ends=tuple(run.ends),
+        compute_seconds=run.busy["compute"] + run.busy["both"],
+        communication_seconds=run.busy["communication"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postponed:
+    """Tasks without the collectives that may run at another time, and the seconds of those."""
+
+    tasks: tuple[Task, ...]
+    seconds: float
+
+
+def without_last(tasks: Sequence[Task]) -> Postponed:
+    """Leave out collectives whose result nothing reads: they may run after the tasks, beside whatever comes then."""
+    read = {n for task in tasks for n in task.needs}
+    return _without(tasks, {i for i in range(len(tasks)) if i not in read})
+
+
+def without_first(tasks: Sequence[Task]) -> Postponed:
+    """Leave out collectives that need nothing: they may run before the tasks, beside whatever came then."""
+    free = set[int]()
+    for i, task in enumerate(tasks):
+        if set(task.needs) <= free and (task.stream == "communication" or not task.seconds):
+            free.add(i)
+    return _without(tasks, free)
+
+
+def _without(tasks: Sequence[Task], numbers: set[int]) -> Postponed:
+    gone = {i for i in numbers if tasks[i].stream == "communication"}
+    kept = tuple(replace(task, seconds=0.0) if i in gone else task for i, task in enumerate(tasks))
+    return Postponed(tasks=kept, seconds=sum(tasks[i].seconds for i in gone))
+
+
+def exposed_seconds(seconds: float, beside: float, *, contention: float = 0.0) -> float:
+    """What collectives of so many seconds add when they run in buckets beside kernels of `beside` seconds.
+
+    The last of `NUM_BUCKETS` starts when the kernels are done; what is hidden slows them down.
+    """
+    hidden = min(seconds * (1 - 1 / NUM_BUCKETS), beside)
+    return seconds - hidden + contention * hidden
+
+
+def serial_seconds(tasks: Sequence[Task]) -> float:
+    """The time when nothing overlaps."""
+    return sum(task.seconds for task in tasks)
+
+
+def loop_seconds(
+    body: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float, *, contention: float = 0.0
+) -> float:
+    """Seconds of a loop.
+
+    Args:
+        body: tasks of one trip; those without seconds stand for what comes in.
+        carried: pairs (task whose result is handed on, task of the next trip that stands for it).
+        trips: how often the body runs; a fraction counts as that part of one trip.
+        contention: see `simulate`.
+    """
+    if trips <= 1:
+        return trips * simulate(body, contention=contention).seconds
+    ends = {n: simulate(_repeated(body, carried, n), contention=contention).seconds for n in (1, 2, 3) if n <= trips}
+    if trips <= 2:
+        return ends[1] + (trips - 1) * (ends[2] - ends[1]) if 2 in ends else trips * ends[1]
+    return ends[2] + (trips - 2) * (ends.get(3, 2 * ends[2] - ends[1]) - ends[2])
+
+
+def _repeated(body: Sequence[Task], carried: Sequence[tuple[int, int]], count: int) -> list[Task]:
+    """The tasks of so many trips in a row."""
+    tasks, size = list(body), len(body)
+    handed = {into: out for out, into in carried}
+    for trip in range(1, count):
+        before, gate = (trip - 1) * size, (trip - 2) * size
+        # What a trip reads from outside is there at the start of the trip before it: one trip of prefetching.
+        gates = tuple(gate + out for out, _ in carried) if trip > 1 else ()
+        for number, task in enumerate(body):
+            needs = tuple(trip * size + n for n in task.needs)
+            if number in handed:
+                needs += (before + handed[number],)
+            elif not task.needs:
+                needs += gates
+            tasks.append(replace(task, needs=needs))
+    return tasks
+
+
+def _ways(tasks: Sequence[Task]) -> list[float]:
+    """For each task the longest way from its start to the end of everything."""
+    ways = [0.0] * len(tasks)
+    for number in range(len(tasks) - 1, -1, -1):
+        ways[number] += tasks[number].seconds
+        for needed in tasks[number].needs:
+            ways[needed] = max(ways[needed], ways[number])
+    return ways
+
+
+class _Run:
+    """The state of a simulation: what runs, what waits, what time it is."""
+
+    def __init__(self, tasks: Sequence[Task], contention: float) -> None:
+        self.tasks, self.slow = tasks, 1 + contention
+        self.ways = _ways(tasks)
+        self.missing = [len(set(task.needs)) for task in tasks]
+        self.readers: list[list[int]] = [[] for _ in tasks]
+        for number, task in enumerate(tasks):
+            for needed in set(task.needs):
+                self.readers[needed].append(number)
+        self.ends = [0.0] * len(tasks)
+        self.releases: list[tuple[float, int]] = []
+        self.busy: dict[Stream, float] = {"compute": 0.0, "communication": 0.0, "both": 0.0}
+        self.now = 0.0
+        self.running: dict[Stream, tuple[int, float]] = {}
+        self.waiting: dict[Stream, list[tuple[float, int]]] = {"compute": [], "communication": [], "both": []}
+        self.free: list[int] = []
+        for number, missing in enumerate(self.missing):
+            if not missing:
+                self._enter(number)
+        self._settle()
+
+    def advance(self) -> bool:
+        """Start what can start, then go on to the next end or release; False when nothing is left."""
+        self._start()
+        if not self.running:
+            return False
+        slow = self.slow if len(self.running) == 2 else 1.0
+        first = min(self.running, key=lambda s: self.running[s][1])
+        step = self.running[first][1]
+        release = self.releases[0][0] - self.now if self.releases else step * slow
+        if release < step * slow:
+            first, step = None, max(0.0, release) / slow
+        self.now += step * slow
+        for stream, (task, left) in self.running.items():
+            self.running[stream] = (task, max(0.0, left - step))
+            self.busy[stream] += step * slow
+        while self.releases and self.releases[0][0] <= self.now:
+            self._enter(heapq.heappop(self.releases)[1])
+        if first is not None:
+            self._end(self.running.pop(first)[0])
+        self._settle()
+        return True
+
+    def _start(self) -> None:
+        if "both" in self.running:
+            return
+        if self.waiting["both"] and not self.running:
+            first = max((heap[0] for heap in self.waiting.values() if heap), key=lambda entry: -entry[0])
+            if first == self.waiting["both"][0]:
+                self._take("both")
+                return
+        for stream in ("compute", "communication"):
+            if stream not in self.running and self.waiting[stream] and not self._yields(stream):
+                self._take(stream)
+
+    def _yields(self, stream: Stream) -> bool:
+        """True when a task on both streams has waited for long: it comes first once the other stream is idle."""
+        both = self.waiting["both"]
+        return bool(both) and both[0][0] < self.waiting[stream][0][0]
+
+    def _take(self, stream: Stream) -> None:
+        _, number = heapq.heappop(self.waiting[stream])
+        seconds = self.tasks[number].seconds
+        self.running[stream] = (number, seconds)
+        if stream == "communication":
+            self._announce(number, seconds)
+
+    def _announce(self, number: int, seconds: float) -> None:
+        """Let those start in time that take the result in parts and wait for nothing else."""
+        for reader in self.readers[number]:
+            task = self.tasks[reader]
+            if task.streams and self.missing[reader] == 1 and task.seconds > 0:
+                self.missing[reader] = -1
+                beside = task.seconds * (1 - 1 / NUM_PARTS)
+                heapq.heappush(self.releases, (self.now + max(seconds / NUM_PARTS, seconds - beside), reader))
+
+    def _enter(self, number: int) -> None:
+        task = self.tasks[number]
+        if task.seconds == 0:
+            self.free.append(number)
+        else:
+            heapq.heappush(self.waiting[task.stream], (-self.ways[number], number))
+
+    def _end(self, number: int) -> None:
+        self.ends[number] = self.now
+        for reader in self.readers[number]:
+            if self.missing[reader] > 0:
+                self.missing[reader] -= 1
+                if not self.missing[reader]:
+                    self._enter(reader)
+
+    def _settle(self) -> None:
+        """End the tasks that take no time."""
+        while self.free:
+            self._end(self.free.pop())

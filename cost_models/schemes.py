@@ -1,0 +1,216 @@
+"""The ways in which a library runs one collective over the levels of a group.
+
+A scheme is messages m and bytes B for each level; units of a level that take part for the whole group are U (devices,
+hosts, domains), those that meet within one unit of the next level u.
+
+    seconds = sum of m * latency + max of move(B)           levels stream, the slower one sets the rate   (Scheme.seconds)
+
+    through all devices ("ring")                                                                   (_ring)
+        m = p (U - U of the next level), B = p (n-1)/n M    p = 2 all_reduce, 1 all_gather and reduce_scatter
+        broadcast: m as with p = 1, B = M
+    level by level ("hierarchical")                                                                (_by_level)
+        all_reduce, all_gather, reduce_scatter, broadcast: each level moves M among its u units, since the members of
+        a host act as one and each carries its slice between the hosts (reduce-scatter inside, all-reduce between,
+        all-gather inside); all_to_all: a host carries the buffers of all its members
+    chains inside, double trees between ("double_tree")                                            (_trees)
+        bottom: m = 2 (u-1), B = 4 M: sums and results pass each device up to twice; above: 2 log2 u, 2 (u-1)/u M
+    in the network, where the bottom level can                                                     (_in_network)
+        bottom: (u+1)/u M at 0.85 of the rate; above: rings or double trees
+    direct                                                                                         (_direct)
+        all_to_all: each device sends each other one its slice, peers on other hosts at once
+
+The 4 M of a tree's chains and the 0.85 are measured: two hosts of 8 A100 with 200 GB/s between them run rings (about
+200 GB/s of bus bandwidth, NVIDIA/nccl-tests issue 59), not trees, and NCCL's tuner holds trees on A100 at 110 to 130
+GB/s of bus bandwidth (NVIDIA/nccl src/graph/tuning.cc), half of what rings reach; 8 H100 reduce in the network at 479
+GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gather's rate allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from cost_models import traffic
+from cost_models.collective import CollectiveKind
+from cost_models.levels import Level
+from cost_models.traffic import Traffic
+
+TREE_CHAIN_PASSES = 4.0
+IN_NETWORK_EFFICIENCY = 0.85
+
+_Algorithm = Callable[[float, int], Traffic]
+
+#: What runs on one level, by the name of the algorithm that a library must have for it.
+ON_ONE_LEVEL: Mapping[CollectiveKind, Mapping[str, _Algorithm]] = {
+    "all_reduce": {
+        "ring": traffic.ring_all_reduce,
+        "halving_doubling": traffic.halving_doubling_all_reduce,
+        "tree": traffic.tree_all_reduce,
+        "double_tree": traffic.double_tree_all_reduce,
+    },
+    "all_gather": {"ring": traffic.ring_all_gather, "halving_doubling": traffic.recursive_all_gather},
+    "reduce_scatter": {"ring": traffic.ring_all_gather, "halving_doubling": traffic.recursive_all_gather},
+    "all_to_all": {"ring": traffic.pairwise_all_to_all, "halving_doubling": traffic.bruck_all_to_all},
+    "broadcast": {
+        "ring": traffic.chain_broadcast,
+        "halving_doubling": traffic.scatter_gather_broadcast,
+        "tree": traffic.tree_broadcast,
+    },
+    "permute": {"ring": traffic.point_to_point},
+    "send": {"ring": traffic.point_to_point},
+}
+#: Passes of a ring through all devices.
+_PASSES: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one level does in a scheme: `algorithm`, messages in a row, bytes in a row."""
+
+    level: Level
+    algorithm: str
+    num_messages: float
+    bytes: float
+
+    @property
+    def latency_seconds(self) -> float:
+        """Time of the messages without their bytes."""
+        return self.num_messages * self.level.latency_seconds
+
+    @property
+    def bandwidth_seconds(self) -> float:
+        """Time that the bytes keep the level busy."""
+        return self.level.moving_seconds(self.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One way to run a collective."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def latency_seconds(self) -> float:
+        """Messages of all levels, one after the other."""
+        return sum(part.latency_seconds for part in self.parts)
+
+    @property
+    def bandwidth_seconds(self) -> float:
+        """Time of the slowest level, all of them streaming."""
+        return max(part.bandwidth_seconds for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Latency and bandwidth together."""
+        return self.latency_seconds + self.bandwidth_seconds
+
+
+def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
+    """All ways to run `kind` of `bytes` over `levels` (at least one) with a library that has `algorithms`."""
+    if kind in ("permute", "send"):
+        yield _neighbours(bytes, levels)
+        return
+    if len(levels) == 1 or "hierarchical" in algorithms:
+        yield from _by_level(kind, bytes, levels, algorithms)
+    if kind == "all_to_all":
+        yield _direct(bytes, levels)
+    elif len(levels) > 1:
+        yield _ring(kind, bytes, levels)
+    if kind == "all_reduce":
+        if "double_tree" in algorithms and len(levels) > 1:
+            yield _trees(bytes, levels)
+        if levels[0].link.in_network_reduction:
+            yield from _in_network(bytes, levels, algorithms)
+
+
+def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
+    """One shift: of the members on a host, one sends to the next host, while the others send inside; the slowest counts."""
+    parts = [Part(level, "one message", 1, bytes) for level in levels]
+    return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
+
+
+def _by_level(
+    kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
+) -> Iterator[Scheme]:
+    menus = list[list[Part]]()
+    for level in levels:
+        size = bytes
+        if kind == "all_to_all":
+            size *= levels[0].num_units / level.num_units
+        menus.append(_menu(kind, size, level, algorithms))
+    for parts in product(*menus):
+        yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
+
+
+def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence[str]) -> list[Part]:
+    known = ON_ONE_LEVEL[kind]
+    if level.link.torus:
+        return [_on_torus(kind, bytes, level)]
+    names = [name for name in known if name in algorithms] or ["ring"]
+    return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
+
+
+def _part(level: Level, name: str, sent: Traffic) -> Part:
+    messages = min(1, sent.num_serial_messages) if level.single_round else sent.num_serial_messages
+    return Part(level, name, messages, sent.serial_bytes)
+
+
+def _on_torus(kind: CollectiveKind, bytes: float, level: Level) -> Part:
+    """Rings in all dims at once, both ways around."""
+    sent = ON_ONE_LEVEL[kind]["ring"](bytes, level.num_members)
+    passes = _PASSES.get(kind, 1)
+    moved = sent.serial_bytes
+    if kind == "all_to_all":
+        moved *= level.link.torus_detour(level.num_members)
+    return Part(level, "torus rings", passes * level.link.torus_rounds(level.num_members), moved)
+
+
+def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme:
+    """One ring through all devices; each crossing of a level carries everything that passes by."""
+    num_devices, passes = levels[0].num_units, _PASSES.get(kind, 1)
+    moved = bytes if kind == "broadcast" else passes * (num_devices - 1) / num_devices * bytes
+    above = [*(level.num_units for level in levels[1:]), 1]
+    parts = [
+        Part(level, "ring", passes * (1 if level.single_round else level.num_units - upper), moved)
+        for level, upper in zip(levels, above, strict=True)
+    ]
+    return Scheme("ring", tuple(parts))
+
+
+def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
+    """Sums go down a chain inside, up and down two trees between."""
+    bottom = levels[0]
+    parts = [
+        _part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)) for level in levels[1:]
+    ]
+    messages = 2 if bottom.single_round else 2 * (bottom.num_members - 1)
+    return Scheme("double tree", (Part(bottom, "chain", messages, TREE_CHAIN_PASSES * bytes), *parts))
+
+
+def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
+    bottom = levels[0]
+    part = _part(bottom, "in the network", traffic.in_network_all_reduce(bytes, bottom.num_members))
+    part = replace(part, bytes=part.bytes / IN_NETWORK_EFFICIENCY)
+    above = [name for name in algorithms if name != "tree"]
+    for parts in product(*(_menu("all_reduce", bytes, level, above) for level in levels[1:])):
+        yield Scheme("in the network", (part, *parts))
+
+
+def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
+    """Each device sends its slices itself; of its peers on one other host all are served at once."""
+    num_devices = levels[0].num_units
+    parts = list[Part]()
+    for number, level in enumerate(levels):
+        # Devices in one unit of this level, and of the next: the peers that are reached here lie between the two.
+        inner = num_devices / level.num_units
+        outer = num_devices / levels[number + 1].num_units if number + 1 < len(levels) else num_devices
+        moved = inner * (outer - inner) / num_devices * bytes
+        messages = 1 if level.single_round else math.ceil(outer / inner) - 1
+        if level.link.torus:
+            messages = level.link.torus_rounds(level.num_members)
+            moved *= level.link.torus_detour(level.num_members)
+        parts.append(Part(level, "pairs", messages, moved))
+    return Scheme("pairs", tuple(parts))

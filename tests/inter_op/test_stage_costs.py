@@ -1,0 +1,66 @@
+"""Stages that are alike are solved once, and what was best with more room is taken again where it still fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.layers import make_layers
+from alpa_lite.mesh import LogicalMesh, Submesh
+from cost_models.composed import ComposedCostModel
+
+SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)
+MESH = LogicalMesh(axis_names=("x",), shape=(4,))
+
+
+def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+    traced = al.parallelize(step).trace(weights, jax.ShapeDtypeStruct((512, 256), jnp.float32))
+    graph = traced.step(4).step
+    cluster = al.cluster("p3.16xlarge")
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    layers = make_layers(graph, 4)
+    return StageCosts(step=graph, layers=layers, cost_model=ComposedCostModel(cluster), progress=solved.append)
+
+
+@pytest.mark.parametrize("memory_bytes", [1e9, 1.2e6, 0.8e6, 0.6e6])
+def test_a_solution_taken_again_is_as_good_as_a_fresh_one(memory_bytes: float) -> None:
+    solved: list[str] = []
+    costs = _costs(memory_bytes, solved)
+    for in_flight in (1, 2, 4, 8):
+        found = costs.solution(1, 1, SUBMESH, MESH, in_flight=in_flight)
+        fresh = _costs(memory_bytes, []).solution(1, 1, SUBMESH, MESH, in_flight=in_flight)
+        assert (found.choice is None) == (fresh.choice is None)
+        if found.choice is not None:
+            assert found.objective == pytest.approx(fresh.objective)
+            assert found.bytes_in_flight(in_flight) <= memory_bytes
+    assert len(solved) == (1 if memory_bytes == 1e9 else len(set(solved)) * len(solved))
+
+
+def test_equal_stages_are_solved_once_and_limits_apart() -> None:
+    solved: list[str] = []
+    costs = _costs(1e9, solved)
+    first, second = (costs.solution(i, i, SUBMESH, MESH) for i in (1, 2))
+    assert len(solved) == 1 and first.objective == second.objective
+    assert first.choice is not None and second.choice is not None and not first.choice.ops.keys() & second.choice.ops
+    tight = costs.solution(1, 1, SUBMESH, MESH, limit_bytes=0.9 * first.peak_bytes)
+    assert len(solved) == 2
+    assert tight.choice is None or tight.peak_bytes <= 0.9 * first.peak_bytes
+    # What the tight limit forbids is still known for all of the memory.
+    assert costs.solution(2, 2, SUBMESH, MESH).objective == first.objective and len(solved) == 2

@@ -1,0 +1,124 @@
+"""Pipelines cut between loops over layers where these are even pieces, and write them out where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import alpa_lite as al
+from alpa_lite.graph.phases import Phase
+from alpa_lite.planners import Hybrid
+from alpa_lite.planners.cutting import least_largest
+from alpa_lite.schedule import Interleaved1F1B
+
+WIDTH, BATCH = 64, 64
+
+
+def _loops(lengths: Sequence[int]) -> tuple[Any, Any]:
+    """A step over loops of so many equal layers each, and the shapes of their weights."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for stack in weights:
+                h, _ = jax.lax.scan(layer, h, stack)
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    shapes = [
+        {"up": _struct(n, WIDTH, 4 * WIDTH), "down": _struct(n, 4 * WIDTH, WIDTH)} for n in lengths
+    ]  # fmt: skip
+    return step, shapes
+
+
+def _struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@cache
+def _plan(lengths: tuple[int, ...], pipeline: int, chunks: int = 1) -> tuple[al.Plan, Any]:
+    step, weights = _loops(lengths)
+    traced = al.parallelize(step).trace(weights, _struct(BATCH, WIDTH))
+    planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks))
+    plan = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=4).last_plan
+    return plan, traced.step(4, unroll=plan.unrolled).step
+
+
+def _loops_per_stage(plan: al.Plan, step: Any, phase: Phase) -> list[list[int]]:
+    """The lengths of the loops that each stage runs in a phase."""
+    found: list[list[int]] = [[] for _ in plan.stages]
+    for op, layer in zip(step.graph.ops, plan.op_layers, strict=True):
+        if op.primitive == "scan" and step.phases[op.id] is phase:
+            found[plan.stage_of_layer(layer)].append(op.params["length"])
+    return found
+
+
+@pytest.mark.parametrize(("pipeline", "chunks", "per_stage"), [(4, 1, 1), (2, 1, 2), (2, 2, 1)])
+def test_even_loops_are_kept_and_dealt_out(pipeline: int, chunks: int, per_stage: int) -> None:
+    plan, step = _plan((2, 2, 2, 2), pipeline, chunks)
+    assert plan.unrolled == 0
+    wanted = [[2] * per_stage] * (pipeline * chunks)
+    assert _loops_per_stage(plan, step, Phase.FORWARD) == _loops_per_stage(plan, step, Phase.BACKWARD) == wanted
+    # Each stage holds the weights of its own loops.
+    held = [{name.split("/")[1] for name in stage.specs if name.startswith("weights/")} for stage in plan.stages]
+    assert [len(names) for names in held] == [per_stage] * len(held)
+    assert set().union(*held) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pipeline", "kept"),
+    [
+        ((8,), 2, False),
+        ((2, 2, 2, 2), 8, False),
+        ((2, 2, 2), 2, False),
+        ((4, 2), 2, False),
+        ((2, 1), 2, True),  # three layers are no more even on two stages however they are cut
+        ((7, 8), 2, True),
+        ((3, 3), 1, True),
+    ],
+)
+def test_loops_are_written_out_where_that_is_more_even(lengths: tuple[int, ...], pipeline: int, kept: bool) -> None:
+    plan, step = _plan(lengths, pipeline)
+    assert plan.unrolled == (0 if kept else pipeline)
+    loops = _loops_per_stage(plan, step, Phase.FORWARD)
+    assert sorted(length for stage in loops for length in stage) == (sorted(lengths) if kept else [])
+
+
+def test_rows_that_several_stages_read_are_parted() -> None:
+    """Weights in one array, indexed layer by layer: no loop to write out, but each stage must hold its own rows."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for i in range(4):
+                h = jnp.tanh(h @ weights[i])
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * grads, value
+
+    args = _struct(4, WIDTH, WIDTH), _struct(BATCH, WIDTH)
+    plan = al.plan(step, *args, cluster=al.cluster("p3.16xlarge"), planner=Hybrid(pipeline=2), num_microbatches=4)
+    assert plan.unrolled == 2
+    assert [sorted(stage.specs) for stage in plan.stages] == [["weights[0:2]", "x"], ["weights[2:4]"]]
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
+def test_least_largest_is_that_of_the_best_cut(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    cuts = ([0, *inner, len(sizes)] for inner in combinations(range(1, len(sizes)), count - 1))
+    best = min(max(sum(sizes[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+    assert least_largest(sizes, count) == pytest.approx(best, rel=1e-5)
