@@ -43,6 +43,11 @@ Progress = Callable[[str, int, int], None]
 
 _QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=5, limit_seconds=2.0)
 _GUESSED_FLOPS = 1e11
+#: Blocks of matrix products; a processor's vectors and registers, and the kernels of a GPU (assumptions).
+_TILES: dict[str, tuple[tuple[int, int], ...]] = {
+    "cpu": ((8, 8),),
+    "gpu": ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +212,13 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
             peak_flops={"float32": _GUESSED_FLOPS, "tensorfloat32": _GUESSED_FLOPS},
             launch_seconds=1e-6,
             dispatch_seconds=1e-4,
+            num_units=_num_units(first),
+            tiles=_TILES.get(first.platform, ((128, 128),)),
+            fill_depth=8.0,
+            # The fitted rates are what is reached, not what a data sheet says.
+            matrix_efficiency=1.0,
+            convolution_efficiency=0.5,
+            memory_efficiency=1.0,
         ),
         num_hosts=len(rows),
         devices_per_host=per_host,
@@ -219,6 +231,11 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
 def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
     """A rate of its own for each dtype that is timed, float32 products having that of tensorfloat32."""
     return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
+
+
+def _num_units(device: Any) -> int:
+    """Streaming multiprocessors of a GPU; 1 where the device does not say."""
+    return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
 
 
 def _memory_bytes(device: Any, sharers: int) -> float:

@@ -24,6 +24,8 @@ from cost_models.collective import Collective
 from cost_models.composed import ComposedCostModel
 from cost_models.work import Work
 
+_CONVOLUTION = "device.convolution_efficiency"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -120,7 +122,7 @@ def _crosses_hosts(measurement: Measurement) -> bool:
 
 def _device_constants(cluster: Cluster) -> tuple[str, ...]:
     peaks = tuple(f"device.peak_flops.{dtype}" for dtype in cluster.device.peaks)
-    return ("device.memory_bandwidth", "device.launch_seconds", *peaks)
+    return ("device.memory_bandwidth", "device.launch_seconds", "device.fill_depth", *peaks, _CONVOLUTION)
 
 
 def _shifted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
@@ -136,9 +138,12 @@ def _shifted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         dtype: float(rate * factors.get(f"device.peak_flops.{dtype}", 1.0))
         for dtype, rate in cluster.device.peaks.items()
     }
+    device = of("device")
+    if _CONVOLUTION in factors:
+        device["convolution_efficiency"] = min(1.0, device["convolution_efficiency"])
     return replace(
         cluster,
-        device=replace(cluster.device, **of("device"), peak_flops=peaks),
+        device=replace(cluster.device, **device, peak_flops=peaks),
         intra_host=replace(cluster.intra_host, **of("intra_host")),
         inter_host=replace(cluster.inter_host, **of("inter_host")),
     )

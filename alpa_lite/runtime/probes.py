@@ -5,6 +5,7 @@ time unless it says otherwise. Passes work on rows that are larger together than
 operands come from memory.
 
     product            y @ w, square, by dtype and side                              Work "matmul"
+    convolution        3 × 3, by number of channels                                  Work "convolution"
     tiny product       8 × 8, which is all launch                                    Work "matmul"
     pass               an element-wise pass, by size                                 Work "elementwise", bytes
     arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
@@ -29,10 +30,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.runtime.timing import Program
 from cost_models.collective import Collective, Group
-from cost_models.work import Work
+from cost_models.work import Product, Work
 
 #: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
+#: Images of a convolution, and their height and width.
+_IMAGES, _SIDE = 8, 32
 #: Arrays that a task of a plan usually takes.
 _ARRAYS_PER_TASK = 32
 _ITEM_BYTES = 4
@@ -65,18 +68,24 @@ class ProbeSizes:
     Attributes:
         sides: of square products, per dtype name.
         elements: of float32 arrays for element-wise passes.
+        channels: in and out of 3 × 3 convolutions.
         link_elements: of float32 arrays for collectives.
         every_group: time every kind of collective in every group size, instead of all_reduce over all devices.
     """
 
     sides: dict[str, tuple[int, ...]]
     elements: tuple[int, ...]
+    channels: tuple[int, ...]
     link_elements: tuple[int, ...]
     every_group: bool
 
 
 QUICK = ProbeSizes(
-    sides={"float32": (64, 256)}, elements=(1 << 17, 1 << 20), link_elements=(1 << 8, 1 << 18), every_group=False
+    sides={"float32": (64, 256)},
+    elements=(1 << 17, 1 << 20),
+    channels=(32,),
+    link_elements=(1 << 8, 1 << 18),
+    every_group=False,
 )
 
 
@@ -86,6 +95,7 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
     return ProbeSizes(
         sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
         elements=tuple(1 << k for k in (16, 18, 20, 22, 25) if _ITEM_BYTES << k <= memory_bytes / 64),
+        channels=(16, 64, 256) if sides[-1] >= 1024 else (16, 64),
         link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
         every_group=True,
     )
@@ -106,9 +116,9 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     def add(series: str, function: _RowFunction, shape: tuple[int, ...], work: Work, num_rows: int = 1) -> None:
         found.append(
             Probe(
-                program=_everywhere(f"{series}, {shape[0]}", function, devices, shape, work.dtype, num_rows),
+                program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype, num_rows),
                 series=series,
-                size=shape[0],
+                size=shape[-1],
                 parts=(work,),
                 num_rows=num_rows,
                 num_active_devices=len(devices),
@@ -121,9 +131,11 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
         add("pass", _pass, (n,), _pass_work(n), _num_rows(devices, (n,), "float32"))
+    for n in sizes.channels:
+        add("convolution", _convolution, (_IMAGES, _SIDE, _SIDE, n), _convolution_work(n))
     middle = sizes.elements[len(sizes.elements) // 2]
     flops = _ARITHMETIC_FLOPS * middle
-    add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=float(_ITEM_BYTES * middle)))
+    add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
     return found
 
 
@@ -239,11 +251,24 @@ def _pass(y: jax.Array, z: jax.Array) -> jax.Array:
 
 def _product_work(side: int, dtype: str) -> Work:
     item = jnp.dtype(dtype).itemsize
-    return Work(flops=2.0 * side**3, bytes=3.0 * side**2 * item, kind="matmul", dtype=dtype)
+    product = Product(rows=side, columns=side, depth=side)
+    return Work(flops=product.flops, bytes=3.0 * side**2 * item, kind="matmul", dtype=dtype, product=product)
 
 
 def _pass_work(elements: int) -> Work:
-    return Work(flops=_PASS_FLOPS * elements, bytes=float(_ITEM_BYTES * elements))
+    return Work(flops=_PASS_FLOPS * elements, bytes=3.0 * _ITEM_BYTES * elements)
+
+
+def _convolution(y: jax.Array, w: jax.Array) -> jax.Array:
+    kernel = w.ravel()[: 9 * y.shape[-1] ** 2].reshape(3, 3, y.shape[-1], y.shape[-1])
+    return lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def _convolution_work(channels: int) -> Work:
+    elements = _IMAGES * _SIDE**2 * channels
+    product = Product(rows=_IMAGES * _SIDE**2, columns=channels, depth=9 * channels)
+    moved = _ITEM_BYTES * (2.0 * elements + 9 * channels**2)
+    return Work(flops=product.flops, bytes=moved, kind="convolution", product=product)
 
 
 def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
