@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.fingerprint import fingerprint
+from alpa_lite.runtime.fingerprint import fingerprint, path_for
 from alpa_lite.runtime.fit import Measurement, fit_cluster, predicted_seconds
 from alpa_lite.runtime.probes import (
     QUICK,
@@ -35,7 +35,7 @@ from alpa_lite.runtime.probes import (
     share_programs,
     thorough_sizes,
 )
-from alpa_lite.runtime.timing import Stopwatch, Timing, num_samples, time_programs
+from alpa_lite.runtime.timing import Program, Stopwatch, Timing, num_samples, time_programs
 from cost_models.cluster import Cluster, Device, Link
 
 Progress = Callable[[str, int, int], None]
@@ -95,19 +95,23 @@ class Calibration:
         sources = {**dict.fromkeys([*keys, "device_share"], origin), **counted, "fingerprint": self.fingerprint}
         return {**data, "sources": sources, "notes": notes}
 
-    def save(self, path: str | Path) -> None:
-        """Write the cluster file.
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the cluster file; None: where `local_cluster` looks. Of several processes, the first one writes.
 
         Raises:
             ExecutionError: the file cannot be written.
         """
+        target = Path(path) if path is not None else path_for(self.fingerprint)
+        if jax.process_index() > 0:
+            return target
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ExecutionError(
-                f"The cluster file {str(path)!r} cannot be written ({error}): choose another with --out."
+                f"The cluster file {str(target)!r} cannot be written ({error}): choose another with --out."
             ) from error
+        return target
 
 
 def calibrate(
@@ -135,22 +139,36 @@ def calibrate(
     progress("compiling", 0, 1)
     probes = [*device_probes(found, sizes), *link_probes(found, sizes)]
     stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=_agree)
-    return _calibrate(found, replace(first, device=guess), probes, stopwatch, progress)
+    programs = _dispatch_and_blocks(found, first)
+    return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
 
 
 def quick_cluster(devices: Sequence[Any]) -> Cluster:
     """These devices, measured in about three seconds."""
     found = tuple(devices)
+    guess = _guess(found)
     probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
     stopwatch = replace(_QUICK_STOPWATCH, agree=_agree)
-    return _calibrate(found, _guess(found), probes, stopwatch, lambda *_: None).cluster
+    return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
 
 
-def _calibrate(
-    devices: tuple[Any, ...], guess: Cluster, probes: Sequence[Probe], stopwatch: Stopwatch, progress: Progress
+def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[Program]:
+    return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
+
+
+def conclude(
+    guess: Cluster,
+    dispatch_and_blocks: Sequence[Program],
+    probes: Sequence[Probe],
+    stopwatch: Stopwatch,
+    devices_fingerprint: str,
+    progress: Progress = lambda *_: None,
 ) -> Calibration:
-    blocks = share_programs(devices) if guess.shared_processor else []
-    programs = [dispatch_program(devices), *blocks, *[probe.program for probe in probes]]
+    """Time all of these and find the cluster like `guess` that explains them.
+
+    `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device and on all.
+    """
+    programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
     total, done = num_samples(len(programs), stopwatch), 0
 
     def step(name: str) -> None:
@@ -160,18 +178,19 @@ def _calibrate(
 
     timings = time_programs(programs, stopwatch, step)
     progress("fitting", total, total)
-    dispatch, shares, timings = timings[0], timings[1 : 1 + len(blocks)], timings[1 + len(blocks) :]
+    dispatch, *shares = timings[: len(dispatch_and_blocks)]
+    timings = timings[len(dispatch_and_blocks) :]
     measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
     guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
     if shares:
-        guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, len(devices)))
+        guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.num_devices))
     return Calibration(
         cluster=fit_cluster(guess, measurements),
         measurements=tuple(measurements),
         dispatch=dispatch,
         alone=shares[0] if shares else None,
         together=shares[1] if shares else None,
-        fingerprint=fingerprint(devices),
+        fingerprint=devices_fingerprint,
         date=datetime.date.today().isoformat(),
     )
 

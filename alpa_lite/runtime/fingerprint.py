@@ -40,7 +40,7 @@ def cache_folder() -> Path:
     return home / ".cache" / "alpa_lite"
 
 
-def calibration_path(devices: Sequence[Any]) -> Path:
-    """The file that `alpa-lite calibrate` writes and `local_cluster` reads for these devices."""
-    digest = hashlib.sha256(fingerprint(devices).encode()).hexdigest()[:16]
+def path_for(devices_fingerprint: str) -> Path:
+    """The file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
+    digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]
     return cache_folder() / f"{digest}.json"

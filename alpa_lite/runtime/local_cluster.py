@@ -1,7 +1,7 @@
 """This process's devices as a `Cluster`.
 
     1. the file that is given, if one is;
-    2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.calibration_path`);
+    2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.path_for`);
     3. else measured on the spot, in about three seconds, once per process.
 
 Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their work adds up in
@@ -19,7 +19,7 @@ import jax
 
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.calibrate import quick_cluster
-from alpa_lite.runtime.fingerprint import calibration_path, fingerprint
+from alpa_lite.runtime.fingerprint import fingerprint, path_for
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
 from cost_models.errors import ClusterError
 
@@ -39,7 +39,7 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
     found = tuple(jax.devices() if devices is None else devices)
     if path is not None:
         return _checked(load_cluster(str(path)), path, found)
-    kept = calibration_path(found)
+    kept = path_for(fingerprint(found))
     if not kept.exists():
         return _measured(found)
     try:

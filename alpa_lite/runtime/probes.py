@@ -170,13 +170,13 @@ def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     kinds = _COLLECTIVES if sizes.every_group else _COLLECTIVES[:1]
     return [
         _collective_probe(kind, grid, group, elements)
-        for grid, group in _groups(rows, every=sizes.every_group)
+        for grid, group in probe_groups(rows, every=sizes.every_group)
         for kind in kinds
         for elements in sizes.link_elements
     ]
 
 
-def _groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
+def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
     """Arrays of devices [siblings, members], with what one row is to the cost model."""
     hosts, per_host = len(rows), len(rows[0])
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
