@@ -24,15 +24,21 @@ from alpa_lite.spmd import can_split, linear_group, raw_result_specs
 class AxisRole(Enum):
     """What a mesh axis may be used for.
 
-    BATCH splits the batch wherever there is one, and state as the restriction says; REPLICA does so and leaves state
-    whole. MODEL never splits the batch. CONTEXT splits other dims of what holds a batch (the positions of a sequence),
-    and state as BATCH does where only the update reads it.
+    ANY       everything
+    BATCH     splits the batch wherever there is one, and state as the restriction says
+    REPLICA   splits the batch wherever there is one, and leaves state whole
+    MODEL     never splits the batch
+    TENSOR    MODEL as Megatron uses it: contractions split weights by the weights' own dims, and other contractions
+              by dims that all their arrays share (heads), never by positions
+    CONTEXT   splits other dims of what holds a batch (the positions of a sequence), and state as BATCH does where only
+              the update reads it
     """
 
     ANY = "any"
     BATCH = "batch"
     REPLICA = "replica"
     MODEL = "model"
+    TENSOR = "tensor"
     CONTEXT = "context"
 
     @property
@@ -56,7 +62,7 @@ class Restriction:
     roles               per mesh axis
     optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
     parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
-    scatter_sums        whether sums over MODEL axes may be left scattered over them (Megatron's sequence parallelism)
+    scatter_sums        whether sums over TENSOR axes may be left scattered over them (Megatron's sequence parallelism)
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
@@ -82,7 +88,7 @@ class Restriction:
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
             return self.optimizer is not Split.NEVER
-        return role is not AxisRole.REPLICA and (role is not AxisRole.MODEL or self.scatter_sums)
+        return role is not AxisRole.REPLICA and (role is not AxisRole.TENSOR or self.scatter_sums)
 
     def state_split(self, axis: str, split: Split) -> Split:
         """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""
@@ -115,7 +121,11 @@ def axis_choices(
         batch = [f for f in fits if f in batch_factors]
         if role.splits_batch and in_loop:
             choices: list[int | None] = [*batch] or [None]
-        elif role is AxisRole.MODEL or (role is AxisRole.CONTEXT and in_loop and batch_factors):
+        elif (
+            role is AxisRole.TENSOR and in_loop and (shared := _tensor_factors(rule, batch_factors)).intersection(fits)
+        ):
+            choices = [f for f in fits if f in shared]
+        elif role in (AxisRole.MODEL, AxisRole.TENSOR) or (role is AxisRole.CONTEXT and in_loop and batch_factors):
             choices = [None, *(f for f in fits if f not in batch_factors)]
         elif role is not AxisRole.ANY:
             free = not in_loop and restriction.state_split(axis, restriction.optimizer) is not Split.NEVER
@@ -131,6 +141,18 @@ def axis_choices(
         if all(can_split(rule, f, axes, sizes) for f, axes in enumerate(axes_of) if axes):
             found.append(combination)
     return found
+
+
+def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
+    """The factors that TENSOR axes split in a contraction: of its weights, of the weight it is the gradient of, or
+    those that all arrays share; none for other ops."""
+    if rule.work_kind == "elementwise" or not batch_factors:
+        return frozenset()
+    arrays = [frozenset(f for factors in dims for f in factors) for dims in (*rule.operands, *rule.results)]
+    weights = [factors for factors in arrays if not factors & batch_factors]
+    if weights:
+        return frozenset[int]().union(*weights)
+    return frozenset.intersection(*arrays) - batch_factors
 
 
 def factor_axes(rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -196,6 +196,13 @@ class Builder:
         self.placed[(scope, op.id)] = PlacedSum(operands=keys, result=(scope, result), waits=waits)
         self.offers[(scope, result)] = self._whole(graph.values[result])
 
+    def _stacks_sums(self, scope: int, op: Op) -> bool:
+        """True when a loop may stack partial sums up, which are added up once per step.
+
+        Where gradients must be stored split, they are scattered trip by trip.
+        """
+        return self.catalogue.restriction.parameters is not Split.MUST and self.sums.stacks_up(scope, op)
+
     def _wait(self, scope: int, op: Op) -> bool:
         """Let a scalar stay a partial sum if it is only added up; True when it does."""
         waits = self.sums.feeds_scalars(scope, op)
@@ -209,7 +216,9 @@ class Builder:
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self.sums.in_loop(scope, op),
             only_crosses=self.sums.only_crosses(scope, op),
-            may_wait=self.sums.feeds_addition(scope, op) or self.sums.feeds_gradients(scope, op),
+            may_wait=self.sums.feeds_addition(scope, op)
+            or self.sums.feeds_gradients(scope, op)
+            or self._stacks_sums(scope, op),
             accumulates=(scope, op.id) in self.accumulating,
         )
         node = self._node(self.arrays.product(options.seconds, runs))
@@ -219,7 +228,7 @@ class Builder:
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         main = self._main_operand(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
-        keep = self.sums.only_crosses(scope, op) or self._wait(scope, op)
+        keep = self.sums.only_crosses(scope, op) or self._wait(scope, op) or self._stacks_sums(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
         extent = self._extent(scope, graph.values[op.operands[main]])
         self.extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
@@ -271,6 +280,8 @@ class Builder:
             dims = known.batch_dims if known is not None else (None,) * len(body.values)
             self.scopes.append(Scope(graph=body, batch_dims=dims, in_loop=in_loop))
         scopes = tuple(range(first, len(self.scopes)))
+        for inner in scopes:
+            self.sums.enter(scope, op, inner)
         added_to = accumulators(op, wiring, ADDITIONS)
         self.accumulating |= {(scopes[-1], o) for o in added_to.values()}
         operands = [

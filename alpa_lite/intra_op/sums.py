@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS
 from alpa_lite.intra_op.placed import Scope
 from alpa_lite.intra_op.stage import StageView
@@ -19,6 +20,11 @@ class Sums:
         """`scopes` grows while the stage is laid out."""
         self.view = view
         self.scopes = scopes
+        self.around: dict[int, tuple[int, Op]] = {}
+
+    def enter(self, scope: int, op: Op, inner: int) -> None:
+        """Scope `inner` is a body of `op`, which stands in `scope`."""
+        self.around[inner] = (scope, op)
 
     @cached_property
     def crossing(self) -> frozenset[int]:
@@ -35,6 +41,41 @@ class Sums:
             return False
         (result,), phases = op.results, self.view.step.phases
         return result in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[result])
+
+    def stacks_up(self, scope: int, op: Op) -> bool:
+        """True for a result inside a loop that is stacked, trip by trip, into a sum over micro-batches.
+
+        Ops that are linear in it alone may lie between.
+        """
+        if scope == 0 or not self.in_loop(scope, op):
+            return False
+        graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
+        while len(op.results) == 1 and batch_dims[op.results[0]] is None:
+            (v,) = op.results
+            if v in graph.outputs:
+                return graph.outputs.count(v) == 1 and not graph.consumers[v] and self._stacked_result_crosses(scope, v)
+            if len(graph.consumers[v]) != 1:
+                return False
+            op = graph.ops[graph.consumers[v][0]]
+            if op.bodies or rule_of_op(graph, op.id).linear != ((op.operands.index(v),),):
+                return False
+        return False
+
+    def _stacked_result_crosses(self, scope: int, output: int) -> bool:
+        outer, loop = self.around[scope]
+        wiring = wiring_of(loop)
+        if wiring is None or len(loop.bodies) != 1:
+            return False
+        result = wiring.outputs[0][self.scopes[scope].graph.outputs.index(output)]
+        if result is None or result not in wiring.stacked:
+            return False
+        stack = loop.results[result]
+        if outer > 0:
+            graph = self.scopes[outer].graph
+            ends = graph.outputs.count(stack) == 1 and not graph.consumers[stack]
+            return ends and self._stacked_result_crosses(outer, stack)
+        phases = self.view.step.phases
+        return stack in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[stack])
 
     def feeds_addition(self, scope: int, op: Op) -> bool:
         """True when one addition of this stage is all that reads the result: a partial sum may then wait for it."""

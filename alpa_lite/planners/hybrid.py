@@ -109,7 +109,7 @@ class Hybrid(Planner):
             "data": AxisRole.BATCH,
             "expert": AxisRole.ANY,
             "context": AxisRole.CONTEXT,
-            "model": AxisRole.MODEL,
+            "model": AxisRole.TENSOR,
         }
         return Restriction(
             roles=roles,

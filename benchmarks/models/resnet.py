@@ -11,8 +11,8 @@ Komodakis 2016, "Wide residual networks"). The defaults are ResNet-50. Alpa's Wi
 ``channels`` 160 to 448, ``num_classes=1024`` and float32 (alpa/model/wide_resnet.py of alpa-projects/alpa).
 
 Batch norm normalises over `norm_batch` images at a time. Frameworks whose workers each normalise over the images they
-hold are described by that number; the whole batch (None) makes statistics of one step depend on all images, which
-neither micro-batches nor uncommunicative data parallelism can reproduce. Running averages are not kept.
+hold are described by that number. With the whole batch (None) every image bears on every other, so that a step is no
+sum over micro-batches and workers must exchange statistics. Running averages are not kept.
 """
 
 from collections.abc import Mapping, Sequence

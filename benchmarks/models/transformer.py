@@ -201,13 +201,13 @@ class Transformer:
             memory = self._stack(params["encoder"], inputs, encoder_key, causal=False, memory=None)
         x = self._embed(params, batch["tokens"])
         if self.objective == "masked":
-            x = x + params["type_embedding"].astype(self.dtype)[batch["types"]]
+            x = x + params["type_embedding"][batch["types"]].astype(self.dtype)
         key = None if keys is None else keys[0]
         return self._stack(params, x, key, causal=self.objective == "next_token", memory=memory)
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """``[batch, seq] -> [batch, seq, hidden]``."""
-        x = params["token_embedding"].astype(self.dtype)[tokens]
+        x = params["token_embedding"][tokens].astype(self.dtype)
         if self.positions == "learned":
             x = x + params["position_embedding"].astype(self.dtype)[: tokens.shape[1]]
         return x
