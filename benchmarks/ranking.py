@@ -40,6 +40,7 @@ from benchmarks.models.cnn import CNN
 from benchmarks.models.llama import Llama
 from benchmarks.models.mlp import MLP
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
+from cost_models.cluster import Cluster
 
 PLANNERS: tuple[Planner, ...] = (
     Auto(),
@@ -114,7 +115,7 @@ def cases() -> tuple[Case, ...]:
     )
 
 
-def run_case(case: Case, cluster: al.Cluster, rounds: int, say: Callable[[str], None]) -> list[Row]:
+def run_case(case: Case, cluster: Cluster, rounds: int, say: Callable[[str], None]) -> list[Row]:
     """Plan, compile, and run one step of each plan in turn."""
     optimizer = make_optimizer()
     train_step = make_train_step(case.model.loss_fn, optimizer)
@@ -167,10 +168,12 @@ def correlations(rows: Sequence[Row]) -> dict[str, float]:
     by_model: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_model[row.model].append(row)
-    return {
-        name: float(spearmanr([r.predicted_seconds for r in some], [r.measured_seconds for r in some]).statistic)
-        for name, some in {**by_model, "all": list(rows)}.items()
-    }
+    return {name: _spearman(some) for name, some in {**by_model, "all": list(rows)}.items()}
+
+
+def _spearman(rows: Sequence[Row]) -> float:
+    correlation: Any = spearmanr([row.predicted_seconds for row in rows], [row.measured_seconds for row in rows])
+    return float(correlation.statistic)
 
 
 def rendered(rows: Sequence[Row]) -> Table:
@@ -196,7 +199,7 @@ def rendered(rows: Sequence[Row]) -> Table:
     return table
 
 
-def to_json(rows: Sequence[Row], cluster: al.Cluster) -> dict[str, Any]:
+def to_json(rows: Sequence[Row], cluster: Cluster) -> dict[str, Any]:
     """Plain data."""
     return {
         "cluster": cluster.to_json(),
@@ -207,7 +210,9 @@ def to_json(rows: Sequence[Row], cluster: al.Cluster) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, plan, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranking", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ranking", description="Does the cost model rank plans as this machine does?"
+    )
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="from alpa-lite calibrate --out")
     parser.add_argument("--rounds", type=int, default=15, help="steps under each plan (default %(default)s)")
     parser.add_argument("--model", action="append", help="GPT, Llama, CNN, MLP (default: all)")

@@ -1,11 +1,11 @@
 """The programs that are timed to describe devices, and what each is to the cost model.
 
-Every program does one thing again and again in a loop whose number of trips is an argument, on all devices at the same
-time unless it says otherwise. Passes work on rows that are larger together than caches are, since in a train step most
-operands come from memory.
+Every program does one thing again and again, mostly in a loop whose number of trips is an argument, on all devices at
+the same time unless it says otherwise. Passes work on rows that are larger together than caches are, since in a train
+step most operands come from memory.
 
     product            y @ w, square, by dtype and side                              Work "matmul"
-    convolution        3 × 3, by number of channels                                  Work "convolution"
+    convolution        3 × 3 with its gradients, by stride and channels              Work "convolution"
     tiny product       8 × 8, which is all launch                                    Work "matmul"
     pass               an element-wise pass, by size                                 Work "elementwise", bytes
     arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
@@ -131,12 +131,29 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
         add("pass", _pass, (n,), _pass_work(n), _num_rows(devices, (n,), "float32"))
-    for n in sizes.channels:
-        add("convolution", _convolution, (_IMAGES, _SIDE, _SIDE, n), _convolution_work(n))
+    found += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
     flops = _ARITHMETIC_FLOPS * middle
     add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
     return found
+
+
+def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Probe:
+    """Called again and again from outside: XLA compiles convolutions in loops to something else on CPU."""
+    mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    mapped = jax.shard_map(
+        lambda y, w: _convolution(stride, y[0], w[0])[None], mesh=mesh, in_specs=(spec, spec), out_specs=spec
+    )
+    shape = (len(devices), _IMAGES, _SIDE, _SIDE, channels)
+    images, weights = (_filled(shape, "float32", NamedSharding(mesh, spec), fill) for fill in (0.0, 1.0))
+    series = f"convolution, stride {stride}"
+    return Probe(
+        program=_called(f"{series}, {channels}", jax.jit(mapped).lower(images, weights).compile(), images, weights),
+        series=series,
+        size=channels,
+        parts=(_convolution_work(stride, channels),),
+        num_active_devices=len(devices),
+    )
 
 
 def share_programs(devices: Sequence[Any]) -> list[Program]:
@@ -154,12 +171,7 @@ def dispatch_program(devices: Sequence[Any]) -> Program:
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
     compiled = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding).lower(*arrays).compile()
-
-    def run(trips: int) -> None:
-        for _ in range(trips):
-            jax.block_until_ready(compiled(*arrays))
-
-    return Program(name="dispatch", run=run)
+    return _called("dispatch", compiled, *arrays)
 
 
 def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
@@ -259,16 +271,25 @@ def _pass_work(elements: int) -> Work:
     return Work(flops=_PASS_FLOPS * elements, bytes=3.0 * _ITEM_BYTES * elements)
 
 
-def _convolution(y: jax.Array, w: jax.Array) -> jax.Array:
-    kernel = w.ravel()[: 9 * y.shape[-1] ** 2].reshape(3, 3, y.shape[-1], y.shape[-1])
-    return lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:
+    """A convolution and the two that are its gradients, as a train step runs them."""
+    channels = y.shape[-1]
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(images, kernel, (stride, stride), "SAME", dimension_numbers=layout)
+
+    result, pull = jax.vjp(convolve, y, w.ravel()[: 9 * channels**2].reshape(3, 3, channels, channels))
+    of_images, of_kernel = pull(result)
+    return of_images + of_kernel.mean()
 
 
-def _convolution_work(channels: int) -> Work:
-    elements = _IMAGES * _SIDE**2 * channels
-    product = Product(rows=_IMAGES * _SIDE**2, columns=channels, depth=9 * channels)
-    moved = _ITEM_BYTES * (2.0 * elements + 9 * channels**2)
-    return Work(flops=product.flops, bytes=moved, kind="convolution", product=product)
+def _convolution_work(stride: int, channels: int) -> Work:
+    """All three of them."""
+    rows = _IMAGES * (_SIDE // stride) ** 2
+    product = Product(rows=rows, columns=channels, depth=9 * channels)
+    moved = _ITEM_BYTES * (rows * channels + _IMAGES * _SIDE**2 * channels + 9.0 * channels**2)
+    return Work(flops=product.flops, bytes=moved, kind="convolution", product=product) * 3
 
 
 def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
@@ -325,6 +346,16 @@ def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:
     def run(trips: int) -> None:
         count = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(trips, np.int32))
         jax.block_until_ready(compiled(count, *arrays))
+
+    return Program(name=name, run=run)
+
+
+def _called(name: str, compiled: Any, *arrays: jax.Array) -> Program:
+    """A trip is a call that is awaited."""
+
+    def run(trips: int) -> None:
+        for _ in range(trips):
+            jax.block_until_ready(compiled(*arrays))
 
     return Program(name=name, run=run)
 
