@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.agreement import agreed_number
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
 from alpa_lite.runtime.fit import Measurement, fit_cluster, predicted_seconds
 from alpa_lite.runtime.probes import (
@@ -138,7 +137,7 @@ def calibrate(
     guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
     progress("compiling", 0, 1)
     probes = [*device_probes(found, sizes), *link_probes(found, sizes)]
-    stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=_agree)
+    stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
     programs = _dispatch_and_blocks(found, first)
     return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
 
@@ -148,7 +147,7 @@ def quick_cluster(devices: Sequence[Any]) -> Cluster:
     found = tuple(devices)
     guess = _guess(found)
     probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
-    stopwatch = replace(_QUICK_STOPWATCH, agree=_agree)
+    stopwatch = replace(_QUICK_STOPWATCH, agree=agreed_number)
     return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
 
 
@@ -166,7 +165,8 @@ def conclude(
 ) -> Calibration:
     """Time all of these and find the cluster like `guess` that explains them.
 
-    `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device and on all.
+    `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device of each host
+    and on all devices.
     """
     programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
     total, done = num_samples(len(programs), stopwatch), 0
@@ -183,7 +183,7 @@ def conclude(
     measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
     guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
     if shares:
-        guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.num_devices))
+        guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.devices_per_host))
     return Calibration(
         cluster=fit_cluster(guess, measurements),
         measurements=tuple(measurements),
@@ -262,10 +262,3 @@ def _memory_bytes(device: Any, sharers: int) -> float:
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers
-
-
-def _agree(value: float) -> float:
-    """The first process's number, on all of them."""
-    if jax.process_count() == 1:
-        return value
-    return float(multihost_utils.broadcast_one_to_all(np.float64(value)))

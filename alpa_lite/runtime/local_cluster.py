@@ -4,6 +4,8 @@
     2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.path_for`);
     3. else measured on the spot, in about three seconds, once per process.
 
+Of a job of several processes, the first one's files count, so that all describe the same cluster.
+
 Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their work adds up in
 time instead of running side by side.
 """
@@ -18,6 +20,7 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.agreement import agreed_data
 from alpa_lite.runtime.calibrate import quick_cluster
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
@@ -37,11 +40,37 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         ClusterError: the file that was given cannot be read.
     """
     found = tuple(jax.devices() if devices is None else devices)
+    cluster = _of_first_process(path, found) if jax.process_count() > 1 else _described(path, found)
+    return _measured(found) if cluster is None else cluster
+
+
+def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:
+    """`_described` on the first process of the job; the others, whose files may differ, take its answer."""
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            cluster = _described(path, devices)
+            answer = {"cluster": None if cluster is None else cluster.to_json()}
+        except (ExecutionError, ClusterError) as error:
+            answer = {"error": str(error)}
+    answer = agreed_data(answer)
+    if "error" in answer:
+        raise ExecutionError(answer["error"])
+    return None if answer["cluster"] is None else Cluster.from_json(answer["cluster"])
+
+
+def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
+    """The cluster of a file, if one is given or kept.
+
+    Raises:
+        ExecutionError: see `local_cluster`.
+        ClusterError: the file that was given cannot be read.
+    """
     if path is not None:
         return _checked(load_cluster(str(path)), path, found)
     kept = path_for(fingerprint(found))
     if not kept.exists():
-        return _measured(found)
+        return None
     try:
         return _checked(load_cluster(str(kept)), kept, found)
     except ClusterError as error:

@@ -157,10 +157,10 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
 
 
 def share_programs(devices: Sequence[Any]) -> list[Program]:
-    """A chain of products, softmax and norm on the first device alone, and on all devices together."""
+    """A chain of products, softmax and norm on the first device of each host, and on all devices together."""
     shape = (256, 256)
     return [
-        _everywhere("block on one device", _block, devices[:1], shape, "float32", 8),
+        _everywhere("block on one device", _block, [row[0] for row in host_rows(devices)], shape, "float32", 8),
         _everywhere("block on all devices", _block, devices, shape, "float32", 8),
     ]
 
@@ -333,7 +333,7 @@ def _over_rows(
 
 def _num_rows(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> int:
     """Rows of this shape that no cache holds."""
-    sharers = len(devices) if devices[0].platform == "cpu" else 1
+    sharers = len(host_rows(devices)[0]) if devices[0].platform == "cpu" else 1
     rows = round(_COLD_BYTES / sharers / (prod(shape) * jnp.dtype(dtype).itemsize))
     return min(_MAX_ROWS, max(1, rows))
 
