@@ -202,7 +202,7 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
         size=probe.size,
         parts=probe.parts,
         num_active_devices=probe.num_active_devices,
-        seconds=timing.seconds / probe.num_rows,
+        seconds=timing.seconds,
         num_samples=timing.num_samples,
     )
 

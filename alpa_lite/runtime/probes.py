@@ -1,8 +1,8 @@
 """The programs that are timed to describe devices, and what each is to the cost model.
 
 Every program does one thing again and again, mostly in a loop whose number of trips is an argument, on all devices at
-the same time unless it says otherwise. Passes work on rows that are larger together than caches are, since in a train
-step most operands come from memory.
+the same time unless it says otherwise. Passes work on arrays that no cache holds, since in a train step most operands
+come from memory.
 
     product            y @ w, square, by dtype and side                              Work "matmul"
     convolution        3 × 3 with its gradients, by stride and channels              Work "convolution"
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
@@ -39,26 +38,19 @@ _IMAGES, _SIDE = 8, 32
 #: Arrays that a task of a plan usually takes.
 _ARRAYS_PER_TASK = 32
 _ITEM_BYTES = 4
-#: What the rows of one array take, on all devices of a shared processor together; more rows than _MAX_ROWS add nothing.
-_COLD_BYTES = 1 << 25
-_MAX_ROWS = 1 << 8
 
-_RowFunction = Callable[[jax.Array, jax.Array], jax.Array]
+_Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program that does something on `num_rows` rows in one trip, and the parts whose prices add up to one row of it.
-
-    See `fit.Measurement` for the rest.
-    """
+    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the rest."""
 
     program: Program
     series: str
     size: float
     parts: tuple[Work | Collective, ...]
     num_active_devices: int
-    num_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +86,7 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
     sides = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if 2.0 * n**3 <= 0.05 * matrix_flops)
     return ProbeSizes(
         sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
-        elements=tuple(1 << k for k in (16, 18, 20, 22, 25) if _ITEM_BYTES << k <= memory_bytes / 64),
+        elements=tuple(1 << k for k in (20, 22, 24) if _ITEM_BYTES << k <= memory_bytes / 64),
         channels=(16, 64, 256) if sides[-1] >= 1024 else (16, 64),
         link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
         every_group=True,
@@ -113,14 +105,13 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
     """Products and passes, on all devices at the same time."""
     found: list[Probe] = []
 
-    def add(series: str, function: _RowFunction, shape: tuple[int, ...], work: Work, num_rows: int = 1) -> None:
+    def add(series: str, function: _Step, shape: tuple[int, ...], work: Work) -> None:
         found.append(
             Probe(
-                program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype, num_rows),
+                program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype),
                 series=series,
                 size=shape[-1],
                 parts=(work,),
-                num_rows=num_rows,
                 num_active_devices=len(devices),
             )
         )
@@ -130,7 +121,7 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
             add(f"product {dtype}", _product, (n, n), _product_work(n, dtype))
     add("tiny product", _product, (8, 8), _product_work(8, "float32"))
     for n in sizes.elements:
-        add("pass", _pass, (n,), _pass_work(n), _num_rows(devices, (n,), "float32"))
+        add("pass", _pass, (n,), _pass_work(n))
     found += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
     middle = sizes.elements[len(sizes.elements) // 2]
     flops = _ARITHMETIC_FLOPS * middle
@@ -160,8 +151,8 @@ def share_programs(devices: Sequence[Any]) -> list[Program]:
     """A chain of products, softmax and norm on the first device of each host, and on all devices together."""
     shape = (256, 256)
     return [
-        _everywhere("block on one device", _block, [row[0] for row in host_rows(devices)], shape, "float32", 8),
-        _everywhere("block on all devices", _block, devices, shape, "float32", 8),
+        _everywhere("block on one device", _block, [row[0] for row in host_rows(devices)], shape),
+        _everywhere("block on all devices", _block, devices, shape),
     ]
 
 
@@ -244,7 +235,7 @@ def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int
     mesh = Mesh(grid, ("sibling", "member"))
     collectives = [Collective(kind=k, bytes=float(_ITEM_BYTES * width), group=group) for k in kind.kinds]
     return Probe(
-        program=_over_rows(f"{series}, {width}", collective, mesh, (width,), "float32", 1),
+        program=_on_mesh(f"{series}, {width}", collective, mesh, (width,), "float32"),
         series=series,
         size=width,
         parts=tuple(collectives),
@@ -302,40 +293,25 @@ def _block(y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _everywhere(
-    name: str, function: _RowFunction, devices: Sequence[Any], shape: tuple[int, ...], dtype: str, num_rows: int
+    name: str, function: _Step, devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
 ) -> Program:
-    return _over_rows(name, function, Mesh(np.array(devices), ("device",)), shape, dtype, num_rows)
+    return _on_mesh(name, function, Mesh(np.array(devices), ("device",)), shape, dtype)
 
 
-def _over_rows(
-    name: str, function: _RowFunction, mesh: Mesh, shape: tuple[int, ...], dtype: str, num_rows: int
-) -> Program:
-    """y = function(y, w) for each row y and w of arrays of each device's own, again and again."""
-    spec, count = PartitionSpec(mesh.axis_names), mesh.devices.size
+def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Program:
+    """y = function(y, w) for arrays of each device's own, again and again, in place."""
+    spec = PartitionSpec(mesh.axis_names)
 
     def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
-        def row(_: None, pair: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-            return None, function(*pair)
-
-        def trip(_: jax.Array, state: jax.Array) -> jax.Array:
-            return lax.scan(row, None, (state, constants[0]))[1]
-
-        return lax.fori_loop(0, trips, trip, rows[0])[None]
+        return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
 
     # Unchecked: the loop carries what is the same on all members of a group as if it were not.
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
-    sharding, full = NamedSharding(mesh, spec), (count, num_rows, *shape)
+    sharding, full = NamedSharding(mesh, spec), (mesh.devices.size, *shape)
     # Zeros stay finite under everything, and ordinary under sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
     return _looped(name, jax.jit(mapped), rows, constants)
-
-
-def _num_rows(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> int:
-    """Rows of this shape that no cache holds."""
-    sharers = len(host_rows(devices)[0]) if devices[0].platform == "cpu" else 1
-    rows = round(_COLD_BYTES / sharers / (prod(shape) * jnp.dtype(dtype).itemsize))
-    return min(_MAX_ROWS, max(1, rows))
 
 
 def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:

@@ -31,12 +31,11 @@ def simulate(guess=GUESS, truth=TRUTH, *, alone=None, seed=0, noise=0.0):
 
     probes = [
         Probe(
-            program=program(m.name, 4 * m.seconds),
+            program=program(m.name, m.seconds),
             series=m.series,
             size=m.size,
             parts=m.parts,
             num_active_devices=m.num_active_devices,
-            num_rows=4,
         )
         for m in measurements(truth)
     ]
