@@ -1,6 +1,6 @@
 """Does the cost model rank plans as this machine does? `python -m benchmarks.ranking [--out FILE]`.
 
-Three models are planned by each planner for this machine's devices, and the plans run in turn:
+Four models are planned by each planner for this machine's devices, and the plans run in turn:
 
     predicted / measured      of the time of a step, median over the rounds
     Spearman rank correlation of predicted and measured, for each model and over all plans
