@@ -106,11 +106,14 @@ class AxisGroup:
         num_devices: members of one group.
         devices_per_host: members on one host, in the group that spans the most hosts (on its fullest host).
         num_concurrent: groups with members on one host: they communicate at once and share the link that leaves it.
+        devices_per_domain: members in one domain of hosts, in that group (in its fullest domain); None where hosts
+            form no domains.
     """
 
     num_devices: int
     devices_per_host: int
     num_concurrent: int
+    devices_per_domain: int | None = None
 
 
 def submesh_kinds(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, int], ...]:
@@ -168,8 +171,11 @@ def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: in
     )
 
 
-def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str) -> AxisGroup:
-    """How the groups along `axes` lie on the hosts. Raises PlanError if the mesh does not cover the submesh."""
+def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_per_domain: int = 1) -> AxisGroup:
+    """How the groups along `axes` lie on the hosts, and on domains of so many hosts.
+
+    Raises PlanError if the mesh does not cover the submesh.
+    """
     if logical_mesh.num_devices != submesh.num_devices:
         raise PlanError(
             f"The logical mesh ({logical_mesh}) has {logical_mesh.num_devices} devices, but its submesh has"
@@ -182,7 +188,17 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str) -> AxisG
         num_devices=math.prod(map(logical_mesh.size, axes)),
         devices_per_host=max(widest.values()),
         num_concurrent=max(groups_on_host.values()),
+        devices_per_domain=_fullest_domain(submesh, widest, hosts_per_domain) if hosts_per_domain > 1 else None,
     )
+
+
+def _fullest_domain(submesh: Submesh, members: Counter[int], hosts_per_domain: int) -> int:
+    """Of members by host of the submesh, the most that share a domain; a submesh of several hosts has whole ones."""
+    first_host = submesh.first_device // submesh.devices_per_host if submesh.num_hosts > 1 else 0
+    domains = Counter[int]()
+    for host, count in members.items():
+        domains[(first_host + host) // hosts_per_domain] += count
+    return max(domains.values())
 
 
 def _check_cluster(num_hosts: int, devices_per_host: int) -> None:

@@ -21,6 +21,7 @@ from alpa_lite.rules.fusion import PriceClass, Slot, price_class
 from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
+from cost_models.cluster import Cluster
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
 from cost_models.overlap import Stream, Task, loop_seconds, serial_seconds
@@ -53,8 +54,13 @@ class Pricer:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The devices that communicate along axes."""
-        g = axis_group(self.submesh, self.mesh, *axes)
-        return Group(num_devices=g.num_devices, devices_per_host=g.devices_per_host, num_concurrent=g.num_concurrent)
+        g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+        return Group(
+            num_devices=g.num_devices,
+            devices_per_host=g.devices_per_host,
+            num_concurrent=g.num_concurrent,
+            devices_per_domain=g.devices_per_domain,
+        )
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
@@ -274,6 +280,11 @@ class Estimator:
         if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
             return trips * serial_seconds(tasks)
         return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
+
+
+def dispatch_seconds(cluster: Cluster) -> float:
+    """What the dispatch of a program adds to its time: devices of their own work on while the next one comes."""
+    return cluster.device.dispatch_seconds if cluster.shared_processor else 0.0
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:

@@ -53,12 +53,13 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op) -> tuple[Op, Equa
 
 def _makers(graph: Graph, values: set[int]) -> list[Op]:
     """The ops that make some free values out of nothing, in order."""
-    needed, found = set(values), list[Op]()
-    for op in reversed(graph.ops):
-        if any(r in needed for r in op.results):
-            needed.update(op.operands)
-            found.append(op)
-    return found[::-1]
+    found, queue = set[int](), list(values)
+    while queue:
+        producer = graph.producer[queue.pop()]
+        if producer is not None and producer not in found:
+            found.add(producer)
+            queue += graph.ops[producer].operands
+    return [graph.ops[number] for number in sorted(found)]
 
 
 def _with_ops_in_front(

@@ -187,8 +187,9 @@ def _names(folder: str) -> tuple[str, ...]:
 
 
 def _closest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    longer = [each for each in known if name and each.startswith(name.lower())]
+    close = longer[:4] or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _meant(unknown: Collection[str], known: Collection[str]) -> str:

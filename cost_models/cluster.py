@@ -191,8 +191,9 @@ class Cluster:
                 values[key] = link_from_json(values[key], f"{key!r} of the cluster {values['name']!r}")
         if mixed:
             return cls(**{**values, **_mixed(values)})
-        device = device_from_json(values["device"], f"'device' of the cluster {values['name']!r}")
-        return cls(**{**values, "device": device, "groups": ()})
+        values["device"] = device_from_json(values["device"], f"'device' of the cluster {values['name']!r}")
+        values["groups"] = ()
+        return cls(**values)
 
 
 def slowest_device(devices: Sequence[Device]) -> Device:
@@ -218,6 +219,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
             for dtype in base.peaks
         },
         convolution_efficiency=min(device.convolution_efficiency for device in devices),
+        attention_efficiency=min(device.attention_efficiency for device in devices),
         memory_efficiency=min(device.memory_efficiency for device in devices),
         contention=max(device.contention for device in devices),
     )
@@ -298,8 +300,8 @@ def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
     stray = sorted({"device", "num_hosts", "intra_host"} & set(values))
     if stray:
         raise ClusterError(
-            f"The cluster {name!r} has groups and {', '.join(stray)} beside them: move these into the groups, which say "
-            "what each host is."
+            f"The cluster {name!r} has groups and {', '.join(stray)} beside them: move these into the groups, which "
+            "say what each host is."
         )
     groups = list[HostGroup]()
     for number, each in enumerate(cast("Sequence[object]", given)):

@@ -32,6 +32,8 @@ class Level:
         link: what joins them.
         bytes_per_second: that one unit reaches for this group.
         latency_seconds: of one message.
+        members_per_host: where the members are devices, how many of them sit on one host; 0 where they are hosts or
+            domains.
         single_round: everybody meets everybody at once, in memory that all share.
     """
 
@@ -41,7 +43,13 @@ class Level:
     link: Link
     bytes_per_second: float
     latency_seconds: float
+    members_per_host: int = 0
     single_round: bool = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the members are devices, which share a host (or a domain without a link of its own)."""
+        return self.members_per_host > 0
 
     def moving_seconds(self, bytes: float) -> float:
         """Seconds that `bytes` of one unit keep this level busy."""
@@ -90,6 +98,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
         link=link,
         bytes_per_second=link.rate(num_members) / turns,
         latency_seconds=link.latency_seconds * turns,
+        members_per_host=group.devices_per_host,
         single_round=cluster.shared_processor,
     )
 

@@ -3,7 +3,7 @@
 A scheme is messages m and bytes B for each level; units of a level that take part for the whole group are U (devices,
 hosts, domains), those that meet within one unit of the next level u.
 
-    seconds = sum of m * latency + max of move(B)           levels stream, the slower one sets the rate   (Scheme.seconds)
+    seconds = sum of m * latency + max of move(B)           levels stream, the slowest sets the rate  (Scheme.seconds)
 
     through all devices ("ring")                                                                   (_ring)
         m = p (U - U of the next level), B = p (n-1)/n M    p = 2 all_reduce, 1 all_gather and reduce_scatter
@@ -13,9 +13,10 @@ hosts, domains), those that meet within one unit of the next level u.
         a host act as one and each carries its slice between the hosts (reduce-scatter inside, all-reduce between,
         all-gather inside); all_to_all: a host carries the buffers of all its members
     chains inside, double trees between ("double_tree")                                            (_trees)
-        bottom: m = 2 (u-1), B = 4 M: sums and results pass each device up to twice; above: 2 log2 u, 2 (u-1)/u M
+        bottom: m = 2 (k-1) + 2 log2 (u/k), k members on a host, B = 4 M: sums and results pass each device up to twice
+        above: m = 2 log2 u, B = 2 (u-1)/u M
     in the network, where the bottom level can                                                     (_in_network)
-        bottom: (u+1)/u M at 0.85 of the rate; above: rings or double trees
+        bottom: m as in a tree, B = (u+1)/u M at 0.85 of the rate; above: rings or double trees
     direct                                                                                         (_direct)
         all_to_all: each device sends each other one its slice, peers on other hosts at once
 
@@ -27,9 +28,8 @@ GB/s of bus bandwidth (NVIDIA/nccl-tests issue 347), 0.85 of what their all_gath
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from cost_models import traffic
@@ -120,14 +120,14 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
     elif len(levels) > 1:
         yield _ring(kind, bytes, levels)
     if kind == "all_reduce":
-        if "double_tree" in algorithms and len(levels) > 1:
+        if "double_tree" in algorithms and _spans_hosts(levels):
             yield _trees(bytes, levels)
-        if levels[0].link.in_network_reduction:
+        if levels[0].is_inside and levels[0].link.in_network_reduction:
             yield from _in_network(bytes, levels, algorithms)
 
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
-    """One shift: of the members on a host, one sends to the next host, while the others send inside; the slowest counts."""
+    """One shift: of the members on a host one sends to the next host, the others inside; the slowest counts."""
     parts = [Part(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 
@@ -135,12 +135,11 @@ def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
 def _by_level(
     kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 ) -> Iterator[Scheme]:
-    menus = list[list[Part]]()
+    menus, below = list[list[Part]](), 1
     for level in levels:
-        size = bytes
-        if kind == "all_to_all":
-            size *= levels[0].num_units / level.num_units
+        size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
+        below *= level.num_members
     for parts in product(*menus):
         yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
 
@@ -149,7 +148,9 @@ def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence
     known = ON_ONE_LEVEL[kind]
     if level.link.torus:
         return [_on_torus(kind, bytes, level)]
-    names = [name for name in known if name in algorithms] or ["ring"]
+    # Inside a host a double tree is a chain, which is worse than the ring (`_trees` has it as a part).
+    left_out = {"double_tree"} if level.is_inside else set[str]()
+    names = [name for name in known if name in algorithms and name not in left_out] or ["ring"]
     return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
 
 
@@ -180,20 +181,34 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
     return Scheme("ring", tuple(parts))
 
 
+def _spans_hosts(levels: Sequence[Level]) -> bool:
+    return len(levels) > 1 or levels[0].num_members > levels[0].members_per_host
+
+
 def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Sums go down a chain inside, up and down two trees between."""
-    bottom = levels[0]
-    parts = [
-        _part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)) for level in levels[1:]
-    ]
-    messages = 2 if bottom.single_round else 2 * (bottom.num_members - 1)
-    return Scheme("double tree", (Part(bottom, "chain", messages, TREE_CHAIN_PASSES * bytes), *parts))
+    parts = list[Part]()
+    for level in levels:
+        if level.is_inside:
+            parts.append(Part(level, "chain", _tree_messages(level), TREE_CHAIN_PASSES * bytes))
+        else:
+            parts.append(_part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)))
+    return Scheme("double tree", tuple(parts))
+
+
+def _tree_messages(level: Level) -> int:
+    """Down and up the chain of each host, and the tree over the hosts where they share a level."""
+    if level.single_round:
+        return 2
+    per_host = min(level.members_per_host, level.num_members)
+    hosts = -(-level.num_members // per_host)
+    return 2 * (per_host - 1 + (hosts - 1).bit_length())
 
 
 def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
     bottom = levels[0]
-    part = _part(bottom, "in the network", traffic.in_network_all_reduce(bytes, bottom.num_members))
-    part = replace(part, bytes=part.bytes / IN_NETWORK_EFFICIENCY)
+    sent = traffic.in_network_all_reduce(bytes, bottom.num_members)
+    part = Part(bottom, "in the network", _tree_messages(bottom), sent.serial_bytes / IN_NETWORK_EFFICIENCY)
     above = [name for name in algorithms if name != "tree"]
     for parts in product(*(_menu("all_reduce", bytes, level, above) for level in levels[1:])):
         yield Scheme("in the network", (part, *parts))
@@ -201,16 +216,16 @@ def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 
 def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Each device sends its slices itself; of its peers on one other host all are served at once."""
-    num_devices = levels[0].num_units
+    num_devices, inner = levels[0].num_units, 1
     parts = list[Part]()
-    for number, level in enumerate(levels):
+    for level in levels:
         # Devices in one unit of this level, and of the next: the peers that are reached here lie between the two.
-        inner = num_devices / level.num_units
-        outer = num_devices / levels[number + 1].num_units if number + 1 < len(levels) else num_devices
+        outer = min(inner * level.num_members, num_devices)
         moved = inner * (outer - inner) / num_devices * bytes
-        messages = 1 if level.single_round else math.ceil(outer / inner) - 1
+        messages = 1 if level.single_round else level.num_members - 1
         if level.link.torus:
             messages = level.link.torus_rounds(level.num_members)
             moved *= level.link.torus_detour(level.num_members)
         parts.append(Part(level, "pairs", messages, moved))
+        inner = outer
     return Scheme("pairs", tuple(parts))

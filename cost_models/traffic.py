@@ -27,13 +27,15 @@ the link where it has one.
 Sources: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring, recursive doubling, halving-doubling, broadcast);
 Bruck et al., IEEE TPDS 8(11), 1997 (gather and all-to-all in ceil(log2 n) rounds for any n, which also carries
 halving-doubling to n that are no power of two); Li et al., OSDI 2014 (parameter server: the servers' links carry n M/s
-each way); Sanders, Speck, Träff, Parallel Computing 35(12), 2009 (two trees, each for half of the buffer, in which every
-device is a leaf once and an inner node once: a pipeline of small pieces keeps all links busy, so that only the depth
-remains of the tree's rounds). In the network (NVLink SHARP): the switch reads 1/n of the buffer from everybody for each
-device that adds up, and spreads the sums; what a device sends is the buffer less its own part, and the sums of its part,
-and what it gets is as much, here counted (n+1)/n M. Its messages are counted as the ring's: measured latencies grow that
-way, 10, 15 and 31 us for 2, 4 and 8 H100 (meta-pytorch/autoparallel, cost_models/nccl_cost_model.py). Butterfly on other n folds the r = n - 2^floor(log2 n) surplus devices onto partners first: 2 rounds and
-2 r M more.
+each way); Sanders, Speck, Träff, Parallel Computing 35(12), 2009 (two trees, each for half of the buffer, in which
+every device is a leaf once and an inner node once: a pipeline of small pieces keeps all links busy, so that only the
+depth remains of the trees' rounds). Butterfly on other n folds the r = n - 2^floor(log2 n) surplus devices onto
+partners first: 2 rounds and 2 r M more. In the network (NVLink SHARP) the switch sums what it reads from everybody and
+spreads the sums, (n+1)/n M per device. Its messages are counted as the ring's, since measured latencies grow that way:
+10, 15 and 31 us for 2, 4 and 8 H100 (meta-pytorch/autoparallel, cost_models/nccl_cost_model.py).
+
+Lecture slides often round up: the ring is printed with N steps and 2MN bytes, the tree with 2NM, the naive way with
+N^2 M, each one device or step too many; and the ring is called best, which holds for its bandwidth term alone.
 """
 
 from __future__ import annotations

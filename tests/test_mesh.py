@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.mesh import AxisGroup, LogicalMesh, Submesh, axis_group, logical_shapes, place, submesh_kinds
+from alpa_lite.mesh import AxisGroup, LogicalMesh, Submesh, axis_group, logical_shapes, place, sharing, submesh_kinds
 
 
 def mesh(**axes: int) -> LogicalMesh:
@@ -19,6 +19,13 @@ def test_submesh_lists_its_devices_in_cluster_order():
     assert str(submesh) == "devices 8..15"
     with pytest.raises(PlanError, match="not a submesh"):
         Submesh(first_device=0, num_hosts=0, devices_per_host=4)
+
+
+def test_equal_submeshes_are_found_together():
+    first, second, third = (Submesh(first_device=d, num_hosts=1, devices_per_host=2) for d in (0, 2, 4))
+    assert sharing([first, second, third]) == ((0,), (1,), (2,))
+    assert sharing([second, first, second, third, first]) == ((0, 2), (1, 4), (3,))
+    assert sharing([]) == ()
 
 
 def test_logical_mesh_names_its_axes():
@@ -129,6 +136,29 @@ def test_axis_groups_on_hosts(hosts, devices, axes, axis, expected):
     assert axis_group(submesh, mesh(**axes), axis) == AxisGroup(
         num_devices=num_devices, devices_per_host=devices_per_host, num_concurrent=num_concurrent
     )
+
+
+@pytest.mark.parametrize(
+    ("first_host", "axes", "axis", "expected"),
+    [
+        (0, {"data": 4, "model": 4}, "data", 2),  # one member on each of four hosts, two hosts in a domain
+        (0, {"data": 4, "model": 4}, "model", 4),  # a host each
+        (0, {"data": 2, "model": 8}, "model", 8),  # two hosts that are one domain
+        (0, {"data": 2, "model": 8}, "data", 1),  # one member in each domain
+        (1, {"data": 2, "model": 8}, "model", 4),  # hosts 1 and 2 are of two domains
+        (1, {"all": 16}, "all", 8),  # hosts 1 to 4: the middle two are one domain
+    ],
+)
+def test_axis_groups_in_domains_of_two_hosts(first_host, axes, axis, expected):
+    submesh = Submesh(first_device=4 * first_host, num_hosts=4, devices_per_host=4)
+    assert axis_group(submesh, mesh(**axes), axis, hosts_per_domain=2).devices_per_domain == expected
+
+
+def test_without_domains_groups_know_none():
+    submesh = Submesh(first_device=0, num_hosts=2, devices_per_host=4)
+    assert axis_group(submesh, mesh(data=8), "data").devices_per_domain is None
+    part = Submesh(first_device=6, num_hosts=1, devices_per_host=2)
+    assert axis_group(part, mesh(data=2), "data", hosts_per_domain=2).devices_per_domain == 2
 
 
 def test_a_mesh_of_another_size_is_refused():

@@ -18,7 +18,8 @@ from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.microbatch import split_step
 from alpa_lite.plan import FORMAT, Plan, fingerprint
-from alpa_lite.schedule import GPipe
+from alpa_lite.planners import Hybrid
+from alpa_lite.schedule import GPipe, Interleaved1F1B
 from alpa_lite.trace import trace
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
@@ -87,6 +88,17 @@ def test_the_file_is_plain_json_of_a_known_format(tmp_path: Path) -> None:
 def test_schedules_survive_the_file() -> None:
     plan = planned("mlp", "gpipe_2").last_plan
     assert plan.schedule == GPipe() and Plan.from_json(plan.to_json()).schedule == GPipe()
+
+
+def test_chunks_survive_the_file(tmp_path: Path) -> None:
+    schedule = Interleaved1F1B(num_chunks=2)
+    args = Training(model="mlp").start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)
+    step = al.parallelize(Training(model="mlp").step()).trace(*args)
+    made = step.plan(cluster=eager_cluster(), planner=Hybrid(pipeline=2, schedule=schedule), num_microbatches=2)
+    made.last_plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == made.last_plan and loaded.schedule == schedule
+    assert str(dataclasses.replace(made, last_plan=loaded).lower()) == str(made.lower())
 
 
 @pytest.mark.parametrize("key", ["stages", "schedule", "fingerprint", "op_layers", "cluster"])

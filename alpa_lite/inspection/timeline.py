@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.inspection.units import show_milliseconds, show_percent, show_seconds
 from alpa_lite.plan import Plan
+from alpa_lite.pricing import dispatch_seconds
 from alpa_lite.schedule import Timeline, simulate
 
 
@@ -98,7 +99,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     `plan.prediction.step_seconds`.
     """
     stages, count = plan.stages, plan.num_microbatches
-    dispatch = plan.cluster.device.dispatch_seconds
+    dispatch = dispatch_seconds(plan.cluster)
     whole = len(stages) == 1 and count == 1
     each = dispatch / 2 if whole else dispatch
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]

@@ -27,7 +27,7 @@ from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
-from alpa_lite.pricing import Pricer
+from alpa_lite.pricing import Pricer, dispatch_seconds
 from alpa_lite.schedule import Schedule
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
@@ -258,7 +258,7 @@ def _worthwhile(cluster: Cluster, first: int, last: int, num_layers: int, device
 
 def _seconds(costs: StageCosts, solution: StageSolution, inflow: float) -> float:
     """A stage's time per micro-batch: both passes, their dispatch, what comes in, and its part of the update."""
-    launch = costs.cost_model.launch_seconds()
+    launch = dispatch_seconds(costs.cost_model.cluster)
     loop = solution.forward_seconds + solution.backward_seconds + 2 * launch + 2 * inflow
     return loop + (solution.update_seconds + launch) / costs.step.num_microbatches
 

@@ -295,8 +295,10 @@ class Builder:
                 self._add_op(n, body, o, runs * wiring.trips)
             for v, r in zip(body.outputs, outputs, strict=True):
                 if r in wiring.stacked:
-                    # The loop hands on what its body made, as a stack.
-                    offer = self.offers.get((n, v)) or self._whole(body.values[v])
+                    # The loop hands on what its body made, as a stack; what is free is made as it is wanted.
+                    offer = self.offers.get((n, v)) or self._add_slot(
+                        body.values[v], self.scopes[n].batch_dims[v], Split.MAY
+                    )
                     results[r] = replace(offer, specs=tuple(map(stacked, offer.specs)))
                     self.computed.add(offer.node)
                 elif r is not None:

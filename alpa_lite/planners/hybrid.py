@@ -181,11 +181,14 @@ class Hybrid(Planner):
     ) -> str:
         """Which stage needs how much, and the cheapest change that would fit."""
         device, numbers = request.cluster.device, sorted(found.solutions)
-        stages = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(map(str, numbers))}"
-        need = "needs" if len(numbers) == 1 else "together need"
+        where, need = f"on {submesh.num_devices} devices", f"{show_bytes(found.peak_bytes)} per device"
+        if len(numbers) == 1:
+            lacking = f"stage {numbers[0]} {where} needs at least {need}"
+        else:
+            listed = ", ".join(map(str, numbers))
+            lacking = f"stages {listed} {where} together need {need} at the leanest that was found"
         sentence = (
-            f"{self.name} does not fit: {stages} on {submesh.num_devices} devices {need} at least "
-            f"{show_bytes(found.peak_bytes)} per device with {peak_in_flight(tasks)} micro-batch(es) in flight, but "
+            f"{self.name} does not fit: {lacking} with {peak_in_flight(tasks)} micro-batch(es) in flight, but "
             f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
         if not request.advise:

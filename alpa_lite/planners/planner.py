@@ -18,7 +18,7 @@ from alpa_lite.mesh import LogicalMesh, Submesh, sharing
 from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, UndividedDim, fingerprint
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
-from alpa_lite.pricing import Pricer
+from alpa_lite.pricing import Pricer, dispatch_seconds
 from alpa_lite.rules.graph_facts import free_values, opaque_ops
 from alpa_lite.schedule import Schedule, simulate
 from cost_models.cluster import Cluster
@@ -213,18 +213,18 @@ def boundary_values(step: StepGraph, layers: Layers, first: int) -> list[Value]:
 
 
 def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: bool, num_links: int) -> float:
-    """Time to send values from one stage to the next: each is dispatched by itself."""
+    """Time to send values from one stage to the next: each is dispatched by itself (`dispatch_seconds`)."""
     size = float(sum(v.bytes for v in values))
     moved = model.transfer_seconds(size, crosses_hosts=crosses_hosts, num_links=num_links)
-    return moved + len(values) * model.launch_seconds()
+    return moved + len(values) * dispatch_seconds(model.cluster)
 
 
 def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
-    """Simulate the schedule on the stages' times; add the update and the dispatch of every task."""
+    """Simulate the schedule on the stages' times; add the update, and what dispatching the tasks takes beside."""
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
-    launch = model.launch_seconds()
+    launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
     transfers = [
         inflow_seconds(
@@ -256,8 +256,11 @@ def predict(
     in_turn = [sum(updates[i] for i in numbers) for numbers in together]
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
     gathering = stacks_seconds(request, step, layers, stages)
+    # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
+    beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
+    dispatched = model.launch_seconds() * min(len(tasks), beside) * max(map(len, tasks))
     return Prediction(
-        step_seconds=timeline.makespan_seconds + update + gathering,
+        step_seconds=max(dispatched, timeline.makespan_seconds + update + gathering),
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
         transfer_seconds=2.0 * m * sum(transfers) + gathering,

@@ -19,6 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from benchmarks.models.precision import Einsum
+from benchmarks.models.regularisation import drop
+
 Weights = Mapping[str, jax.Array]
 
 NAMES = ("query", "key", "value", "core", "attention_out")
@@ -42,6 +45,8 @@ class Attention:
         bias: whether projections add a bias.
         fused: queries, keys and values by one contraction instead of three; only where they read the same input.
         recompute_core: compute scores and softmax again in the backward pass instead of keeping them.
+        dropout: rate at which attention weights are zeroed; only where `apply` is given a key.
+        einsum: carries out the projections (`precision.narrow_einsum` in a narrow format).
     """
 
     hidden: int
@@ -53,6 +58,8 @@ class Attention:
     bias: bool
     fused: bool
     recompute_core: bool
+    dropout: float = 0.0
+    einsum: Einsum = jnp.einsum
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Weights by name; ``w_*`` are matrices (with heads as dims), ``b_*`` biases."""
@@ -66,7 +73,12 @@ class Attention:
         return shapes
 
     def apply(
-        self, x: jax.Array, weights: Weights, memory: jax.Array | None = None, bias: jax.Array | None = None
+        self,
+        x: jax.Array,
+        weights: Weights,
+        memory: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """``[batch, seq, hidden] -> [batch, seq, hidden]``.
 
@@ -75,51 +87,61 @@ class Attention:
             weights: of the names and shapes of `shapes`.
             memory: gives keys and values, ``[batch, keys, hidden]``; None stands for `x`.
             bias: added to the scores, ``[g, seq, r, keys]``.
+            key: draws the dropout mask; None means no dropout.
         """
-        query, key, value = self._project(x, x if memory is None else memory, weights)
+        query, keys, value = self._project(x, x if memory is None else memory, weights)
         if self.rotary_base is not None:
-            query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
-        core = jax.checkpoint(attention_core, static_argnums=4) if self.recompute_core else attention_core
-        mixed = checkpoint_name(core(query, key, value, bias, self.causal), "core")
-        out = jnp.einsum("bgqrd,grdh->bqh", mixed, weights["w_out"])
+            query, keys = rotate(query, self.rotary_base), rotate(keys, self.rotary_base)
+        core = jax.checkpoint(attention_core, static_argnums=(4, 6)) if self.recompute_core else attention_core
+        mixed = checkpoint_name(core(query, keys, value, bias, self.causal, key, self.dropout), "core")
+        out = self.einsum("bgqrd,grdh->bqh", mixed, weights["w_out"])
         return checkpoint_name(out + weights["b_out"] if self.bias else out, "attention_out")
 
     def _project(self, x: jax.Array, memory: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[batch, seq, g, r, head_dim]``; keys and values ``[batch, keys, g, head_dim]``."""
         if self.fused:
-            qkv = jnp.einsum("bsh,hgrd->bsgrd", x, weights["w_qkv"])
+            qkv = self.einsum("bsh,hgrd->bsgrd", x, weights["w_qkv"])
             qkv = qkv + weights["b_qkv"] if self.bias else qkv
             query, key, value = qkv[:, :, :, :-2], qkv[:, :, :, -2], qkv[:, :, :, -1]
         else:
-            query = jnp.einsum("bsh,hgrd->bsgrd", x, weights["w_q"])
-            key, value = (jnp.einsum("bsh,hgd->bsgd", memory, weights[name]) for name in ("w_k", "w_v"))
+            query = self.einsum("bsh,hgrd->bsgrd", x, weights["w_q"])
+            key, value = (self.einsum("bsh,hgd->bsgd", memory, weights[name]) for name in ("w_k", "w_v"))
             if self.bias:
                 query, key, value = query + weights["b_q"], key + weights["b_k"], value + weights["b_v"]
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
 
 def attention_core(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, causal: bool
+    query: jax.Array,
+    keys: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    causal: bool,
+    key: jax.Array | None = None,
+    dropout: float = 0.0,
 ) -> jax.Array:
     """``softmax(q k^T / sqrt(head_dim) + bias) v`` with a float32 softmax.
 
     Args:
         query: ``[batch, seq, g, r, head_dim]``.
-        key: ``[batch, keys, g, head_dim]``.
-        value: like `key`.
+        keys: ``[batch, keys, g, head_dim]``.
+        value: like `keys`.
         bias: ``[g, seq, r, keys]`` or None.
         causal: hide keys behind the query.
+        key: draws the dropout mask; None means no dropout.
+        dropout: rate at which weights of the sum are zeroed.
 
     Returns:
         ``[batch, g, seq, r, head_dim]``.
     """
-    scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
+    scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, keys).astype(jnp.float32) * query.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + bias
     if causal:
         visible = jnp.tril(jnp.ones((scores.shape[2], scores.shape[4]), dtype=bool))
         scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
-    return jnp.einsum("bgqrk,bkgd->bgqrd", jax.nn.softmax(scores, axis=-1).astype(value.dtype), value)
+    shares = drop(jax.nn.softmax(scores, axis=-1).astype(value.dtype), key, dropout)
+    return jnp.einsum("bgqrk,bkgd->bgqrd", shares, value)
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from benchmarks.models.precision import Einsum
+
 Weights = Mapping[str, jax.Array]
 Activation = Literal["gelu", "relu", "squared_relu", "silu"]
 
@@ -39,6 +41,7 @@ class FeedForward:
         gated: multiply the inner layer by an activated second projection.
         bias: whether projections add a bias; never where gated.
         fused: where gated, both inner projections by one contraction.
+        einsum: carries out the projections (`precision.narrow_einsum` in a narrow format).
     """
 
     hidden: int
@@ -47,6 +50,7 @@ class FeedForward:
     gated: bool
     bias: bool
     fused: bool
+    einsum: Einsum = jnp.einsum
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Weights by name."""
@@ -61,15 +65,15 @@ class FeedForward:
         """``[batch, seq, hidden] -> [batch, seq, hidden]``."""
         act = activation_function(self.activation)
         if not self.gated:
-            up = jnp.einsum("bsh,hi->bsi", x, weights["w_up"])
+            up = self.einsum("bsh,hi->bsi", x, weights["w_up"])
             inner = act(checkpoint_name(up + weights["b_up"] if self._has_bias else up, "up"))
         elif self.fused:
-            both = checkpoint_name(jnp.einsum("bsh,hti->bsti", x, weights["w_gate_up"]), "up")
+            both = checkpoint_name(self.einsum("bsh,hti->bsti", x, weights["w_gate_up"]), "up")
             inner = act(both[:, :, 0]) * both[:, :, 1]
         else:
-            gate, up = (jnp.einsum("bsh,hi->bsi", x, weights[name]) for name in ("w_gate", "w_up"))
+            gate, up = (self.einsum("bsh,hi->bsi", x, weights[name]) for name in ("w_gate", "w_up"))
             inner = act(checkpoint_name(gate, "gate")) * checkpoint_name(up, "up")
-        down = jnp.einsum("bsi,ih->bsh", inner, weights["w_down"])
+        down = self.einsum("bsi,ih->bsh", inner, weights["w_down"])
         return checkpoint_name(down + weights["b_down"] if self._has_bias else down, "down")
 
     @property
@@ -122,11 +126,11 @@ class Experts:
         act = activation_function(mlp.activation)
         inputs = jnp.einsum("bgsec,bgsh->ebgch", dispatch, tokens)
         if mlp.gated:
-            both = checkpoint_name(jnp.einsum("ebgch,ehti->ebgcti", inputs, weights["w_up"]), "up")
+            both = checkpoint_name(mlp.einsum("ebgch,ehti->ebgcti", inputs, weights["w_up"]), "up")
             inner = act(both[..., 0, :]) * both[..., 1, :]
         else:
-            inner = act(checkpoint_name(jnp.einsum("ebgch,ehi->ebgci", inputs, weights["w_up"]), "up"))
-        outputs = checkpoint_name(jnp.einsum("ebgci,eih->ebgch", inner, weights["w_down"]), "down")
+            inner = act(checkpoint_name(mlp.einsum("ebgch,ehi->ebgci", inputs, weights["w_up"]), "up"))
+        outputs = checkpoint_name(mlp.einsum("ebgci,eih->ebgch", inner, weights["w_down"]), "down")
         return jnp.einsum("bgsec,ebgch->bgsh", combine, outputs).reshape(x.shape)
 
     def _groups(self, x: jax.Array) -> jax.Array:

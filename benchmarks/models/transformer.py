@@ -34,6 +34,8 @@ from jax import lax
 from benchmarks.models.attention import NUM_BUCKETS, Attention, distance_buckets
 from benchmarks.models.feed_forward import Activation, Experts, FeedForward
 from benchmarks.models.losses import Reduction, cross_entropy, reduce_losses
+from benchmarks.models.precision import narrow_einsum
+from benchmarks.models.regularisation import drop
 from benchmarks.models.weights import count, draw, stacked
 
 Params = dict[str, Any]
@@ -82,7 +84,9 @@ class Transformer:
         num_encoder_layers: layers of an encoder that the decoder attends to; 0 for none.
         encoder_seq_len: tokens per sequence of the encoder.
         num_segments: loops that the layers (of encoder and decoder each) are written as.
-        dropout: rate behind the embedding and behind each branch; masks are drawn only when `loss_fn` is given a key.
+        dropout: rate behind the embedding and each branch, and of attention; masks are drawn only when `loss_fn` is
+            given a key.
+        narrow: the projections of the layers compute in eight-bit floating point (`precision.narrow_einsum`).
         dtype: of activations and of weights where they are used; softmax, norms and loss are computed in float32.
         param_dtype: of the weights.
     """
@@ -111,6 +115,7 @@ class Transformer:
     num_segments: int = 1
     recompute: Recompute = "none"
     dropout: float = 0.0
+    narrow: bool = False
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.float32
 
@@ -230,8 +235,8 @@ class Transformer:
         layer_keys = None
         if key is not None:
             embedding_key, layers_key = jax.random.split(key)
-            x = self._drop(x, embedding_key)
-            layer_keys = jax.random.split(layers_key, (sum(sizes), self.period, 3))
+            x = drop(x, embedding_key, self.dropout)
+            layer_keys = jax.random.split(layers_key, (sum(sizes), self.period, 5))
         layer = self._recomputed(lambda x, weights, keys: self._layer(x, weights, keys, causal, bias, memory))
 
         def period(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
@@ -271,14 +276,17 @@ class Transformer:
         """One layer, ``[batch, seq, hidden] -> same``."""
         weights = _cast(layer, self.dtype)
         attend = self._attention(causal=causal)
-        x = x + self._drop(attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=bias), keys, 0)
+        drops = (None,) * 5 if keys is None else tuple(keys)
+        attended = attend.apply(self._norm(x, weights["norm1"]), weights["attention"], bias=bias, key=drops[3])
+        x = x + drop(attended, drops[0], self.dropout)
         if memory is not None:
             attend = self._attention(causal=False, cross=True)
-            x = x + self._drop(attend.apply(self._norm(x, weights["norm_cross"]), weights["cross"], memory), keys, 1)
+            crossed = attend.apply(self._norm(x, weights["norm_cross"]), weights["cross"], memory, key=drops[4])
+            x = x + drop(crossed, drops[1], self.dropout)
         normed, mlp = self._norm(x, weights["norm2"]), self._feed_forward()
         if self.experts is not None and "experts" in weights:
-            return x + self._drop(self.experts.apply(normed, weights["experts"], mlp), keys, 2)
-        return x + self._drop(mlp.apply(normed, weights["mlp"]), keys, 2)
+            return x + drop(self.experts.apply(normed, weights["experts"], mlp), drops[2], self.dropout)
+        return x + drop(mlp.apply(normed, weights["mlp"]), drops[2], self.dropout)
 
     def _norm(self, x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
         """Normalise the last dim, in float32: ``[..., hidden] -> [..., hidden]``."""
@@ -288,13 +296,6 @@ class Transformer:
         normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-5)
         scaled = normed.astype(x.dtype) * weights["scale"]
         return scaled + weights["bias"] if "bias" in weights else scaled
-
-    def _drop(self, x: jax.Array, keys: jax.Array | None, index: int | None = None) -> jax.Array:
-        """Zero entries at the dropout rate and scale up the rest; the identity without a key."""
-        if keys is None:
-            return x
-        keep = jax.random.bernoulli(keys if index is None else keys[index], 1.0 - self.dropout, x.shape)
-        return jnp.where(keep, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
 
     def _attention(self, *, causal: bool, cross: bool = False) -> Attention:
         return Attention(
@@ -307,6 +308,8 @@ class Transformer:
             bias=self.bias,
             fused=self.fused and not cross,
             recompute_core=self.recompute == "selective",
+            dropout=self.dropout,
+            einsum=narrow_einsum if self.narrow else jnp.einsum,
         )
 
     def _feed_forward(self) -> FeedForward:
@@ -317,6 +320,7 @@ class Transformer:
             gated=self.gated,
             bias=self.bias,
             fused=self.fused,
+            einsum=narrow_einsum if self.narrow else jnp.einsum,
         )
 
     def _shapes(self) -> Params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,12 +14,16 @@ from benchmarks.models.optimizers import adam
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.train import TrainStep, init_state, make_train_step
 from benchmarks.models.transformer import Transformer
-from benchmarks.published.plan_of import recompute_of
+from benchmarks.published.plan_of import is_recent, recompute_of
 from benchmarks.published.row import Row, RowError
 
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32, "tf32": jnp.float32}
 #: Share of the tokens that the masked-language task predicts (Devlin et al. 2019, section 3.1).
 _MASKED_SHARE = 0.15
+#: Dropout rate of the models of the time before bfloat16 (Devlin et al. 2019; Shoeybi et al. 2019).
+_DROPOUT = 0.1
+#: A form whose parameters differ by less than this part from what a row states is taken to be the row's.
+_CLOSE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Training:
     step: TrainStep
     state: Any
     batch: Any
+    key: Any
     parameters: int
 
 
@@ -42,19 +47,39 @@ def training_of(row: Row, *, num_segments: int = 1) -> Training:
         step=make_train_step(model.loss_fn, optimizer),
         state=state,
         batch=model.batch_shapes(row.batch_size),
+        key=jax.eval_shape(lambda: jax.random.key(0)) if getattr(model, "dropout", 0.0) else None,
         parameters=model.parameter_count(),
     )
 
 
 def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
-    """The model of a row. Raises `RowError` where the description is not enough."""
+    """The model of a row. Raises `RowError` where the description is not enough.
+
+    Tables seldom say whether layers are gated and embeddings tied, and some count widths in their own way: of the
+    forms that a family takes, the one is built whose number of parameters comes closest to what the row states.
+    """
     precision = row.precision.split("-")[0]
     if precision not in _DTYPES:
         raise RowError(f"precision is {row.precision!r}: known are {', '.join(_DTYPES)}.")
     dtype = _DTYPES[precision]
     if row.family == "wresnet":
         return _residual(row, dtype)
-    gated = row.family in ("llama", "t5") or (row.family == "moe" and row.experts is not None and not row.experts.group)
+    usual = _transformer(row, dtype, num_segments)
+    if row.parameters is None:
+        return usual
+    forms = [usual]
+    if row.family in ("moe", "gpt"):
+        # Grok counts the experts of a token, Alpa's tables a quarter of the width.
+        forms += [replace(usual, tied=tied, gated=gated) for tied in (False, True) for gated in (False, True)]
+    if row.family == "moe":
+        forms += [replace(form, inner=2 * form.inner) for form in forms]
+    error = [abs(form.parameter_count() / row.parameters - 1) for form in forms]
+    best = min(range(len(forms)), key=error.__getitem__)
+    return forms[best] if error[best] < _CLOSE < error[0] else usual
+
+
+def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
+    """The form that a family usually has."""
     plain = row.family in ("llama", "t5")
     recompute = recompute_of(row)
     return Transformer(
@@ -67,11 +92,11 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
         inner=row.inner,
         seq_len=row.seq_len,
         activation="silu" if row.family == "llama" else "gelu",
-        gated=gated,
+        gated=plain,
         norm="rms" if plain else "layer",
         bias=not plain and row.family != "moe",
         fused=recompute != "alternate" and row.family != "t5",
-        positions={"llama": "rotary", "t5": "relative"}.get(row.family, "learned"),
+        positions="rotary" if row.family == "llama" else "relative" if row.family == "t5" else "learned",
         tied=row.family in ("gpt", "bert"),
         objective="masked" if row.family == "bert" else "next_token",
         num_masked=round(_MASKED_SHARE * row.seq_len) if row.family == "bert" else 20,
@@ -80,9 +105,16 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
         encoder_seq_len=row.encoder_seq_len,
         num_segments=num_segments,
         recompute=recompute,
+        dropout=0.0 if is_recent(row) else _DROPOUT,
+        narrow=precision_is_narrow(row),
         dtype=dtype,
         param_dtype=dtype,
     )
+
+
+def precision_is_narrow(row: Row) -> bool:
+    """Whether projections compute in eight bits."""
+    return row.precision.startswith("fp8")
 
 
 def _head_dim(row: Row) -> int:

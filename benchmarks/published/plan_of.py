@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
+from benchmarks.models.transformer import Recompute
 from benchmarks.published.row import Row
 from cost_models.backend import Backend
 
@@ -33,17 +34,35 @@ def sharding_of(row: Row) -> Sharding:
     return Sharding(stage=0)
 
 
+def expert_devices(row: Row) -> int:
+    """How many data-parallel devices may hold different experts; a searched sharding is free to use them all."""
+    searched = "ilp" in row.sharding.lower() or not row.sharding
+    return row.data if row.experts is not None and row.expert == 1 and searched else row.expert
+
+
 def is_recent(row: Row) -> bool:
-    """Whether the run's software dates from about 2023 on. Then came, together, bfloat16 and narrower formats,
-    attention as one kernel, and communication hidden behind computation."""
+    """Whether the run's software dates from about 2023 on, when bfloat16 had replaced float16 and frameworks had
+    learnt to hide communication behind computation."""
     return not row.precision.startswith(("fp16", "fp32", "tf32"))
+
+
+def fuses_attention(row: Row) -> bool:
+    """Whether attention runs as one kernel.
+
+    It came to PyTorch with version 2.0 (2023, as did FSDP in its present words), to others with Transformer Engine
+    ("-te") and with the libraries for Hopper GPUs and for TPUs of the time.
+    """
+    if not is_recent(row):
+        return False
+    older = row.hardware.lower().startswith(("v100", "a100", "a10", "a40", "t4", "tpu v2", "tpu v3", "rtx 3090"))
+    return not older or row.precision.endswith("-te") or "full_shard" in row.sharding.lower()
 
 
 def backend_of(row: Row) -> Backend:
     """What the run's software hides and fuses."""
     recent = is_recent(row)
     return Backend(
-        fused_attention=recent,
+        fused_attention=fuses_attention(row),
         overlap_gradients=recent,
         overlap_products=recent and row.sequence_parallel,
     )
@@ -58,7 +77,7 @@ def schedule_of(row: Row) -> Schedule:
     return OneFOneB()
 
 
-def recompute_of(row: Row) -> str:
+def recompute_of(row: Row) -> Recompute:
     """What the backward pass computes again, in the words of `benchmarks.models.transformer.Recompute`.
 
     Fused attention computes its scores again whatever else is kept.
@@ -74,6 +93,6 @@ def recompute_of(row: Row) -> str:
         return "alternate"
     if text.startswith("custom"):
         return "projections"
-    if text.startswith("selective") or is_recent(row):
+    if text.startswith("selective") or fuses_attention(row):
         return "selective"
     return "none"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import alpa_lite as al
 from alpa_lite.api import TracedFunction
@@ -13,7 +13,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
-from benchmarks.published.plan_of import backend_of, schedule_of, sharding_of
+from benchmarks.published.plan_of import backend_of, expert_devices, schedule_of, sharding_of
 from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
@@ -26,7 +26,24 @@ class PredictedRun:
 
     plan: al.Plan
     seconds: float
-    host_seconds: float
+
+    def breakdown(self) -> dict[str, Any]:
+        """Where the predicted time goes: seconds per step on one device, and what the plan was."""
+        prediction, stages = self.plan.prediction, self.plan.stages
+        count = self.plan.num_microbatches
+        return {
+            "plan": self.plan.name,
+            "num_microbatches": count,
+            "forward_seconds": count * max(stage.forward_seconds for stage in stages),
+            "backward_seconds": count * max(stage.backward_seconds for stage in stages),
+            "update_seconds": max(stage.update_seconds for stage in stages),
+            "compute_seconds": prediction.compute_seconds / len(stages),
+            "collective_seconds": prediction.collective_seconds / len(stages),
+            "transfer_seconds": prediction.transfer_seconds,
+            "bubble_fraction": prediction.bubble_fraction,
+            "peak_gigabytes": max(prediction.peak_bytes) / 1e9,
+            "flops_per_device": prediction.flops_per_device,
+        }
 
 
 @dataclass(kw_only=True)
@@ -39,13 +56,12 @@ class Predictor:
 
     def predict(self, row: Row) -> PredictedRun:
         """The predicted step. Raises `RowError` with the reason where the run cannot be built."""
-        started = time.perf_counter()
         cluster, backend = self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row))
         try:
             plan = self._plan(row, cluster, backend)
         except AlpaLiteError as error:
             raise RowError(str(error)) from error
-        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds, host_seconds=time.perf_counter() - started)
+        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds)
 
     def _plan(self, row: Row, cluster: Cluster, backend: Backend) -> al.Plan:
         sharding = sharding_of(row)
@@ -54,7 +70,7 @@ class Predictor:
             data=row.data,
             model=row.model,
             context=row.context,
-            expert=row.expert,
+            expert=expert_devices(row),
             zero=sharding.stage,
             replicas=sharding.replicas,
             sequence_parallel=row.sequence_parallel,
@@ -80,5 +96,5 @@ class Predictor:
         if key not in self._traced:
             self._traced.clear()
             training = training_of(row, num_segments=segments)
-            self._traced[key] = al.parallelize(training.step).trace(training.state, training.batch)
+            self._traced[key] = al.parallelize(training.step).trace(training.state, training.batch, training.key)
         return self._traced[key]

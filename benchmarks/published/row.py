@@ -34,6 +34,7 @@ class Row:
     """The description of a run. See `shared/data/README.md`-like documentation in docs/cost-model.md for the columns.
 
     Attributes:
+        parameters: as the table states them; None where it does not.
         encoder_layers, encoder_seq_len: of an encoder beside the decoder; 0 without.
         num_microbatches: of one data-parallel replica; None where the table does not say.
         measured_seconds: per step; None where it was not measured. Nothing but the score may read it.
@@ -51,6 +52,7 @@ class Row:
     layers: int
     encoder_layers: int
     hidden: int
+    parameters: float | None
     heads: int
     kv_heads: int
     inner: int
@@ -100,9 +102,10 @@ def read_rows(path: str | Path) -> list[Mapping[str, str]]:
 
 def parse_row(cells: Mapping[str, str]) -> Row:
     """The row of these cells. Raises `RowError` for a cell that cannot be read."""
-    family = cells["family"].strip()
-    if family not in get_args(Family):
-        raise RowError(f"family is {family!r}: known are {', '.join(get_args(Family))}.")
+    families: Mapping[str, Family] = {name: name for name in get_args(Family)}
+    family = families.get(cells["family"].strip())
+    if family is None:
+        raise RowError(f"family is {cells['family']!r}: known are {', '.join(families)}.")
     layers, encoder_layers = _pair(cells, "layers")
     lengths = _pair(cells, "seq_len", order="first")
     image = family == "wresnet"
@@ -124,6 +127,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
         layers=layers,
         encoder_layers=encoder_layers,
         hidden=0 if image else _count(cells, "hidden"),
+        parameters=1e9 * float(cells["params_B"]) if cells.get("params_B", "").strip() else None,
         heads=heads,
         kv_heads=0 if image else _count(cells, "kv_heads", heads),
         inner=0 if image else _count(cells, "ffn_hidden"),

@@ -20,6 +20,17 @@ def test_more_members_on_a_host_than_members_is_refused():
         Group(num_devices=2, devices_per_host=8)
 
 
+@pytest.mark.parametrize("domain", [4, 17])
+def test_members_in_a_domain_lie_between_those_of_a_host_and_all(domain: int):
+    with pytest.raises(
+        CostModelError, match=f"devices_per_domain is {domain}, but .* 8 members on a host and 16 in all"
+    ):
+        Group(num_devices=16, devices_per_host=8, devices_per_domain=domain)
+    with pytest.raises(CostModelError, match="devices_per_domain is 0, but a whole number"):
+        Group(num_devices=16, devices_per_host=8, devices_per_domain=0)
+    assert Group(num_devices=16, devices_per_host=8, devices_per_domain=8).num_hosts == 2
+
+
 def test_unknown_kinds_and_negative_sizes_are_refused():
     group = Group(num_devices=2, devices_per_host=2)
     with pytest.raises(CostModelError, match="'gossip', but only these are priced: all_reduce, all_gather"):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from cost_models import Cluster, ClusterError, Device, Link
+from cost_models import Cluster, ClusterError, Device
 
 
 def make_device(**peaks: float) -> Device:
@@ -52,23 +52,3 @@ def test_rates_of_a_device_are_above_zero(cluster: Cluster, field: str):
         make_device(float32=0)
     with pytest.raises(ClusterError, match="launch_seconds is -1"):
         replace(cluster.device, launch_seconds=-1)
-
-
-def test_a_link_prices_a_message():
-    link = Link(bandwidth_bytes_per_second=100, latency_seconds=3, efficiency=0.5)
-    assert link.seconds(200) == 3 + 200 / 50
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ((0, 0, 1), "bandwidth_bytes_per_second is 0, .* give it in bytes"),
-        ((1, -1, 1), "latency_seconds is -1"),
-        ((1, 0, 0), "efficiency is 0"),
-        ((1, 0, 1.5), "efficiency is 1.5, but it is a fraction of at most 1"),
-    ],
-)
-def test_impossible_links_are_refused(values: tuple[float, float, float], sentence: str):
-    bandwidth, latency, efficiency = values
-    with pytest.raises(ClusterError, match=sentence):
-        Link(bandwidth_bytes_per_second=bandwidth, latency_seconds=latency, efficiency=efficiency)

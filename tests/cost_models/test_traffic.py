@@ -12,9 +12,12 @@ ALL_REDUCE_TABLE = {
     traffic.tree_all_reduce: {4: (6, 2, 4), 8: (14, 3, 6), 16: (30, 4, 8)},
     traffic.butterfly_all_reduce: {4: (8, 2, 2), 8: (24, 3, 3), 16: (64, 4, 4)},
     traffic.halving_doubling_all_reduce: {4: (6, 1.5, 4), 8: (14, 1.75, 6), 16: (30, 1.875, 8)},
+    traffic.double_tree_all_reduce: {4: (6, 1.5, 4), 8: (14, 1.75, 6), 16: (30, 1.875, 8)},
     traffic.parameter_server: {4: (8, 1, 2), 8: (16, 1, 2), 16: (32, 1, 2)},
 }
 OTHERS = (
+    traffic.ring_all_gather,
+    traffic.chain_broadcast,
     traffic.recursive_all_gather,
     traffic.pairwise_all_to_all,
     traffic.bruck_all_to_all,
@@ -42,7 +45,17 @@ def test_times_of_the_textbook(n: int, log: int):
         traffic.tree_all_reduce: 2 * log * (a + m * b),
         traffic.butterfly_all_reduce: log * (a + m * b),
         traffic.halving_doubling_all_reduce: 2 * log * a + 2 * (n - 1) / n * m * b,
+        traffic.double_tree_all_reduce: 2 * log * a + 2 * (n - 1) / n * m * b,
+        traffic.in_network_all_reduce: 2 * (n - 1) * a + (n + 1) / n * m * b,
         traffic.parameter_server: 2 * a + 2 * n * m * b,
+        traffic.ring_all_gather: (n - 1) * (a + m / n * b),
+        traffic.recursive_all_gather: log * a + (n - 1) / n * m * b,
+        traffic.pairwise_all_to_all: (n - 1) * (a + m / n * b),
+        traffic.bruck_all_to_all: log * (a + m / 2 * b),
+        traffic.chain_broadcast: (n - 1) * a + m * b,
+        traffic.tree_broadcast: log * (a + m * b),
+        traffic.scatter_gather_broadcast: 2 * log * a + 2 * (n - 1) / n * m * b,
+        traffic.point_to_point: a + m * b,
     }
     for send, seconds in expected.items():
         assert send(m, n).seconds(link) == pytest.approx(seconds)
@@ -72,6 +85,36 @@ def test_every_sum_moves_at_least_what_it_must(n: int):
     """All but one of the buffers must travel, and all but one of the sums: 2(n-1) buffers at least."""
     for send in ALL_REDUCE_TABLE:
         assert send(1.0, n).total_sent_bytes >= 2 * (n - 1) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_counts_of_lecture_slides_that_round_up(n: int):
+    """Often printed: ring 2MN in N steps, tree 2NM, naive N^2 M; all count one device or step too many."""
+    ring, tree, naive = (
+        send(1.0, n) for send in (traffic.ring_all_reduce, traffic.tree_all_reduce, traffic.naive_all_reduce)
+    )
+    assert (2 * n - ring.total_sent_bytes, 2 * n - tree.total_sent_bytes, n**2 - naive.total_sent_bytes) == (2, 2, n)
+    assert (ring.num_rounds, ring.max_sent_bytes) == (2 * (n - 1), 2 * (n - 1) / n)
+    assert traffic.butterfly_all_reduce(1.0, n).total_sent_bytes == n * (n.bit_length() - 1)  # printed as it is
+
+
+@pytest.mark.parametrize("n", [8, 16, 64])
+def test_the_ring_has_the_best_bandwidth_and_the_worst_latency(n: int):
+    """Slides call the ring best: only its bandwidth term is, its 2(n-1) messages lose when the buffer is small."""
+    link = Link(bandwidth_bytes_per_second=1e9, latency_seconds=1e-5)
+    sends = {send: send(1.0, n) for send in ALL_REDUCE_TABLE}
+    ring = sends[traffic.ring_all_reduce]
+    assert ring.serial_bytes == min(sent.serial_bytes for sent in sends.values())
+    assert ring.num_serial_messages == max(sent.num_serial_messages for sent in sends.values())
+    assert sends[traffic.butterfly_all_reduce].seconds(link) < ring.seconds(link)
+    assert traffic.butterfly_all_reduce(1e9, n).seconds(link) > traffic.ring_all_reduce(1e9, n).seconds(link)
+
+
+def test_a_ramp_lengthens_each_time():
+    link = Link(bandwidth_bytes_per_second=1e9, latency_seconds=1e-5, ramp_seconds=3e-3)
+    # 1.75 MB: 1.75 ms, and of the ramp the part 1.75 MB / (1.75 MB + 3 ms * 1 GB/s / 3).
+    assert traffic.ring_all_reduce(1e6, 8).bandwidth_seconds(link) == pytest.approx(1.75e-3 + 3e-3 * 1.75 / 2.75)
+    assert traffic.ring_all_reduce(1e6, 8).latency_seconds(link) == pytest.approx(14e-5)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -31,7 +31,9 @@ def test_an_impossible_amount_is_refused_with_a_sentence(flops: float):
 
 
 def test_an_unknown_kind_and_a_negative_count_are_refused():
-    with pytest.raises(CostModelError, match=r"'gemm', but only these are priced: matmul, convolution, elementwise\."):
+    with pytest.raises(
+        CostModelError, match=r"'gemm', but only these are priced: matmul, convolution, attention, elementwise\."
+    ):
         Work(kind="gemm")  # pyright: ignore[reportArgumentType]
     with pytest.raises(CostModelError, match=r"multiplies a Work is -1"):
         _ = Work() * -1

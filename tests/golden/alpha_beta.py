@@ -26,6 +26,7 @@ from math import prod
 from typing import Any
 
 import alpa_lite as al
+from cost_models.backend import Backend
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective
 from cost_models.work import Work
@@ -43,6 +44,11 @@ class AlphaBeta:
     beta: tuple[float, float] = (1.0, 1.0)
     forbidden: tuple[str, ...] = ()
     seconds_per_flop: float = 1.0
+
+    @property
+    def backend(self) -> Backend:
+        """The default one: Alpa prices nothing that depends on it."""
+        return Backend()
 
     @property
     def cluster(self) -> Cluster:

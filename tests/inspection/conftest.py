@@ -40,6 +40,13 @@ def pipeline_plan():
 
 
 @pytest.fixture(scope="package")
+def interleaved_plan():
+    """Four stages on two halves of the devices, which run them in turn."""
+    schedule = al.schedule.Interleaved1F1B(num_chunks=2)
+    return make_plan(al.planners.Hybrid(pipeline=2, schedule=schedule))
+
+
+@pytest.fixture(scope="package")
 def zero_plan(pipeline_plan):
     """Optimizer state split, parameters whole: the specs of ZeRO-1, put into the plan by hand."""
     stages = []

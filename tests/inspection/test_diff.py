@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import alpa_lite as al
 from alpa_lite.inspection.diff import compare, diff
 
 
@@ -35,3 +36,8 @@ def test_it_says_what_it_buys(tensor_plan):
 
 def test_other_code_is_said(tensor_plan):
     assert "different steps" in diff(tensor_plan, replace(tensor_plan, fingerprint="0" * 64))
+
+
+def test_the_options_of_schedules_count(interleaved_plan):
+    other = replace(interleaved_plan, schedule=al.schedule.Interleaved1F1B(num_chunks=4))
+    assert "interleaved-1f1b(num_chunks=4)" in interleaved_plan.diff(other)

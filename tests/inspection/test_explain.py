@@ -74,3 +74,8 @@ def test_unknown_subjects_get_a_sentence_with_close_matches(tensor_plan, subject
 def test_ambiguous_subject_lists_what_it_could_be(tensor_plan):
     with pytest.raises(PlanError, match="names several arrays"):
         explain(tensor_plan, "params")
+
+
+def test_memory_of_stages_on_the_same_devices(interleaved_plan, pipeline_plan):
+    assert "The peak counts what its devices hold of stage 0 too." in interleaved_plan.explain("stage 2")
+    assert "what its devices hold of" not in pipeline_plan.explain("stage 1")

@@ -66,3 +66,13 @@ def test_names_are_escaped(tensor_plan):
 @pytest.mark.parametrize("words", ["Stages", "Parameters", "Collectives", "Predicted step"])
 def test_sections(tensor_plan, words):
     assert words in plan_html(tensor_plan)
+
+
+def test_stages_on_the_same_devices_share_a_row(interleaved_plan, pipeline_plan):
+    parse(plan_html(interleaved_plan))
+    svg = timeline_svg(interleaved_plan)
+    assert ">stage 0, 2</text>" in svg and ">stage 1, 3</text>" in svg
+    heights = [svg.split("viewBox=")[1].split('"')[1] for svg in (svg, timeline_svg(pipeline_plan))]
+    assert heights[0] == heights[1]
+    bars = svg.count("<rect")
+    assert bars == 4 * (2 * interleaved_plan.num_microbatches + 1)

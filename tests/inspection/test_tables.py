@@ -77,3 +77,12 @@ def test_summary_is_json(pipeline_plan):
     summary = json.loads(json.dumps(plan_summary(pipeline_plan)))
     assert summary["step_seconds"] == pipeline_plan.prediction.step_seconds
     assert [stage["mesh"] for stage in summary["stages"]] == [{"data": 4}, {"data": 4}]
+
+
+def test_stages_on_the_same_devices(interleaved_plan, pipeline_plan):
+    text = str(interleaved_plan)
+    assert "schedule interleaved-1f1b(num_chunks=2)" in " ".join(text.split())
+    assert "with that of all stages on the device" in " ".join(text.split())
+    assert "with that of all stages on the device" not in str(pipeline_plan)
+    rows = stages_table(interleaved_plan).rows
+    assert [row[2] for row in rows] == ["0–3", "4–7", "0–3", "4–7"]

@@ -1,6 +1,7 @@
 """Predicted timelines and traces."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,25 @@ def test_every_task_is_there_once(pipeline_plan):
         assert (kinds.count("forward"), kinds.count("backward"), kinds.count("update")) == (count, count, 1)
     text = str(timeline)
     assert "predicted step" in text and "busy ms" in text
+
+
+def test_stages_on_the_same_devices_share_a_row(interleaved_plan):
+    timeline = predicted_timeline(interleaved_plan)
+    assert timeline.makespan_seconds == pytest.approx(interleaved_plan.prediction.step_seconds, rel=0.02)
+    assert timeline.bubble_fraction == pytest.approx(interleaved_plan.prediction.bubble_fraction, rel=0.1)
+    assert timeline.rows == ((0, 2), (1, 3))
+    for row in range(2):
+        bars = sorted((bar for bar in timeline.bars if bar.row == row), key=lambda bar: bar.start_seconds)
+        assert {bar.stage for bar in bars} == set(timeline.rows[row])
+        # One after the other, the updates too.
+        assert all(a.end_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(bars))
+    assert sum(bar.kind == "update" for bar in timeline.bars) == 4
+    assert " 0, 2 " in str(timeline) and " 1, 3 " in str(timeline)
+    trace = chrome_trace(timeline)["traceEvents"]
+    assert {event["args"]["name"] for event in trace if event["ph"] == "M"} == {"step", "stage 0, 2", "stage 1, 3"}
+    assert {(event["tid"], event["args"]["stage"]) for event in trace if event["ph"] == "X"} == {
+        *((0, 0), (0, 2), (1, 1), (1, 3))
+    }
 
 
 def test_trace_of_a_plan(pipeline_plan):

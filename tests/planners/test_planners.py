@@ -19,7 +19,7 @@ import alpa_lite as al
 from alpa_lite.graph.phases import Phase
 from alpa_lite.planners import FSDP, MANUAL_PLANNERS, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from alpa_lite.planners.planner import PlanRequest
-from alpa_lite.schedule import GPipe, OneFOneB, Schedule
+from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
 from alpa_lite.sharding import divides
 from alpa_lite.spmd import free_values
 from benchmarks.models.gpt import GPT
@@ -33,6 +33,7 @@ ALL: dict[str, Planner] = {
     "megatron_2": Megatron(tensor=2),
     "tensor_pipeline": Pipeline(num_stages=2, tensor=2, schedule=GPipe()),
     "wide_hybrid": Hybrid(data=2, model=4, zero=1),
+    "interleaved": Hybrid(pipeline=2, model=2, schedule=Interleaved1F1B(num_chunks=2)),
 }
 
 CLUSTERS: dict[str, Any] = {
@@ -103,8 +104,10 @@ def test_every_placed_op_is_on_the_stage_of_its_layer(model: str, planner: str, 
 @pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
 def test_submeshes_tile_the_cluster(model: str, planner: str, cluster: str) -> None:
     plan = plan_for(model, planner, cluster)
-    used = sorted(device for stage in plan.stages for device in stage.submesh.devices)
+    submeshes = {stage.submesh for stage in plan.stages}
+    used = sorted(device for submesh in submeshes for device in submesh.devices)
     assert used == list(range(plan.cluster.num_devices))
+    assert len(submeshes) * plan.schedule.stages_per_processor == len(plan.stages)
     for stage in plan.stages:
         assert stage.mesh_shape.num_devices == stage.submesh.num_devices
 
@@ -148,7 +151,7 @@ def test_no_manual_plan_is_priced_better_than_the_automatic_one(model: str, clus
     assert auto.alternatives and min(s for _, s in auto.alternatives) >= auto.prediction.step_seconds
 
 
-@pytest.mark.parametrize("planner", [name for name in ALL if name not in ("auto", "hybrid", "wide_hybrid")])
+@pytest.mark.parametrize("planner", [n for n in ALL if n not in ("auto", "hybrid", "wide_hybrid", "interleaved")])
 def test_the_search_alone_is_as_good_as_every_manual_plan_on_one_stage(planner: str) -> None:
     # Without micro-batches the search covers all of these plans, and finds nothing worse by itself.
     request = {"cluster": eager_cluster(), "num_microbatches": 1}
@@ -285,6 +288,86 @@ def test_the_search_leaves_room_for_what_its_schedule_holds(schedule: Schedule) 
     roomy = max(plan_within(1e9).prediction.peak_bytes)
     for limit in (roomy - 1, 0.9 * roomy, 0.8 * roomy):
         assert max(plan_within(limit).prediction.peak_bytes) <= limit
+
+
+# --- stages that share devices ----------------------------------------------------------------------------------------
+
+
+def test_chunks_are_dealt_out_and_counted_together() -> None:
+    plan = plan_for("mlp", "interleaved", "eager")
+    assert plan.name == "pp2·2 × tp2" and plan.stages_together == ((0, 2), (1, 3))
+    tasks, count = plan.schedule.tasks(4, plan.num_microbatches), plan.num_microbatches
+    for processor in range(2):
+        mine = {i: plan.stages[i] for i in (processor, processor + 2)}
+        held, most = dict.fromkeys(mine, 0), 0.0
+        for task in tasks[processor]:
+            held[task.stage] += 1 if task.kind is TaskKind.FORWARD else -1
+            most = max(most, sum(held[i] * stage.activation_bytes for i, stage in mine.items()))
+        kept = sum(stage.state_bytes + stage.accumulator_bytes for stage in mine.values())
+        wanted = kept + most + max(stage.temporary_bytes for stage in mine.values())
+        for i in mine:
+            assert plan.prediction.peak_bytes[i] == pytest.approx(wanted)
+    assert count % 2 == 0
+
+
+def test_the_step_of_chunks_is_what_the_simulation_says() -> None:
+    plan = plan_for("mlp", "interleaved", "eager")
+    dispatch, stages = plan.cluster.device.dispatch_seconds, plan.stages
+    without_transfers = simulate(
+        plan.schedule.tasks(4, plan.num_microbatches),
+        [stage.forward_seconds + dispatch for stage in stages],
+        [stage.backward_seconds + dispatch for stage in stages],
+    ).makespan_seconds
+    updates = max(stages[i].update_seconds + stages[i + 2].update_seconds for i in range(2))
+    least = without_transfers + updates
+    assert least < plan.prediction.step_seconds < least + plan.prediction.transfer_seconds + 1e-3
+
+
+def test_three_boundaries_of_four_chunks_send_and_those_of_one_group_do_not() -> None:
+    def transfers(pipeline: int, chunks: int) -> float:
+        planner = Hybrid(pipeline=pipeline, data=1, model=8 // pipeline, schedule=Interleaved1F1B(num_chunks=chunks))
+        found = traced("mlp").plan(cluster=eager_cluster(), planner=planner, num_microbatches=4).last_plan
+        return found.prediction.transfer_seconds
+
+    assert transfers(1, 4) == 0.0
+    assert transfers(2, 2) > 2 * transfers(2, 1) > 0.0
+
+
+def test_chunks_run_in_the_order_of_the_cluster_from_the_last_group_to_the_first() -> None:
+    """Four stages on two hosts: every boundary crosses hosts, that from stage 1 to stage 2 too."""
+    planner = Hybrid(pipeline=2, data=8, model=1, schedule=Interleaved1F1B(num_chunks=2))
+    plan = traced("mlp").plan(cluster=CLUSTERS["two hosts"](), planner=planner, num_microbatches=4).last_plan
+    assert [stage.submesh.first_device for stage in plan.stages] == [0, 8, 0, 8]
+
+
+def test_chunks_say_what_they_cannot_run() -> None:
+    planner = ALL["interleaved"]
+    with pytest.raises(al.errors.PlanError, match=r"2 micro-batches at a time, so that it cannot run 1"):
+        traced("mlp").plan(cluster=eager_cluster(), planner=planner, num_microbatches=1)
+    with pytest.raises(al.errors.PlanError, match=r"gives each stage devices of its own.*Use it in al.planners.Hybrid"):
+        traced("mlp").plan(cluster=eager_cluster(), planner=Auto(schedule=Interleaved1F1B()))
+    with pytest.raises(al.errors.PlanError, match=r"512 pipeline stages were asked for"):
+        deep = Hybrid(pipeline=8, schedule=Interleaved1F1B(num_chunks=64))
+        traced("mlp").plan(cluster=eager_cluster(), planner=deep, num_microbatches=8)
+
+
+def test_chunks_that_do_not_fit_together_are_made_to_or_refused() -> None:
+    host, schedule = al.cluster("p3.16xlarge"), Interleaved1F1B(num_chunks=2)
+
+    def plan_within(limit: float) -> al.Plan:
+        cluster = dataclasses.replace(host, device=dataclasses.replace(host.device, memory_bytes=limit))
+        planner = Hybrid(pipeline=2, data=1, model=4, schedule=schedule)
+        return traced("mlp").plan(cluster=cluster, planner=planner, num_microbatches=4).last_plan
+
+    most = max(plan_within(1e9).prediction.peak_bytes)
+    for share in (1.0, 0.95, 0.9, 0.7, 0.5):
+        # Each stage alone fits into this as it was; together they must do with less, if they can.
+        try:
+            assert max(plan_within(share * most).prediction.peak_bytes) <= share * most
+        except al.errors.InfeasibleError:
+            assert share < 1.0
+    with pytest.raises(al.errors.InfeasibleError, match=r"stages \d, \d on 4 devices together need .* at the leanest"):
+        plan_within(0.2 * most)
 
 
 def test_a_decorated_step_is_planned_like_the_plain_one() -> None:

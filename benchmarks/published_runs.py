@@ -1,0 +1,155 @@
+"""Predict published training runs and compare: `python -m benchmarks.published_runs --runs FILE.csv --out FILE.json`.
+
+Each row goes the project's ordinary way: its model is traced, its manual plan is made for its cluster, and the plan is
+simulated. Rows without a measured step time are predicted only; a row that cannot be built is listed with its reason.
+The columns are those that `benchmarks.published.row` reads; the scoring rule is in `benchmarks.published.score`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.published.ablation import ABLATIONS
+from benchmarks.published.predict import Predictor
+from benchmarks.published.row import RowError, parse_row, read_rows
+from benchmarks.published.score import Outcome, Score, score
+
+Cells = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row's outcome, its parts, and what its plan was."""
+
+    outcome: Outcome
+    breakdown: Mapping[str, Any]
+
+
+def predict_rows(batch: Sequence[Cells], ablation: str) -> list[Prediction]:
+    """Predictions of some rows, in a process of their own."""
+    predictor = ABLATIONS[ablation](Predictor())
+    return [_predict(cells, predictor) for cells in batch]
+
+
+def _predict(cells: Cells, predictor: Predictor) -> Prediction:
+    text = (cells.get("measured_step_time_s") or "").strip()
+    known: dict[str, Any] = {
+        "id": cells["id"],
+        "group": cells["group"],
+        "hardware": cells["hardware"],
+        "measured_seconds": float(text) if text else None,
+    }
+    try:
+        run = predictor.predict(parse_row(cells))
+    except RowError as error:
+        return Prediction(outcome=Outcome(predicted_seconds=None, reason=str(error), **known), breakdown={})
+    return Prediction(outcome=Outcome(predicted_seconds=run.seconds, **known), breakdown=run.breakdown())
+
+
+def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) -> Iterator[Prediction]:
+    """Predictions of all rows, as they come; rows of one model go to one process, which traces it once."""
+    batches = [list(batch) for _, batch in groupby(rows, key=lambda cells: (cells["group"], cells["model"]))]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        for found in pool.map(predict_rows, batches, [ablation] * len(batches)):
+            yield from found
+
+
+def report(found: Score, console: Console) -> None:
+    """The table of groups."""
+    table = Table(title="Step time of published runs: predicted against measured")
+    for column in ("group", "rows", "not built", "error", "bias", "largest", "left out"):
+        table.add_column(column, justify="left" if column == "group" else "right")
+    for group in found.groups:
+        table.add_row(
+            group.group,
+            str(group.num_rows),
+            str(group.num_failed) if group.num_failed else "",
+            *(_percent(x) for x in (group.error, group.bias, group.largest, group.left_out_error)),
+        )
+    table.add_section()
+    table.add_row("mean of groups", "", "", _percent(found.error), "", "", _percent(found.left_out_error))
+    console.print(table)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
+    """Rows and groups as plain data."""
+    rows = [
+        {
+            "id": p.outcome.id,
+            "predicted_step_seconds": p.outcome.predicted_seconds,
+            "measured_step_seconds": p.outcome.measured_seconds,
+            "error": p.outcome.error,
+            "breakdown": p.breakdown,
+            **({"reason": p.outcome.reason} if p.outcome.reason else {}),
+        }
+        for p in predictions
+    ]
+    return {"rows": rows, "groups": [asdict(group) for group in found.groups], "error": found.error}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", required=True, type=Path, help="table of runs, CSV")
+    parser.add_argument("--out", type=Path, help="where to write predictions, JSON")
+    parser.add_argument("--ablate", action="store_true", help="also switch off each term of the model in turn")
+    parser.add_argument("--only", nargs="+", default=(), help="groups, or starts of ids, to predict")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    console = Console()
+    rows = read_rows(options.runs)
+    if options.only:
+        rows = [c for c in rows if c["group"] in options.only or c["id"].startswith(tuple(options.only))]
+    errors: dict[str, float | None] = {}
+    for ablation in ABLATIONS if options.ablate else ("nothing",):
+        running = all_predictions(rows, ablation, options.processes)
+        title = "Predicting" if ablation == "nothing" else f"Without {ablation}"
+        predictions = list(track(running, description=title, total=len(rows), console=console))
+        found = score([p.outcome for p in predictions])
+        errors[ablation] = found.error
+        if ablation == "nothing":
+            _show(predictions, found, console)
+            if options.out:
+                options.out.write_text(json.dumps(to_json(predictions, found), indent=1), encoding="utf-8")
+    if options.ablate:
+        table = Table("switched off", "error", title="Ablation")
+        for name, error in errors.items():
+            table.add_row(name, _percent(error))
+        console.print(table)
+
+
+def _show(predictions: Sequence[Prediction], found: Score, console: Console) -> None:
+    for p in predictions:
+        if p.outcome.reason:
+            console.print(f"{p.outcome.id}: {p.outcome.reason}", markup=False, highlight=False)
+    report(found, console)
+    known = [p.outcome for p in predictions if p.outcome.error is not None]
+    for outcome in sorted(known, key=lambda o: -abs(o.error or 0.0))[:3]:
+        console.print(
+            f"{outcome.id}: {outcome.predicted_seconds:.4g} s predicted, {outcome.measured_seconds:.4g} s measured, "
+            f"{_percent(outcome.error)}",
+            markup=False,
+            highlight=False,
+        )
+
+
+if __name__ == "__main__":
+    main()
