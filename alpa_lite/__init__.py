@@ -3,11 +3,13 @@
 from alpa_lite import errors as errors
 from alpa_lite import planners as planners
 from alpa_lite import schedule as schedule
+from alpa_lite.api import Calibration as Calibration
 from alpa_lite.api import CompiledFunction as CompiledFunction
 from alpa_lite.api import LoweredFunction as LoweredFunction
 from alpa_lite.api import ParallelFunction as ParallelFunction
 from alpa_lite.api import PlannedFunction as PlannedFunction
 from alpa_lite.api import TracedFunction as TracedFunction
+from alpa_lite.api import calibrate as calibrate
 from alpa_lite.api import cluster as cluster
 from alpa_lite.api import init_sharded as init_sharded
 from alpa_lite.api import local_cluster as local_cluster

@@ -26,6 +26,8 @@ from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
 from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
+from alpa_lite.runtime.calibrate import Calibration as Calibration
+from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.execute import Executor, TaskTime
 from alpa_lite.runtime.local_cluster import local_cluster
 from alpa_lite.trace import BatchArgnums, Traced, trace

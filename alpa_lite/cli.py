@@ -5,6 +5,7 @@ explain    a saved plan, or why something in it is so         str(plan), inspect
 diff       what changes from one plan to another              inspection.diff.compare
 simulate   the predicted timeline of a plan                   inspection.timeline.predicted_timeline
 solve      a file with an intra-op problem                    intra_op.solve_file.solve_file
+calibrate  measure this machine's devices                     alpa_lite.calibrate
 doctor     is this machine ready                              inspection.doctor.diagnose
 demo       plan, train and compare on this machine            benchmarks.demo, in a process of its own
 """
@@ -26,8 +27,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.inspection.calibration import CalibrationProgress, calibration_data, calibration_text
 from alpa_lite.inspection.diff import compare
 from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, virtual_cpu_environment
 from alpa_lite.inspection.explain import explanation
@@ -136,6 +140,16 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument(
         "--rounds", type=int, metavar="N", help="rounds of search in place of the time limit: reproducible"
     )
+
+    calibrate = _command(commands, "calibrate", run_calibrate, "measure this machine's devices")
+    calibrate.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="where to write the cluster (default: where local_cluster() looks)",
+    )
+    calibrate.add_argument("--seconds", type=float, default=60.0, help="limit for the timing (default: 60)")
+    calibrate.add_argument("--devices", type=int, metavar="N", help="measure N virtual CPU devices instead")
 
     _command(commands, "doctor", run_doctor, "is this machine ready")
 
@@ -250,6 +264,23 @@ def _solver_progress(progress: Progress) -> None:
     _progress(f"{progress.seconds:6.1f} s  cost {cost}  bound {progress.bound:.8g}  {progress.doing}")
 
 
+def run_calibrate(given: argparse.Namespace) -> int:
+    """`alpa-lite calibrate`: `alpa_lite.calibrate`, and the file that `alpa_lite.local_cluster` reads."""
+    if given.devices is not None:
+        options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
+        command = [sys.executable, "-m", "alpa_lite.cli", "calibrate", *options, *(["--json"] if given.json else [])]
+        return subprocess.run(command, env=_virtual_environment(given.devices), check=False).returncode
+    with CalibrationProgress(Console(stderr=True)) as progress:
+        found = al.calibrate(limit_seconds=given.seconds, progress=progress)
+    path = found.save(given.out)
+    if given.json:
+        _print({**calibration_data(found), "path": str(path)})
+    else:
+        _print(calibration_text(found))
+        _print(f"Written to {path}.")
+    return 0
+
+
 def run_doctor(given: argparse.Namespace) -> int:
     """`alpa-lite doctor`: `inspection.doctor.diagnose`."""
     found = diagnose()
@@ -261,8 +292,11 @@ def run_demo(given: argparse.Namespace) -> int:
     """`alpa-lite demo`: `benchmarks.demo` in a process of its own, with virtual CPU devices that cannot hang."""
     forwarded = [*given.rest, *(["--json"] if given.json else [])]
     command = [sys.executable, "-m", "benchmarks.demo", *forwarded]
-    environment = {**os.environ, **virtual_cpu_environment(given.devices), **steady_memory_environment()}
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=_virtual_environment(given.devices), check=False).returncode
+
+
+def _virtual_environment(num_devices: int) -> dict[str, str]:
+    return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
 
 
 def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -14,6 +14,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import cli
+from alpa_lite.runtime import fingerprint as fingerprints
+from tests.runtime.test_calibrate import simulate
 
 MODULE = """
 import jax
@@ -129,6 +131,55 @@ def test_doctor(capsys):
     assert code == 0
     assert "HiGHS" in out and "jaxlib" in out
     assert run_json(capsys, "doctor")["healthy"] is True
+
+
+@pytest.fixture
+def calibrated(monkeypatch):
+    """A simulated machine in the place of this one."""
+    found = simulate(noise=0.05)
+    monkeypatch.setattr(al, "calibrate", lambda **options: found)
+    return found
+
+
+def test_calibrate_writes_a_cluster(calibrated, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    code, out, _ = run(capsys, "calibrate", "--out", str(path))
+    assert code == 0
+    assert al.cluster(str(path)) == calibrated.cluster
+    assert f"Written to {path}." in out.replace("\n", "") and "predicted / measured" in out
+    data = run_json(capsys, "calibrate", "--out", str(path))
+    assert data["path"] == str(path)
+    assert len(data["measurements"]) == len(calibrated.measurements)
+    assert data["cluster"]["sources"]["fingerprint"] == "these devices"
+
+
+def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkeypatch, capsys, devices):
+    found = replace(calibrated, fingerprint=fingerprints.fingerprint(devices))
+    monkeypatch.setattr(al, "calibrate", lambda **options: found)
+    monkeypatch.setattr(fingerprints, "cache_folder", lambda: tmp_path)
+    assert "measured quickly" in run_json(capsys, "doctor")["calibration"]
+    assert run(capsys, "calibrate")[0] == 0
+    assert al.local_cluster() == calibrated.cluster
+    (path,) = tmp_path.iterdir()
+    assert run_json(capsys, "doctor")["calibration"] == str(path)
+    path.write_text("{")
+    diagnosis = run_json(capsys, "doctor")
+    assert "cannot be used" in diagnosis["calibration"] and "Run `alpa-lite calibrate` again" in diagnosis["advice"][0]
+
+
+def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
+    calls = []
+
+    def fake(command, *, env, check):
+        calls.append((command, env))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cli.subprocess, "run", fake)
+    assert cli.main(["calibrate", "--devices", "4", "--seconds", "9", "--out", "mine.json", "--json"]) == 0
+    command, environment = calls[0]
+    rest = ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"]
+    assert command == [sys.executable, "-m", "alpa_lite.cli", *rest]
+    assert "device_count=4" in environment["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize(

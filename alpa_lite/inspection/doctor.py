@@ -14,7 +14,10 @@ from typing import Any
 import jax
 import pulp
 
+from alpa_lite.errors import ExecutionError
 from alpa_lite.inspection.tables import Table, render
+from alpa_lite.runtime.fingerprint import fingerprint, path_for
+from alpa_lite.runtime.local_cluster import local_cluster
 
 PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "optax")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -24,13 +27,17 @@ _TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences."""
+    """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences.
+
+    `calibration` says where the description of these devices comes from.
+    """
 
     versions: dict[str, str]
     devices: tuple[str, ...]
     solver_seconds: float
     solver_error: str
     settings: dict[str, str]
+    calibration: str
     advice: tuple[str, ...]
 
     @property
@@ -45,6 +52,7 @@ class Diagnosis:
             *((f"device {i}", device) for i, device in enumerate(self.devices)),
             ("HiGHS", solver),
             *self.settings.items(),
+            ("calibration", self.calibration),
         ]
         table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
         return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
@@ -59,14 +67,29 @@ def diagnose() -> Diagnosis:
     devices = tuple(f"{device.platform} {device.device_kind}" for device in jax.devices())
     start = time.perf_counter()
     error = solver_error()
+    elapsed = time.perf_counter() - start
+    calibration, unusable = calibration_found()
     return Diagnosis(
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         devices=devices,
-        solver_seconds=time.perf_counter() - start,
+        solver_seconds=elapsed,
         solver_error=error,
         settings={name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if name in os.environ},
-        advice=(*([error] if error else []), *device_advice(devices, os.environ)),
+        calibration=calibration,
+        advice=(*filter(None, [error, unusable]), *device_advice(devices, os.environ)),
     )
+
+
+def calibration_found() -> tuple[str, str]:
+    """Where `local_cluster()` takes these devices' description from, and what is wrong with it (mostly empty)."""
+    path = path_for(fingerprint(jax.devices()))
+    if not path.exists():
+        return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
+    try:
+        local_cluster()
+    except ExecutionError as error:
+        return f"{path} cannot be used", str(error)
+    return str(path), ""
 
 
 def solver_error() -> str:

@@ -1,0 +1,46 @@
+"""Which devices a measurement belongs to, and where it is kept for them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+#: Raised when the measured constants come to mean something else.
+_VERSION = 1
+
+
+def fingerprint(devices: Sequence[Any]) -> str:
+    """Kinds and number of devices and hosts, and what else decides about their times; equal text, equal times.
+
+    CPU devices of all machines look the same to JAX, so the machine's name and its number of processors count there.
+    """
+    kinds = Counter(f"{device.platform} {device.device_kind}" for device in devices)
+    hosts = len({device.process_index for device in devices})
+    parts = [f"{count} × {kind}" for kind, count in sorted(kinds.items())]
+    parts += [f"{hosts} host{'s' if hosts > 1 else ''}", f"jax {metadata.version('jax')}"]
+    if any(device.platform == "cpu" for device in devices):
+        parts.append(f"{platform.node()} with {os.cpu_count()} processors")
+    return ", ".join([*parts, f"calibration {_VERSION}"])
+
+
+def cache_folder() -> Path:
+    """Where the user's programs keep what they can make again."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "alpa_lite"
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "alpa_lite"
+    return home / ".cache" / "alpa_lite"
+
+
+def path_for(devices_fingerprint: str) -> Path:
+    """The file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
+    digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]
+    return cache_folder() / f"{digest}.json"

@@ -1,0 +1,149 @@
+"""The constants of a cluster under which the cost model says what was measured.
+
+    minimise over θ   Σ_i ρ(log(predicted_i(θ) / measured_i)),   ρ(r) = 2 (sqrt(1 + r²) - 1)            (fit_cluster)
+    predicted_i       = what a ComposedCostModel of the cluster θ says of the parts of i, added up   (predicted_seconds)
+    measured_i        is first made non-decreasing in the size within each series                (monotone)
+
+θ are the logarithms of the rates, the launch time and the links, so that each stays above 0 and more bytes are never
+predicted to be faster. The cost model itself is asked, whatever its formulas are. ρ is the soft L1 loss, which grows
+with |r| only: a few bad timings do not turn the rest (Huber, Annals of Mathematical Statistics 35(1), 1964).
+Non-decreasing: isotonic least squares on the logarithms (scipy.optimize.isotonic_regression).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from scipy.optimize import isotonic_regression, least_squares
+
+from cost_models.cluster import Cluster
+from cost_models.collective import Collective
+from cost_models.composed import ComposedCostModel
+from cost_models.work import Work
+
+_CONVOLUTION = "device.convolution_efficiency"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What was timed, as the cost model sees it.
+
+    Attributes:
+        name: for people.
+        series: measurements of one series differ in their size only.
+        size: of what, within the series.
+        parts: work and collectives that follow one another, together `seconds`.
+        num_active_devices: how many devices do this at the same time.
+        seconds: measured.
+        num_samples: that `seconds` is the median of.
+    """
+
+    name: str
+    series: str
+    size: float
+    parts: tuple[Work | Collective, ...]
+    num_active_devices: int
+    seconds: float
+    num_samples: int
+
+
+def predicted_seconds(measurement: Measurement, cluster: Cluster) -> float:
+    """What the cost model of a cluster says of a measurement."""
+    model, active = ComposedCostModel(cluster), measurement.num_active_devices
+    return sum(
+        model.compute_seconds(part, num_active_devices=active)
+        if isinstance(part, Work)
+        else model.collective_seconds(part)
+        for part in measurement.parts
+    )
+
+
+def monotone(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The same measurements, with seconds that never fall while the size grows; sorted by series and size."""
+    series: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        series.setdefault(measurement.series, []).append(measurement)
+    result: list[Measurement] = []
+    for members in series.values():
+        members.sort(key=lambda m: m.size)
+        logs = isotonic_regression(np.log([max(m.seconds, 1e-12) for m in members])).x
+        result += [replace(m, seconds=float(np.exp(log))) for m, log in zip(members, logs, strict=True)]
+    return result
+
+
+def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
+    """The cluster like `guess` whose constants say best what was measured.
+
+    Constants that no measurement depends on stay as in `guess`.
+    """
+    raised = monotone(measurements)
+    of_devices = [m for m in raised if all(isinstance(part, Work) for part in m.parts)]
+    cluster = _fit(guess, _device_constants(guess), of_devices)
+    of_links = [m for m in raised if any(isinstance(part, Collective) for part in m.parts)]
+    for link in ("intra_host", "inter_host"):
+        # A group across hosts uses both links, so that inside a host is known first.
+        mine = [m for m in of_links if _crosses_hosts(m) == (link == "inter_host")]
+        cluster = _fit(cluster, (f"{link}.bandwidth_bytes_per_second", f"{link}.latency_seconds"), mine)
+    return cluster
+
+
+def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measurement]) -> Cluster:
+    """The best values of the constants `names`, the others standing still."""
+    if not measurements:
+        return guess
+    measured = np.log([m.seconds for m in measurements])
+
+    def residuals(shifts: np.ndarray) -> np.ndarray:
+        cluster = _shifted(guess, dict(zip(names, np.exp(shifts), strict=True)))
+        predicted = np.log([max(predicted_seconds(m, cluster), 1e-15) for m in measurements])
+        # The last terms pull, very gently, towards the guess: they settle what nothing measured depends on.
+        return np.concatenate([predicted - measured, 1e-2 * shifts])
+
+    found = min(
+        (least_squares(residuals, start, loss="soft_l1", diff_step=1e-3) for start in _starts(len(names))),
+        key=lambda result: result.cost,
+    )
+    return _shifted(guess, dict(zip(names, np.exp(found.x), strict=True)))
+
+
+def _starts(num_constants: int) -> list[np.ndarray]:
+    """Where to begin: minima and maxima in the formulas leave flat stretches, where a start sees no slope."""
+    if num_constants == 2:
+        return [np.array(pair) for pair in product((-3.0, 0.0, 3.0), repeat=2)]
+    return [np.full(num_constants, shift) for shift in (-1.5, 0.0, 1.5)]
+
+
+def _crosses_hosts(measurement: Measurement) -> bool:
+    return any(isinstance(part, Collective) and part.group.num_hosts > 1 for part in measurement.parts)
+
+
+def _device_constants(cluster: Cluster) -> tuple[str, ...]:
+    peaks = tuple(f"device.peak_flops.{dtype}" for dtype in cluster.device.peaks)
+    return ("device.memory_bandwidth", "device.launch_seconds", "device.fill_depth", *peaks, _CONVOLUTION)
+
+
+def _shifted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
+    """A cluster with some constants multiplied."""
+
+    def of(part: str) -> dict[str, float]:
+        owner = getattr(cluster, part)
+        prefix = f"{part}."
+        keys = [name.removeprefix(prefix) for name in factors if name.startswith(prefix) and name.count(".") == 1]
+        return {key: float(getattr(owner, key) * factors[prefix + key]) for key in keys}
+
+    peaks = {
+        dtype: float(rate * factors.get(f"device.peak_flops.{dtype}", 1.0))
+        for dtype, rate in cluster.device.peaks.items()
+    }
+    device = of("device")
+    if _CONVOLUTION in factors:
+        device["convolution_efficiency"] = min(1.0, device["convolution_efficiency"])
+    return replace(
+        cluster,
+        device=replace(cluster.device, **device, peak_flops=peaks),
+        intra_host=replace(cluster.intra_host, **of("intra_host")),
+        inter_host=replace(cluster.inter_host, **of("inter_host")),
+    )

@@ -1,0 +1,123 @@
+"""Times of programs on a machine that others use too.
+
+trips      chosen for each program so that one run takes about run_seconds                     (_choose_trips)
+rounds     in every round each program runs once, so that a slow minute meets all of them alike (time_programs)
+seconds    median of the samples, of which those further than 3 · 1.4826 · MAD from the median of all are left out
+           (MAD: median absolute deviation; Rousseeuw, Croux, JASA 88(424), 1993)               (typical_seconds)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+_MAX_TRIPS = 1 << 14
+_MIN_ROUNDS = 3
+_OUTLIER = 3 * 1.4826
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Something to time: `run(trips)` does it `trips` times and returns when all is done."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one trip of a program.
+
+    Attributes:
+        seconds: median of the samples that count.
+        num_samples: how many count; `num_rejected`: how many do not.
+        spread: largest relative difference of a sample that counts from the median.
+    """
+
+    seconds: float
+    num_samples: int
+    num_rejected: int = 0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """How to time.
+
+    Attributes:
+        run_seconds: how long one run of a program should take.
+        num_rounds: samples of each program.
+        limit_seconds: after this no new round begins, when each program has 3 samples.
+        clock: seconds since some time.
+        agree: what several processes that time together make of their numbers, the same on all of them.
+    """
+
+    run_seconds: float = 0.01
+    num_rounds: int = 15
+    limit_seconds: float = 60.0
+    clock: Callable[[], float] = time.perf_counter
+    agree: Callable[[float], float] = float
+
+
+def time_programs(
+    programs: Sequence[Program], stopwatch: Stopwatch, progress: Callable[[str], None] = lambda _: None
+) -> list[Timing]:
+    """Seconds of one trip of each program; `progress` is called with a program's name before each of its samples."""
+    began = stopwatch.clock()
+    trips: list[int] = []
+    for program in programs:
+        progress(program.name)
+        trips.append(_choose_trips(program, stopwatch))
+    samples: list[list[float]] = [[] for _ in programs]
+    for number in range(stopwatch.num_rounds):
+        late = stopwatch.agree(float(stopwatch.clock() - began > stopwatch.limit_seconds))
+        if late and number >= _MIN_ROUNDS:
+            break
+        # Every other round runs backwards: what one program leaves in the caches meets different neighbours.
+        for index in range(len(programs))[:: 1 if number % 2 == 0 else -1]:
+            progress(programs[index].name)
+            samples[index].append(_run_seconds(programs[index], trips[index], stopwatch) / trips[index])
+    timings = [typical_seconds(times) for times in samples]
+    return [replace(timing, seconds=stopwatch.agree(timing.seconds)) for timing in timings]
+
+
+def num_samples(num_programs: int, stopwatch: Stopwatch) -> int:
+    """How often `time_programs` calls `progress` when the time suffices."""
+    return num_programs * (stopwatch.num_rounds + 1)
+
+
+def typical_seconds(samples: Sequence[float]) -> Timing:
+    """The median without outliers."""
+    times = np.asarray(samples)
+    middle = float(np.median(times))
+    reach = _OUTLIER * float(np.median(np.abs(times - middle)))
+    kept = times[np.abs(times - middle) <= reach]
+    seconds = float(np.median(kept))
+    return Timing(
+        seconds=seconds,
+        num_samples=kept.size,
+        num_rejected=times.size - kept.size,
+        spread=float(np.max(np.abs(kept - seconds))) / seconds if seconds > 0 else 0.0,
+    )
+
+
+def _choose_trips(program: Program, stopwatch: Stopwatch) -> int:
+    """The first run also pays for fresh memory, so it does not count."""
+    program.run(1)
+    trips = 1
+    while trips < _MAX_TRIPS:
+        seconds = stopwatch.agree(_run_seconds(program, trips, stopwatch))
+        if seconds >= stopwatch.run_seconds / 2:
+            break
+        wanted = trips * stopwatch.run_seconds / max(seconds, 1e-9)
+        trips = min(_MAX_TRIPS, max(2 * trips, min(16 * trips, round(wanted))))
+    return trips
+
+
+def _run_seconds(program: Program, trips: int, stopwatch: Stopwatch) -> float:
+    start = stopwatch.clock()
+    program.run(trips)
+    return stopwatch.clock() - start
