@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from alpa_lite.graph.ir import Graph, Op
@@ -198,12 +199,12 @@ def _ends_group(graph: Graph, op: Op) -> bool:
     """True for reductions whose result a kernel knows only after it has read everything."""
     if not op.primitive.startswith(("reduce_", "arg")) or op.primitive == "reduce_precision":
         return False
-    operand = graph.values[op.operands[0]]
-    axes = sorted(int(a) for a in op.params.get("axes", op.params.get("dimensions", ())))
-    trailing = axes == list(range(operand.rank - len(axes), operand.rank))
-    row = 1
-    for axis in axes:
-        row *= operand.shape[axis]
+    shape = graph.values[op.operands[0]].shape
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    given = {int(axis) for axis in op.params.get("axes", op.params.get("dimensions", ()))}
+    axes = [dim for dim in dims if dim in given]
+    trailing = axes == dims[len(dims) - len(axes) :]
+    row = prod(shape[axis] for axis in axes)
     return not trailing or row > LONGEST_ROW
 
 
