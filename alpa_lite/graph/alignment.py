@@ -8,6 +8,7 @@ of the same shapes, and read nothing that is known to differ (_Aligner.alike); o
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.wiring import Wiring, wiring_of
@@ -30,6 +31,7 @@ class _Aligner:
     def __init__(self, one: Graph, other: Graph, inputs: Mapping[int, int]) -> None:
         self.one, self.other = one, other
         self.same = dict(inputs)
+        self.taken = set(inputs.values())
         self.below: Same = {}
         self.looks = [[_look(g, op) for op in g.ops] for g in (one, other)]
 
@@ -75,8 +77,9 @@ class _Aligner:
 
     def _pair(self, values: Sequence[int], others: Sequence[int]) -> None:
         for v, w in zip(values, others, strict=True):
-            if _kind(self.one, v) == _kind(self.other, w):
-                self.same.setdefault(v, w)
+            if v not in self.same and w not in self.taken and _kind(self.one, v) == _kind(self.other, w):
+                self.same[v] = w
+                self.taken.add(w)
 
     def _meet_bodies(self, a: Op, b: Op, wiring: Wiring, others: Wiring) -> None:
         """Bodies share what enters them as the same operand; results are what bodies make, where that is shared."""
@@ -91,9 +94,10 @@ class _Aligner:
             }
             found = align(body, inner, {v: w for v, w in entering.items() if _kind(body, v) == _kind(inner, w)})
             self.below.update(found)
-            made = dict(zip(inner.outputs, others.outputs[n], strict=True))
+            made = _in_order(inner.outputs, others.outputs[n])
             for v, r in zip(body.outputs, wiring.outputs[n], strict=True):
-                other = made.get(found[body][1].get(v, -1))
+                results = made.get(found[body][1].get(v, -1))
+                other = results.pop() if results else None
                 if r is not None and other is not None:
                     pairs.setdefault(r, other)
         self._pair([a.results[r] for r in pairs], [b.results[r] for r in pairs.values()])
@@ -104,15 +108,24 @@ class _Aligner:
             self.same.get(v, w) == w for v, w in zip(a.operands, b.operands, strict=True)
         ):
             return {i: i for i in range(len(a.operands))}
-        free: dict[int, list[int]] = {}
-        for i, w in reversed(list(enumerate(b.operands))):
-            free.setdefault(w, []).append(i)
+        free = _in_order(b.operands, range(len(b.operands)))
         found: dict[int, int] = {}
         for i, v in enumerate(a.operands):
             places = free.get(self.same.get(v, -1))
             if places:
                 found[i] = places.pop()
         return found
+
+
+T = TypeVar("T")
+
+
+def _in_order(values: Sequence[int], items: Sequence[T]) -> dict[int, list[T]]:
+    """Per value its items, the first one last: one value may be handed over several times."""
+    table: dict[int, list[T]] = {}
+    for v, item in reversed(list(zip(values, items, strict=True))):
+        table.setdefault(v, []).append(item)
+    return table
 
 
 def _kind(graph: Graph, v: int) -> Hashable:

@@ -75,7 +75,7 @@ class _Line:
             if isinstance(first, (tuple, list)) and len({len(x) for x in seen}) == 1:
                 items = [self.anything(x, bodies_apart=bodies_apart) for x in zip(*seen, strict=True)]
                 return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-            if dataclasses.is_dataclass(first):
+            if dataclasses.is_dataclass(first) and not isinstance(first, type):
                 fields = [f.name for f in dataclasses.fields(first) if f.init]
                 return dataclasses.replace(
                     first,
