@@ -22,7 +22,6 @@ from alpa_lite.graph.phases import (
     batch_dims,
     batch_position,
     body_scopes,
-    check_same_ranks,
     check_same_structure,
     effects_before,
     local_iotas,
@@ -34,7 +33,7 @@ from alpa_lite.graph.phases import (
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of
+from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of, traces_alike
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.rules.graph_facts import is_zero
@@ -81,17 +80,14 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
 
 def _at_two_sizes(traced: Traced, size: int, unroll: int) -> tuple[PartedProgram, PartedProgram]:
     """The programs at the full batch and at another size, which are the same program."""
-    jaxprs = traced.jaxpr, traced.at_batch_size(size)
-    over_samples = loops_over_samples(*jaxprs) if unroll else frozenset[int]()
-    full, other = (in_parts(traced, program_of(traced, j, unroll, over_samples), unroll) for j in jaxprs)
-    try:
-        check_same_structure(full.program.graph, other.program.graph)
-        check_same_ranks(full.program.graph, other.program.graph)
-    except TraceError:
-        if size != 1:
-            raise
-        other = in_parts(traced, extrapolated(traced, unroll)[1], unroll)
-        check_same_structure(full.program.graph, other.program.graph)
+    if size == 1 and not traces_alike(traced, size):
+        programs = extrapolated(traced, unroll)
+        full, other = (in_parts(traced, programs[n], unroll) for n in (traced.require_batch(), 1))
+    else:
+        jaxprs = traced.jaxpr, traced.at_batch_size(size)
+        over_samples = loops_over_samples(*jaxprs) if unroll else frozenset[int]()
+        full, other = (in_parts(traced, program_of(traced, j, unroll, over_samples), unroll) for j in jaxprs)
+    check_same_structure(full.program.graph, other.program.graph)
     return full, other
 
 

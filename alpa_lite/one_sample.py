@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from alpa_lite import _jax
 from alpa_lite.graph.alignment import align
 from alpa_lite.graph.equations import GraphWithEquations
 from alpa_lite.graph.extrapolate import at_one_sample
@@ -42,8 +43,29 @@ def in_parts(traced: Traced, program: GraphWithEquations, unroll: int) -> Parted
     )
 
 
+def traces_alike(traced: Traced, size: int) -> bool:
+    """Whether JAX writes the same equations at the full batch and at another size, on arrays of as many dims."""
+    try:
+        return _alike(traced.jaxpr, traced.at_batch_size(size))
+    except Exception:  # the user's function may raise anything at another size
+        return False
+
+
+def _alike(jaxpr: Any, other: Any) -> bool:
+    a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
+    return len(a.eqns) == len(b.eqns) and all(
+        x.primitive is y.primitive
+        and [v.aval.ndim for v in (*x.invars, *x.outvars)] == [v.aval.ndim for v in (*y.invars, *y.outvars)]
+        and all(_alike(i, j) for i, j in zip(_jax.inner_jaxprs(x), _jax.inner_jaxprs(y), strict=True))
+        for x, y in zip(a.eqns, b.eqns, strict=True)
+    )
+
+
 def extrapolated(traced: Traced, unroll: int) -> dict[int, GraphWithEquations]:
-    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from."""
+    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from.
+
+    The full batch is among them unless it is one sample itself.
+    """
     full = traced.require_batch()
     sizes = (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
     jaxprs = [traced.at_batch_size(size) for size in sizes]

@@ -145,21 +145,6 @@ def check_same_structure(full: Graph, other: Graph) -> None:
         )
 
 
-def check_same_ranks(full: Graph, other: Graph) -> None:
-    """Values of both traces must have as many dims, those in bodies included; JAX drops some dims of size 1."""
-    for a, b in zip(full.values, other.values, strict=True):
-        if a.rank != b.rank:
-            op = full.ops[full.producer[a.id] or 0]
-            raise TraceError(
-                f"The step changes with its batch size: at {op.source or 'an unknown line'} {op.primitive} makes an "
-                f"array of shape {list(a.shape)} at the full batch and of shape {list(b.shape)} in a micro-batch. "
-                "Micro-batching needs the same program at every size; use num_microbatches=1 otherwise."
-            )
-    for a, b in zip(full.ops, other.ops, strict=True):
-        for x, y in zip(a.bodies, b.bodies, strict=True):
-            check_same_ranks(x, y)
-
-
 def batch_dims(full: Graph, other: Graph, *, allow_pairs: bool = False) -> tuple[int | None, ...]:
     """For each value the dim whose size differs between the two traces.
 
