@@ -14,10 +14,9 @@ from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.graph.from_jaxpr import loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import (
-    Part,
     StepGraph,
     assign_phases,
     batch_dims,
@@ -34,11 +33,11 @@ from alpa_lite.graph.phases import (
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
+from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of, traces_alike
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.rules.graph_facts import is_zero
-from alpa_lite.sinking import sink_free_values
-from alpa_lite.stacks import PartedProgram, part_stacks
+from alpa_lite.stacks import PartedProgram
 from alpa_lite.trace import Traced
 
 
@@ -66,10 +65,7 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
     problem = traced.batch_problem
     for size in sizes:
         try:
-            jaxpr = traced.at_batch_size(size)
-            over_samples = loops_over_samples(traced.jaxpr, jaxpr) if unroll else frozenset[int]()
-            full, other = (_parted(traced, j, unroll, over_samples) for j in (traced.jaxpr, jaxpr))
-            check_same_structure(full.program.graph, other.program.graph)
+            full, other = _at_two_sizes(traced, size, unroll)
             batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
@@ -78,16 +74,38 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
         else:
             verify(full.program.graph)
             return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    return _at_one_size(traced, _parted(traced, traced.jaxpr, unroll, frozenset()), unroll, problem)
+    own = in_parts(traced, program_of(traced, traced.jaxpr, unroll, frozenset()), unroll)
+    return _at_one_size(traced, own, unroll, problem)
+
+
+def _at_two_sizes(traced: Traced, size: int, unroll: int) -> tuple[PartedProgram, PartedProgram]:
+    """The programs at the full batch and at another size, which are the same program."""
+    if size == 1 and not traces_alike(traced, size):
+        programs = extrapolated(traced, unroll)
+        full, other = (in_parts(traced, programs[n], unroll) for n in (traced.require_batch(), 1))
+    else:
+        jaxprs = traced.jaxpr, traced.at_batch_size(size)
+        over_samples = loops_over_samples(*jaxprs) if unroll else frozenset[int]()
+        full, other = (in_parts(traced, program_of(traced, j, unroll, over_samples), unroll) for j in jaxprs)
+    check_same_structure(full.program.graph, other.program.graph)
+    return full, other
 
 
 def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
     """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
     graph = verify(full.program.graph)
     leaves = dict(enumerate(traced.batch_leaves))
-    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts])
-    # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
-    loop = loop_without_batch(graph) | loop_ops(graph, batch)[0]
+    known: dict[Graph, dict[int, int | None]] = {}
+    if traced.batch_size == 1:
+        try:
+            known, problem = batch_of_one(traced, full, unroll), ""
+        except Exception as error:  # the user's function may raise anything at another size
+            problem = f"{problem} {error}"
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
+    loop = loop_ops(graph, batch)[0]
+    if not known:
+        # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+        loop |= loop_without_batch(graph)
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in graph.values),
@@ -103,17 +121,6 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
         unrolled=unroll,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
-
-
-def _parted(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> PartedProgram:
-    program = sink_free_values(from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples))
-    if unroll > 0:
-        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
-    return PartedProgram(
-        program=program,
-        input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
-        output_parts=tuple(Part(leaf=i) for i in range(len(program.graph.outputs))),
-    )
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
