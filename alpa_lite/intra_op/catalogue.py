@@ -213,7 +213,8 @@ class Catalogue:
             sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
             unique, columns = np.unique(targets, return_inverse=True)
             wanted = tuple(unique.tolist())
-            table = np.array([self._moves_from(value, graph.specs[s], wanted) for s in sources.tolist()])
+            numbers: list[int] = sources.tolist()
+            table = np.array([self._moves_from(value, graph.specs[source], wanted) for source in numbers])
             self._tables[key] = frozen(table[np.ix_(rows, columns)])
         return self._tables[key]
 
