@@ -9,7 +9,8 @@ The rules of the primitives say where the batch is kept (PASS) and where it is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
@@ -30,13 +31,14 @@ from alpa_lite.graph.phases import (
     merge_literals,
     reduced_results,
     require_same_position,
+    with_own_bodies,
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of, traces_alike
-from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.batch_flow import follow_batch
-from alpa_lite.rules.graph_facts import is_zero
+from alpa_lite.rules.graph_facts import is_zero, rule_of_op
 from alpa_lite.stacks import PartedProgram
 from alpa_lite.trace import Traced
 
@@ -93,7 +95,9 @@ def _at_two_sizes(traced: Traced, size: int, unroll: int) -> tuple[PartedProgram
 
 def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
     """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
-    graph = verify(full.program.graph)
+    # The batch may enter a body that several loops share in another way in each.
+    graph = with_own_bodies(verify(full.program.graph))
+    full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
     known: dict[Graph, dict[int, int | None]] = {}
     if traced.batch_size == 1:
@@ -154,7 +158,7 @@ def _with_batch(
         iotas = local_iotas(whole, batch)
         check_additive(whole, small, batch, loop, iotas)
     chosen = other if num_microbatches > 1 else full
-    graph = merge_literals(chosen.program.graph, whole)
+    graph = merge_literals(chosen.program.graph, whole, at_another_size=small)
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in whole.values),
@@ -235,7 +239,7 @@ def check_additive(
 
 
 def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: set[int]) -> None:
-    rule = rule_of(view_of(graph, op))
+    rule = rule_of_op(graph, op.id)
     for i, operand in enumerate(op.operands):
         dim = batch[operand]
         if dim is None:
@@ -320,8 +324,8 @@ def _made_of_sums(op: Op, other: Op, wiring: Wiring, summed: set[int], *, all_kn
     """Per body the results that are sums over the batch, when the operands `summed` are."""
     found: list[set[int]] = []
     for body, small, inputs, outputs in zip(op.bodies, other.bodies, wiring.inputs, wiring.outputs, strict=True):
-        entering = {v for v, i in zip(body.inputs, inputs, strict=True) if i in summed}
-        sums = _sums_in_body(body, small, batch_dims(body, small), entering, all_known=all_known)
+        entering = frozenset(v for v, i in zip(body.inputs, inputs, strict=True) if i in summed)
+        sums = _sums_in_body(body, small, entering, all_known=all_known)
         found.append({r for v, r in zip(body.outputs, outputs, strict=True) if r is not None and v in sums})
     return found
 
@@ -334,13 +338,13 @@ def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: 
             _refuse(graph, op, "also makes a value that does not depend on the batch and is used after the loop")
 
 
-def _sums_in_body(
-    body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int], *, all_known: bool
-) -> set[int]:
+@lru_cache(maxsize=256)
+def _sums_in_body(body: Graph, small: Graph, entering: frozenset[int], *, all_known: bool) -> frozenset[int]:
     """Values of a body that are sums over the batch, given those that enter as such.
 
     What is not linear in sums is refused once `all_known`: an accumulator may turn out to be a sum only later.
     """
+    batch, sums = batch_dims(body, small), set(entering)
     for op in body.ops:
         partial = [i for i, v in enumerate(op.operands) if v in sums]
         if any(batch[v] is not None for v in (*op.operands, *op.results)):
@@ -354,9 +358,9 @@ def _sums_in_body(
             if any(batch[v] is not None for v in op.operands):
                 sums.update(reduced_results(op, batch))
         elif partial:
-            groups = rule_of(view_of(body, op)).linear
+            groups = rule_of_op(body, op.id).linear
             zeros = {i for i, v in enumerate(op.operands) if is_zero(body, v)}
             if all_known and not any(set(partial) <= set(g) and set(g) <= set(partial) | zeros for g in groups):
                 _refuse(body, op, "is not linear in a sum over the batch")
             sums.update(op.results)
-    return sums
+    return frozenset(sums)

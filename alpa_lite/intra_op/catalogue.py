@@ -10,6 +10,7 @@ share them, and so do all stages on the same mesh. Lists of specs are looked up 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Catalogue:
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
-        self._moves: dict[object, FloatArray] = {}
+        self._moves: dict[object, dict[int, float]] = {}
         self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
@@ -202,8 +203,7 @@ class Catalogue:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        row, number = self._moves_from(value, source), self._graph(value).number(target)
-        return float(row[number]) if number < row.size else float("inf")
+        return self._moves_from(value, source, (self._graph(value).number(target),))[0]
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
@@ -211,25 +211,24 @@ class Catalogue:
         if key not in self._tables:
             targets, graph = self._spec_numbers(value, demanded), self._graph(value)
             sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
-            table = np.full((sources.size, targets.size), np.inf)
-            for i, source in enumerate(map(int, sources)):
-                seconds = self._moves_from(value, graph.specs[source])
-                known = targets < seconds.size
-                table[i, known] = seconds[targets[known]]
-            self._tables[key] = frozen(table[rows])
+            unique, columns = np.unique(targets, return_inverse=True)
+            wanted = tuple(unique.tolist())
+            numbers: list[int] = sources.tolist()
+            table = np.array([self._moves_from(value, graph.specs[source], wanted) for source in numbers])
+            self._tables[key] = frozen(table[np.ix_(rows, columns)])
         return self._tables[key]
 
-    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
-        """Seconds from a spec to the others by number; what was numbered later cannot be reached from it."""
-        key = (value.shape, value.dtype, source)
-        if key not in self._moves:
+    def _moves_from(self, value: Value, source: Spec, targets: Sequence[int]) -> list[float]:
+        """Seconds from a spec to others, given by their numbers; infinite when there is no way."""
+        known = self._moves.setdefault((value.shape, value.dtype, source), {})
+        missing = [target for target in targets if target not in known]
+        if missing:
             walks, size = cheapest_walks(source, value.shape, self.sizes, item_bytes(value.dtype)), float(value.bytes)
-            seconds = np.full(len(walks.graph.specs), np.inf)
-            seconds[walks.source] = 0.0
-            for number, (before, step) in walks.tree.items():
-                seconds[number] = seconds[before] + self.pricer.step_seconds(step, size)
-            self._moves[key] = seconds
-        return self._moves[key]
+            for target in missing:
+                steps = walks.to_number(target)
+                found = [self.pricer.step_seconds(step, size) for step in steps] if steps is not None else [math.inf]
+                known[target] = sum(found, start=0.0)
+        return [known[target] for target in targets]
 
     def _graph(self, value: Value) -> SpecGraph:
         return spec_graph(value.shape, tuple(self.sizes.items()))
