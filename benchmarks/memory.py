@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +239,6 @@ def run(
     return rows
 
 
-def bias_and_spread(ratios: Sequence[float]) -> tuple[float, float]:
-    """Geometric mean of some ratios, and their geometric standard deviation."""
-    logarithms = [math.log(ratio) for ratio in ratios]
-    return math.exp(statistics.fmean(logarithms)), math.exp(statistics.pstdev(logarithms))
-
-
 def rendered(rows: Sequence[Row]) -> Table:
     """The table: the parts of the prediction, those of XLA, and the ratio of the sums."""
     columns = ("state", "sums", "saved", "temporary", "predicted", "resident", "outputs", "temporary", "XLA", "ratio")
@@ -266,7 +257,7 @@ def rendered(rows: Sequence[Row]) -> Table:
             f"{row.ratio:.2f}",
             end_section=last,
         )
-    bias, spread = bias_and_spread([row.ratio for row in rows])
+    bias, spread = peaks.bias_and_spread([row.ratio for row in rows])
     table.add_row("all", f"spread {spread:.2f}", *[""] * 9, f"{bias:.2f}")
     return table
 
@@ -285,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if given.published:
-        found = peaks.run()
+        with progress_line(console) as say:
+            found = peaks.run_all(say)
         console.print(peaks.rendered(found))
         _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in found])
         return 0
@@ -297,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
     some = cases(given.model or ("transformer", "MLP", "CNN"), given.policy or POLICIES)
     with progress_line(console) as say:
-        rows = run(some, plans, al.cluster("dgx-1"), partial(say))
+        rows = run(some, plans, al.cluster("dgx-1"), say)
     console.print(rendered(rows))
     _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in rows])
     return 0

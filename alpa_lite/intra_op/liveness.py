@@ -87,7 +87,8 @@ def lives_of(view: StageView, *, fusion: bool = True, fused_attention: bool = Fa
     loop_end = max((spans[(), o].end for o in view.ops if phases[o].in_loop), default=0)
     options = _Options(fusion=fusion, fused_attention=fused_attention)
     outer = _Scope(view.graph, (), view.ops, spans, end, options, view=view)
-    found = [*outer.external(), *outer.lives()]
+    # What goes from an operand's memory straight into a stack has no life of its own.
+    found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     return Lives(
         lives=tuple(sorted(found, key=lambda life: (life.start, life.end))), spans=spans, loop_end=loop_end, end=end + 1
     )
@@ -110,6 +111,12 @@ def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator
             yield from inner
             now = max((span.end for _, span in inner), default=now)
         yield (path, op_id), Span(begun, now)
+
+
+def _new_state(view: StageView) -> frozenset[int]:
+    """Outputs that overwrite the state that they replace; arguments are taken to be donated."""
+    step = view.step
+    return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
 
 
 @lru_cache(maxsize=256)
@@ -148,7 +155,7 @@ class _Scope:
         self.graph, self.path, self.ops, self.spans, self.end, self.options = graph, path, ops, spans, end, options
         self.view = view
         self.here = frozenset(ops)
-        self.replaced = frozenset(view.step.aliases) if view is not None else frozenset[int]()
+        self.replaced = _new_state(view) if view is not None else frozenset[int]()
         self.kept = frozenset(graph.outputs) - self.replaced if view is not None else kept
         self._uses: dict[int, _Use] = {}
         self.written = set(_written(graph, options))
