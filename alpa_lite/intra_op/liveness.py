@@ -1,14 +1,20 @@
 """Which values of a stage lie in device memory, and for how long.
 
-    time         ops in order, one unit each; ops with bodies take one unit and then those of the bodies    (_spans)
-    in memory    values that kernels write (`rules.fusion.accesses`), and what loops hand on               (_written)
-    last use     of a value, through ops that only rename it or are fused into kernels that end later          (_use)
-    in place     a kernel may overwrite an operand of the same shape that nobody reads any more; a loop always takes
-                 over what it carries; new state replaces the old                                        (_taken_over)
+    time         ops in order, one unit each; ops with bodies take one unit and then those of the bodies     (_spans)
+    in memory    values that kernels write (`rules.fusion.accesses`), and what loops hand on                (_written)
+    made again   cheap values that only fused kernels read, where that reads no more than the value takes:  p bytes
+                 of sources at most for each byte, p = 1.25; the sources live as long instead          (_is_repeated)
+    last use     of a value, through ops that only rename it or are fused into kernels that end later           (_use)
+    in place     a kernel overwrites an operand of the same shape that nobody reads any more, a loop takes over what
+                 it carries                                                                                  (_starts)
 
-Inside a loop: what a trip hands to the next one lives until the end of the trip, beside what came in; elements of
-stacks are copied out for kernels that cannot read them in place, and elements that are stacked up live until they are
-written. The stacks themselves are values of the graph around the loop, from the start of the loop on.
+New state overwrites the old (`_new_state`). Inside a loop, what a trip hands to the next one lives until the end of
+the trip, beside what came in; elements of stacks are copied out for kernels that cannot read them in place
+(`elements`), and elements that are stacked up live until they are written. The stacks themselves are values of the
+graph around the loop, from its start on.
+
+The rules are what XLA does on GPUs and CPUs by and large (instruction fusion with duplication, buffer sharing).
+`python -m benchmarks.memory` compares with its accounts.
 """
 
 from __future__ import annotations
@@ -78,7 +84,7 @@ class Lives:
         return {span.start: key for key, span in self.spans.items()}
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def lives_of(view: StageView, *, fusion: bool = True, fused_attention: bool = False) -> Lives:
     """The lives of the values of a stage that are neither state nor sums, in order of their start."""
     spans = dict(_spans(view.graph, view.ops, (), 0))
@@ -163,6 +169,9 @@ class _Scope:
             # In order: what is made again does not count among the sources of what follows.
             for op in (graph.ops[o] for o in ops):
                 self.written.difference_update([r for r in op.results if self._is_repeated(op, r)])
+        for op_id in reversed(ops):  # last uses come from later ones: long chains stay shallow
+            for r in graph.ops[op_id].results:
+                self._use(r)
 
     def _is_repeated(self, op: Op, result: int) -> bool:
         """True for a result that its readers compute again from what takes no more memory, instead of reading it."""
@@ -360,12 +369,14 @@ class _Scope:
                 found[v] = None
             elif len(seen) < _MOST_SOURCES:
                 queue += self.graph.ops[producer].operands
+            else:
+                found[v] = None
         return list(found)
 
 
 #: A value is not kept if its readers can make it from at most so many times its bytes.
 _MOST_READ = 1.25
-#: How many values of a fused kernel are looked at for one that can be overwritten.
+#: How many values of a fused kernel are looked through for those that it reads from memory.
 _MOST_SOURCES = 64
 
 

@@ -76,6 +76,18 @@ def test_without_fusion_everything_is_kept() -> None:
     }
 
 
+def test_long_chains_of_fused_values_are_followed_to_their_end() -> None:
+    def chain(x: Any, w: Any, u: Any) -> Any:
+        h = first = x @ w
+        for _ in range(1500):
+            h = h * 0.5
+        return h @ u, jnp.sum(first @ u)
+
+    found = lives_by_maker(view_of(chain, f32(ROWS, COLUMNS), *WEIGHTS))
+    kept = [name for name in found if name.startswith("mul")]
+    assert len(kept) == 1 and found[kept[0]].start == 1500
+
+
 def layers_step(*, remat: bool = True) -> Callable[..., Any]:
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
         up, down = weights
