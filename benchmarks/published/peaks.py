@@ -6,7 +6,8 @@ has the sizes of the models too). One micro-batch on V100s of one host. What dec
 (benchmark/alpa/benchmark_one_case_*.py): no dropout, an output projection of its own; Adam with float32 copies of
 float16 weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
 
-Rows whose sharding Alpa searched are predicted with the logical mesh that it found and with our search on it.
+Rows whose sharding Alpa searched are predicted with the logical mesh that it found and with our search on it; runs that
+shard the largest dim, and those that repeat another, are left out.
 """
 
 from __future__ import annotations
