@@ -67,6 +67,8 @@ class Catalogue:
         self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
+        self._copies: dict[object, FloatArray] = {}
+        self._scratch: dict[Options, FloatArray] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -247,6 +249,39 @@ class Catalogue:
         if key not in self._sizes:
             self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
         return self._sizes[key]
+
+    def copy_sizes(
+        self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...], *, paired: bool
+    ) -> FloatArray:
+        """Bytes of one device's block of a value under each demanded spec, where it is another array than the value's.
+
+        It is where the value lies in other blocks that are no larger; a sum is completed in place. `paired`: it lies in
+        the offered spec of the same number; otherwise in any of them, and each must be another array.
+        """
+        key = (value.shape, value.dtype, self._number(offered), self._number(demanded), paired)
+        if key not in self._copies:
+            homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
+            if paired:
+                same = np.array([a.dims == b.dims for a, b in zip(offered, demanded, strict=True)])
+                other = ~same & (sizes >= homes)
+            else:
+                dims = {spec.dims for spec in offered}
+                other = np.array([spec.dims not in dims for spec in demanded]) & (sizes >= homes.max())
+            self._copies[key] = frozen(np.where(other, sizes, 0.0))
+        return self._copies[key]
+
+    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray:
+        """Bytes of one device's results before they are scattered, for each placement of an op."""
+        if options not in self._scratch:
+            values, sizes = graph.results(op), self.sizes
+
+            def scratch(placement: OpPlacement) -> float:
+                made = zip(values, placed_specs(graph, op, placement).results, placement.results, strict=True)
+                pairs = [(local_bytes(v, raw, sizes), local_bytes(v, spec, sizes)) for v, raw, spec in made]
+                return sum(before for before, after in pairs if before > after)
+
+            self._scratch[options] = frozen(np.array([scratch(p) for p in options.placements], dtype=float))
+        return self._scratch[options]
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:

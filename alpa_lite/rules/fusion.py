@@ -34,6 +34,10 @@ FOLDED = frozenset(
 #: Ops that look rows up, or move them: fused with nothing, and only the rows that they touch are moved.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 _UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
+#: Element-wise ops of many instructions: compilers compute them once.
+_EXPENSIVE = frozenset(
+    "exp exp2 expm1 log log1p logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
+)
 #: The longest row that a kernel keeps at hand, in elements.
 LONGEST_ROW = 1 << 16
 
@@ -160,6 +164,17 @@ def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))
+
+
+def is_fusible(graph: Graph, op: Op) -> bool:
+    """True for ops that compute, element by element or by row, inside whatever kernel reads their results."""
+    return _is_fusible(graph, op)
+
+
+def is_repeatable(graph: Graph, op: Op) -> bool:
+    """True for fusible ops that compilers rather compute again in each kernel that reads them than keep the result of:
+    those of a few instructions per element, reductions apart."""
+    return _is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
 
 
 def is_folded(graph: Graph, op: Op) -> bool:
