@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Fusion = Literal["all", "calls", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,7 +14,8 @@ class Backend:
 
     Attributes:
         fused_attention: attention runs as one kernel that keeps the scores out of memory (XLA makes none by itself).
-        fusion: element-wise ops run inside their neighbours' kernels; otherwise each is a kernel of its own.
+        fusion: which element-wise ops run inside their neighbours' kernels: "all" that can, as compilers do it;
+            "calls", those of one source line, as frameworks do it that run one library call after another; or "none".
         overlap: collectives run beside kernels that do not need them.
         overlap_gradients: gradients are reduced during the last backward pass, and state that was updated in parts is
             gathered during the next forward pass, instead of between the two.
@@ -19,7 +23,7 @@ class Backend:
     """
 
     fused_attention: bool = False
-    fusion: bool = True
+    fusion: Fusion = "all"
     overlap: bool = True
     overlap_gradients: bool = False
     overlap_products: bool = False

@@ -26,6 +26,7 @@ import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
+from cost_models.backend import Fusion
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
 FOLDED = frozenset(
@@ -75,11 +76,14 @@ class PriceClass(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def accesses(graph: Graph, *, fusion: bool = True, fused_attention: bool = False) -> tuple[Access, ...]:
-    """The memory traffic of each op of a graph, bodies apart. Without `fusion`, each op runs alone."""
-    if not fusion:
+def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
+    """The memory traffic of each op of a graph, bodies apart. See `Backend` for kinds of `fusion`."""
+    if fusion == "none":
         return tuple(_alone(graph, op) for op in graph.ops)
-    groups, hidden = fusion_groups(graph), on_chip(graph).values if fused_attention else frozenset[int]()
+    groups, hidden = (
+        fusion_groups(graph, within_lines=fusion == "calls"),
+        on_chip(graph).values if fused_attention else frozenset[int](),
+    )
     free = free_values(graph)
     unread = free | hidden
     outputs, seen = set(graph.outputs), set[tuple[int, int]]()
@@ -122,7 +126,7 @@ def _alone(graph: Graph, op: Op) -> Access:
 
 
 @lru_cache(maxsize=200_000)
-def price_class(graph: Graph, op_id: int, *, fusion: bool = True, fused_attention: bool = False) -> PriceClass:
+def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_attention: bool = False) -> PriceClass:
     """What ops have in common that have the same prices under the same placements."""
     access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
     kernels = on_chip(graph) if fused_attention else None
@@ -135,8 +139,8 @@ def price_class(graph: Graph, op_id: int, *, fusion: bool = True, fused_attentio
 
 
 @lru_cache(maxsize=64)
-def fusion_groups(graph: Graph) -> tuple[int, ...]:
-    """For each op the number of its group: the first op in it."""
+def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...]:
+    """For each op the number of its group: the first op in it. `within_lines`: no group reaches across source lines."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
 
     def root(op: int) -> int:
@@ -152,7 +156,10 @@ def fusion_groups(graph: Graph) -> tuple[int, ...]:
             producer = graph.producer[v]
             if producer is None or graph.values[v].rank == 0 or v in free or levels[producer] != levels[op.id]:
                 continue
-            if _is_fusible(graph, graph.ops[producer]) and not _ends_group(graph, graph.ops[producer]):
+            made_by = graph.ops[producer]
+            if within_lines and made_by.source != op.source and not (is_folded(graph, made_by) or is_folded(graph, op)):
+                continue
+            if _is_fusible(graph, made_by) and not _ends_group(graph, made_by):
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))

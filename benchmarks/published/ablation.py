@@ -12,7 +12,7 @@ from cost_models.link import Link
 
 
 def _without_fusion(backend: Backend) -> Backend:
-    return replace(backend, fusion=False, fused_attention=False)
+    return replace(backend, fusion="none", fused_attention=False)
 
 
 def _without_overlap(backend: Backend) -> Backend:

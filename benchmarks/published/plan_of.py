@@ -58,11 +58,19 @@ def fuses_attention(row: Row) -> bool:
     return not older or row.precision.endswith("-te") or "full_shard" in row.sharding.lower()
 
 
+def runs_eagerly(row: Row) -> bool:
+    """Whether one library call runs after another: PyTorch's own FSDP, unless the notes say that it was compiled."""
+    torch = "full_shard" in row.sharding.lower() or "fsdp2" in row.sharding.lower()
+    notes = row.notes.lower()
+    return torch and ("torch.compile" not in notes or "no torch.compile" in notes)
+
+
 def backend_of(row: Row) -> Backend:
     """What the run's software hides and fuses."""
     recent = is_recent(row)
     return Backend(
         fused_attention=fuses_attention(row),
+        fusion="calls" if runs_eagerly(row) else "all",
         overlap_gradients=recent,
         overlap_products=recent and row.sequence_parallel,
     )
