@@ -37,7 +37,7 @@ def test_data_parallel_gradients_of_a_loop_are_reduced_once_per_step() -> None:
 
 
 def test_gradients_of_a_loop_wait_beside_tensor_parallelism() -> None:
-    """What belongs to "data" runs once per step; what the layers exchange over "model" once per trip and micro-batch."""
+    """What is for "data" runs once per step, what layers exchange over "model" once per trip and micro-batch."""
     found = plan(TRAINING, Hybrid(model=2), num_microbatches=MICROBATCHES)
     (stage,), uses = found.stages, found.prediction.collectives
     assert stage.mesh_shape.axis_sizes == {"data": 4, "model": 2}

@@ -35,13 +35,13 @@ def bytes_of(graph: Graph, op: Op, access: Access) -> float:
     )
 
 
-def moved(graph: Graph, **options: bool) -> float:
+def moved(graph: Graph, **options: Any) -> float:
     """Bytes of all ops of a graph."""
     found = accesses(graph, **options)
     return sum(bytes_of(graph, op, access) for op, access in zip(graph.ops, found, strict=True))
 
 
-def kernels(graph: Graph, **options: bool) -> int:
+def kernels(graph: Graph, **options: Any) -> int:
     return sum(access.num_kernels for access in accesses(graph, **options))
 
 
@@ -103,8 +103,8 @@ def test_random_programs(graph: Graph) -> None:
     check_groups_run_as_wholes(graph)
     check_crossing_arrays(graph)
     check_kernels(graph)
-    assert moved(graph) <= moved(graph, fusion=False)
-    assert kernels(graph) <= kernels(graph, fusion=False)
+    assert moved(graph) <= moved(graph, fusion="calls") <= moved(graph, fusion="none")
+    assert kernels(graph) <= kernels(graph, fusion="calls") <= kernels(graph, fusion="none")
 
 
 def check_groups_run_as_wholes(graph: Graph) -> None:
@@ -180,7 +180,7 @@ def layer_norm(x: Any, scale: Any) -> Any:
 def test_rows_are_normalised_in_one_kernel(function: Callable[..., Any]) -> None:
     graph = graph_of(function, (ROWS, WIDTH), (WIDTH,))
     assert kernels(graph) == 1 and moved(graph) == 2 * ARRAY + 4 * WIDTH
-    assert kernels(graph, fusion=False) > 5 and moved(graph, fusion=False) > 6 * ARRAY
+    assert kernels(graph, fusion="none") > 5 and moved(graph, fusion="none") > 6 * ARRAY
 
 
 def test_columns_are_normalised_in_two_passes() -> None:
@@ -224,7 +224,7 @@ def test_what_is_spread_out_is_read_as_small_as_it_is() -> None:
 
 def test_a_broadcast_that_is_returned_is_written() -> None:
     graph = graph_of(lambda x: jnp.broadcast_to(x, (ROWS, WIDTH)), (WIDTH,))
-    for fusion in (False, True):
+    for fusion in ("all", "calls", "none"):
         assert moved(graph, fusion=fusion) == ARRAY + 4 * WIDTH and kernels(graph, fusion=fusion) == 1
 
 
@@ -252,6 +252,13 @@ def test_lookups_move_the_rows_that_they_touch() -> None:
             if op.primitive.startswith(("gather", "scatter", "dynamic"))
         ]
         assert sum(moving) == pytest.approx(times * ARRAY, abs=4 * ROWS * 2)
+
+
+def test_without_a_compiler_only_what_one_call_computes_is_fused() -> None:
+    one = graph_of(jax.nn.gelu, (ROWS, WIDTH))
+    three = graph_of(lambda x: jnp.tanh(jnp.sin(x) * 2.0), (ROWS, WIDTH))
+    assert kernels(one, fusion="calls") == kernels(three) == 1 < kernels(one, fusion="none")
+    assert kernels(three, fusion="calls") == 3 and moved(three, fusion="calls") == 6 * ARRAY
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -282,7 +289,7 @@ def products(graph: Graph) -> list[int]:
     return [op.id for op in graph.ops if op.primitive == "dot_general"]
 
 
-def stored(graph: Graph, **options: bool) -> set[int]:
+def stored(graph: Graph, **options: Any) -> set[int]:
     """Values that are read or written."""
     found: set[int] = set()
     for op, access in zip(graph.ops, accesses(graph, **options), strict=True):
