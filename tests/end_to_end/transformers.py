@@ -21,7 +21,7 @@ WIDE = Transformer(
     vocab_size=512, num_layers=4, hidden=256, num_heads=8, inner=1024, seq_len=128, fused=False, dtype=jnp.float32
 )
 #: Small enough to be compiled and run.
-TINY = replace(WIDE, vocab_size=32, num_layers=2, hidden=16, num_heads=4, inner=32, seq_len=8)
+TINY = replace(WIDE, vocab_size=32, num_layers=2, hidden=16, num_heads=4, inner=32, seq_len=8, bias=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Training:
 
     @property
     def step(self) -> TrainStep:
-        """Gradient descent with momentum."""
-        return make_train_step(self.model.loss_fn, optax.sgd(0.1, momentum=0.9))
+        """Gradient descent."""
+        return make_train_step(self.model.loss_fn, optax.sgd(0.1))
 
     def arguments(self) -> tuple[Any, ...]:
         """State, batch and, with dropout, a key."""
@@ -47,7 +47,7 @@ class Training:
 
     def start(self) -> TrainState:
         """The state before the first step."""
-        return init_state(self.model.init(jax.random.key(0)), optax.sgd(0.1, momentum=0.9))
+        return init_state(jax.jit(self.model.init)(jax.random.key(0)), optax.sgd(0.1))
 
 
 @cache
