@@ -18,7 +18,6 @@ from tests.end_to_end.transformers import TINY, Training
 
 PLAIN = Training(model=TINY, batch_size=32)
 DROPPING = Training(model=replace(TINY, dropout=0.1), batch_size=32)
-GROUPED = Training(model=replace(TINY, num_kv_heads=2), batch_size=32)
 
 
 @cache
@@ -33,8 +32,8 @@ def wanted(training: Training) -> Any:
         pytest.param(PLAIN, DataParallel(), 4, id="data parallel, gradients wait"),
         pytest.param(PLAIN, Hybrid(model=2), 4, id="tensor parallel, gradients wait"),
         pytest.param(DROPPING, FSDP(), 1, id="FSDP, masks in parts"),
-        pytest.param(DROPPING, Hybrid(data=8, zero=3, replicas=2), 2, id="replicas"),
-        pytest.param(GROUPED, Hybrid(data=4, context=2), 1, id="context"),
+        pytest.param(PLAIN, Hybrid(data=8, zero=3, replicas=2), 2, id="replicas"),
+        pytest.param(PLAIN, Hybrid(data=4, context=2), 1, id="context"),
     ],
 )
 def test_steps_equal_jit(training: Training, planner: Planner, num_microbatches: int, devices: Any) -> None:

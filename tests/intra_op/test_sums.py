@@ -21,7 +21,7 @@ MASKED = Training(model=replace(WIDE, dropout=0.1), batch_size=64)
 def parameter_bytes(training: Training, stage: Any) -> list[float]:
     """Per parameter the bytes of its gradient on one device of a stage."""
     sizes, found = stage.mesh_shape.axis_sizes, list[float]()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(training.start).params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(training.shapes()[0].params):
         name = "state/params/" + "/".join(str(getattr(k, "key", getattr(k, "idx", ""))) for k in path)
         split = {a for dim in stage.specs[name].dims for a in dim}
         found.append(4.0 * leaf.size / prod(sizes[a] for a in split))
