@@ -30,10 +30,11 @@ from cost_models.work import Product, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPrice:
-    """One device's part of an op: seconds and FLOPs of its work; kind, axes and buffer bytes of `own_collectives`."""
+    """One device's part of an op: seconds, FLOPs and kernels; kind, axes and buffer bytes of `own_collectives`."""
 
     seconds: float
     flops: float
+    num_kernels: float
     collectives: tuple[tuple[str, tuple[str, ...], float], ...]
 
 
@@ -113,7 +114,9 @@ class Pricer:
             if work.flops or work.bytes or work.num_kernels:
                 seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
             collectives = tuple(own_collectives(graph, op, placement, self.sizes))
-            self._prices[key] = OpPrice(seconds=seconds, flops=work.flops, collectives=collectives)
+            self._prices[key] = OpPrice(
+                seconds=seconds, flops=work.flops, num_kernels=work.num_kernels, collectives=collectives
+            )
         return self._prices[key]
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
@@ -204,13 +207,19 @@ class Estimator:
         self.trips: float = 1
         self.compute_seconds = 0.0
         self.flops = 0.0
+        self.calls = 0.0
         self.collectives: list[CollectiveUse] = []
         self.tasks: list[Task] = []
 
     @property
     def seconds(self) -> float:
         """Seconds of one run of the task."""
-        return self.simulated(self.tasks)
+        return max(self.simulated(self.tasks), self.host_seconds)
+
+    @property
+    def host_seconds(self) -> float:
+        """What the host needs to issue one run of the task kernel by kernel, where it does so."""
+        return self.calls * self.pricer.cost_model.backend.call_seconds
 
     def literal(self, value: Value) -> int:
         """Scalars are free."""
@@ -238,6 +247,7 @@ class Estimator:
                 source=op.source if op else "",
             )
         )
+        self.calls += self.trips
         return self._add(seconds, "communication", needs)
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
@@ -251,6 +261,7 @@ class Estimator:
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips
         self.flops += price.flops * self.trips
+        self.calls += price.num_kernels * self.trips
         streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
         made = self._add(price.seconds, "compute", operands, streams=streams)
         for kind, axes, buffer in price.collectives:

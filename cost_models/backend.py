@@ -20,6 +20,8 @@ class Backend:
         overlap_gradients: gradients are reduced during the last backward pass, and state that was updated in parts is
             gathered during the next forward pass, instead of between the two.
         overlap_products: products take the results of collectives in parts, so that the two overlap.
+        call_seconds: what a host needs to issue one kernel or collective, where it issues each by itself; devices wait
+            for it when their kernels are shorter. Compiled programs are issued whole.
     """
 
     fused_attention: bool = False
@@ -27,3 +29,4 @@ class Backend:
     overlap: bool = True
     overlap_gradients: bool = False
     overlap_products: bool = False
+    call_seconds: float = 0.0

@@ -121,11 +121,12 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
     resolved = without_first(update.tasks)
     gathered = without_last(resolved.tasks)
     contention = model.cluster.device.contention
-    forward_alone, backward_alone = seconds[Phase.FORWARD], backward.simulated(reduced.tasks)
+    forward_alone = seconds[Phase.FORWARD]
+    backward_alone = max(backward.simulated(reduced.tasks), backward.host_seconds)
     return {
         Phase.FORWARD: forward_alone,
         Phase.BACKWARD: backward_alone + exposed_seconds(reduced.seconds, backward_alone, contention=contention),
-        Phase.UPDATE: update.simulated(gathered.tasks)
+        Phase.UPDATE: max(update.simulated(gathered.tasks), update.host_seconds)
         + exposed_seconds(resolved.seconds, backward_alone, contention=contention)
         + exposed_seconds(gathered.seconds, forward_alone, contention=contention),
     }
