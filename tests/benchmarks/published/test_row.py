@@ -66,7 +66,11 @@ def test_experts(text: str, experts: Experts | None) -> None:
 def test_images_have_no_heads() -> None:
     found = row(family="wresnet", hidden="base channels 160, width factor 2", heads="", ffn_hidden="", vocab="",
                 seq_len="image 224x224", layers="50")  # fmt: skip
-    assert found.width == "base channels 160, width factor 2" and (found.hidden, found.heads, found.seq_len) == (0, 0, 0)
+    assert found.width == "base channels 160, width factor 2" and (found.hidden, found.heads, found.seq_len) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("global_batch", "micro_batch", "count"), [(64, 1, 8), (64, 8, 1), (4, 8, 1), ("", 2, 1)])
