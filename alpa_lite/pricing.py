@@ -90,7 +90,7 @@ class Pricer:
         def local(slot: Slot) -> float:
             value = (results if slot.is_result else operands)[slot.number]
             dims = (rule.results if slot.is_result else rule.operands)[slot.number]
-            return value.bytes / _shards(dims, placement, self.sizes)
+            return slot.part * value.bytes / _shards(dims, placement, self.sizes)
 
         split = prod(self.sizes[a] for axes in placement.factors for a in axes)
         flops = rule.flops / split * (0.5 if kind.half_masked else 1.0)

@@ -41,7 +41,8 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) ->
         return op, equation
     (body,), (inner,) = op.bodies, equation.bodies
     free = free_values(graph)
-    sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free]
+    # What comes in twice is made once: the other stays as it is.
+    sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free.difference(op.operands[:i])]
     needed = _makers(graph, {op.operands[i] for i in sunk})
     into = {op.operands[i]: body.inputs[i] for i in sunk}
     key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.published.ablation import ABLATIONS
 from benchmarks.published.predict import Predictor
-from benchmarks.published.row import RowError, parse_row, read_rows
+from benchmarks.published.row import RowError, measured_seconds, parse_row, read_rows
 from benchmarks.published.score import Outcome, Score, score
 
 Cells = Mapping[str, str]
@@ -45,16 +45,12 @@ def predict_rows(batch: Sequence[Cells], ablation: str) -> list[Prediction]:
 
 
 def _predict(cells: Cells, predictor: Predictor) -> Prediction:
-    text = (cells.get("measured_step_time_s") or "").strip()
-    known: dict[str, Any] = {
-        "id": cells["id"],
-        "group": cells["group"],
-        "hardware": cells["hardware"],
-        "measured_seconds": float(text) if text else None,
-    }
+    known: dict[str, Any] = {"id": cells["id"], "group": cells["group"], "hardware": cells["hardware"]}
     try:
+        known["measured_seconds"] = measured_seconds(cells)
         run = predictor.predict(parse_row(cells))
     except RowError as error:
+        known.setdefault("measured_seconds", None)
         return Prediction(outcome=Outcome(predicted_seconds=None, reason=str(error), **known), breakdown={})
     return Prediction(outcome=Outcome(predicted_seconds=run.seconds, **known), breakdown=run.breakdown())
 

@@ -94,6 +94,75 @@ def test_batch_axes_split_updates_only_under_zero(split: Split, free: bool) -> N
     assert zero.may_scatter("x") == free and zero.may_scatter("another")
 
 
+def test_replicas_split_the_batch_and_never_state() -> None:
+    rule, _, _ = _product()
+    replica = Restriction(roles={"x": AxisRole.REPLICA}, optimizer=Split.MUST, parameters=Split.MUST)
+    (factor,) = _batch_factor(rule)
+    in_loop = axis_choices(rule, {"x": 4}, _batch_factor(rule), replica, in_loop=True, takes_partial=False)
+    update = axis_choices(rule, {"x": 4}, frozenset(), replica, in_loop=False, takes_partial=False)
+    assert in_loop == [(factor,)] and update == [(None,)]
+    assert not replica.may_scatter("x")
+
+
+def test_context_splits_positions_and_never_the_batch() -> None:
+    rule, _, _ = _product()
+    context = Restriction(roles={"x": AxisRole.CONTEXT})
+    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), context, in_loop=True, takes_partial=False)
+    positions = rule.operands[0][1][0]
+    assert (positions,) in choices and (None,) in choices
+    assert not {c for (c,) in choices} & _batch_factor(rule)
+    # What has no batch holds no positions either.
+    assert axis_choices(rule, {"x": 2}, frozenset(), context, in_loop=True, takes_partial=False) == [(None,)]
+
+
+def _heads(b: int = 8, s: int = 12, g: int = 4, d: int = 6) -> tuple[Rule, Any, Any]:
+    """Scores ``[b, s, g, d] x [b, t, g, d] -> [b, g, s, t]``."""
+    dims = (((3,), (3,)), ((0, 2), (0, 2)))
+    return _rule(
+        "dot_general", [(b, s, g, d)] * 2, [(b, g, s, s)], dimension_numbers=dims, preferred_element_type="float32"
+    )
+
+
+def test_tensor_axes_split_weights_by_their_dims_and_attention_by_heads() -> None:
+    tensor = Restriction(roles={"x": AxisRole.TENSOR})
+    rule, _, _ = _product()
+    choices = axis_choices(rule, {"x": 2}, _batch_factor(rule), tensor, in_loop=True, takes_partial=False)
+    of_weight = {f for factors in rule.operands[1] for f in factors}
+    assert {c for (c,) in choices} == of_weight, "rows or columns of the weight; nothing else, and not whole"
+    scores, _, _ = _heads()
+    choices = axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True, takes_partial=False)
+    heads = set(scores.operands[0][2])
+    assert {c for (c,) in choices} == heads
+
+
+def test_tensor_axes_that_divide_no_head_are_free_but_for_the_batch() -> None:
+    scores, _, _ = _heads(g=3)
+    tensor = Restriction(roles={"x": AxisRole.TENSOR})
+    choices = axis_choices(scores, {"x": 2}, _batch_factor(scores), tensor, in_loop=True, takes_partial=False)
+    assert (None,) in choices and not {c for (c,) in choices} & _batch_factor(scores)
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+def test_sums_over_tensor_axes_are_scattered_only_under_sequence_parallelism(scatter: bool) -> None:
+    rule, operands, results = _product(b=8, m=8, k=8, n=8)
+    tensor = Restriction(roles={"x": AxisRole.TENSOR}, scatter_sums=scatter)
+    assert tensor.may_scatter("x") == scatter
+    found = placements(rule, operands, results, {"x": 4}, batch_factors=_batch_factor(rule), restriction=tensor)
+    (k,) = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
+    ends = {str(p.results[0]) for p in found if p.factors[k]}
+    assert ends == {"[-, -, -]"} | ({"[x, -, -]", "[-, x, -]", "[-, -, x]"} if scatter else set())
+
+
+@pytest.mark.parametrize("split", Split)
+def test_who_splits_state(split: Split) -> None:
+    """Replicas keep copies; context axes take part where only the update reads it; other axes are free."""
+    roles = {role.value: role for role in AxisRole}
+    found = {axis: Restriction(roles=roles).state_split(axis, split) for axis in roles}
+    assert found["replica"] is Split.NEVER and found["batch"] is split
+    assert found["context"] is (Split.NEVER if split is Split.MUST else split)
+    assert {found[axis] for axis in ("any", "model", "tensor")} == {Split.MAY}
+
+
 def test_axes_on_one_factor_stay_in_mesh_order() -> None:
     rule, _, _ = _product()
     assert factor_axes(rule, (0, 0), {"x": 2, "y": 2})[0] == ("x", "y")

@@ -16,11 +16,14 @@ computed from them element by element or by row, until other products make them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
+
+import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
@@ -43,10 +46,11 @@ LONGEST_ROW = 1 << 16
 
 
 class Slot(NamedTuple):
-    """An operand or a result of an op, by its number."""
+    """An operand or a result of an op, by its number; of what was spread out only a part is there to be moved."""
 
     is_result: bool
     number: int
+    part: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +92,11 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
     free = free_values(graph)
     unread = free | hidden
     outputs, seen = set(graph.outputs), set[tuple[int, int]]()
-    last = {groups[op.id]: op.id for op in graph.ops if _runs(graph, op, free)}
+    last = {groups[op.id]: op.id for op in graph.ops if _runs(graph, op, free, outputs)}
     found: list[Access] = []
     for op in graph.ops:
         group = groups[op.id]
-        if op.bodies or (is_folded(graph, op) and not _leaves(graph, op, groups, outputs)):
+        if op.bodies or (is_folded(graph, op) and not _leaves(graph, op, outputs)):
             found.append(Access())
             continue
         if op.primitive.startswith(_INDEXED):
@@ -106,7 +110,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
             if source in unread or inside or graph.values[source].rank == 0 or (group, source) in seen:
                 continue
             seen.add((group, source))
-            reads.append(Slot(False, number))
+            reads.append(_read(graph, op, number))
         writes = tuple(
             Slot(True, number)
             for number, v in enumerate(op.results)
@@ -118,11 +122,11 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
 
 def _alone(graph: Graph, op: Op) -> Access:
     """An op that reads and writes everything itself."""
-    if op.bodies or is_folded(graph, op) or not _runs(graph, op, free_values(graph)):
+    if op.bodies or not _runs(graph, op, free_values(graph), set(graph.outputs)):
         return Access()
     if op.primitive.startswith(_INDEXED):
         return _indexed(graph, op)
-    reads = tuple(Slot(False, i) for i, v in enumerate(op.operands) if graph.values[_unfolded(graph, v)].rank > 0)
+    reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_unfolded(graph, v)].rank > 0)
     return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
 
 
@@ -223,9 +227,17 @@ def _ends_group(graph: Graph, op: Op) -> bool:
     return not trailing or row > LONGEST_ROW
 
 
-def _runs(graph: Graph, op: Op, free: frozenset[int]) -> bool:
+def _runs(graph: Graph, op: Op, free: frozenset[int], outputs: Set[int]) -> bool:
     """True for ops on arrays that are worth a kernel."""
-    return not is_folded(graph, op) and any(graph.values[v].rank > 0 and v not in free for v in op.results)
+    if is_folded(graph, op) and not _leaves(graph, op, outputs):
+        return False
+    return any(graph.values[v].rank > 0 and v not in free for v in (*op.operands, *op.results))
+
+
+def _read(graph: Graph, op: Op, number: int) -> Slot:
+    """An operand, as large as what it shows."""
+    shown, source = graph.values[op.operands[number]], graph.values[_unfolded(graph, op.operands[number])]
+    return Slot(False, number, min(1.0, source.bytes / max(1, shown.bytes)))
 
 
 def _unfolded(graph: Graph, value: int) -> int:
@@ -249,21 +261,21 @@ def _readers(graph: Graph, value: int) -> list[int]:
     return found
 
 
-def _is_output(graph: Graph, value: int, outputs: set[int]) -> bool:
+def _is_output(graph: Graph, value: int, outputs: Set[int]) -> bool:
     if value in outputs:
         return True
     folded = (graph.ops[c] for c in graph.consumers[value] if is_folded(graph, graph.ops[c]))
     return any(_is_output(graph, r, outputs) for op in folded for r in op.results)
 
 
-def _is_written(graph: Graph, op: Op, value: int, groups: Sequence[int], outputs: set[int]) -> bool:
+def _is_written(graph: Graph, op: Op, value: int, groups: Sequence[int], outputs: Set[int]) -> bool:
     if is_folded(graph, op):
         return value in outputs
     readers = _readers(graph, value)
     return _is_output(graph, value, outputs) or any(groups[reader] != groups[op.id] for reader in readers)
 
 
-def _leaves(graph: Graph, op: Op, groups: Sequence[int], outputs: set[int]) -> bool:
+def _leaves(graph: Graph, op: Op, outputs: Set[int]) -> bool:
     """True for a folded op that makes an output of the graph out of nothing larger: a broadcast that is returned."""
     if op.primitive != "broadcast_in_dim" or not any(r in outputs for r in op.results):
         return False
@@ -296,12 +308,27 @@ def on_chip(graph: Graph) -> OnChip:
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
     while escaping := {v for v in large if not _stays(graph, v, large)}:
         large -= escaping
-    masked = any(
-        op.primitive == "select_n" and op.results[0] in large and _is_pair_mask(graph, op.operands[0])
-        for op in graph.ops
+    masked = _masked_by_pairs(graph, large)
+    inside, halves = (
+        frozenset(op.id for op in graph.ops if _is_product(graph, op) and values & {*op.operands, *op.results})
+        for values in (large, masked)
     )
-    inside = frozenset(op.id for op in graph.ops if _is_product(graph, op) and large & {*op.operands, *op.results})
-    return OnChip(values=frozenset(large), products=inside, half_masked=inside if masked else frozenset())
+    return OnChip(values=frozenset(large), products=inside, half_masked=halves)
+
+
+def _masked_by_pairs(graph: Graph, large: set[int]) -> set[int]:
+    """The values of those kernels in which a mask over pairs of positions hides half of the scores."""
+    kernels: nx.Graph[int] = nx.Graph()
+    for op in graph.ops:
+        held = [v for v in (*op.operands, *op.results) if v in large]
+        kernels.add_nodes_from(held)
+        kernels.add_edges_from(pairwise(held))
+    hidden = [
+        op.results[0]
+        for op in graph.ops
+        if op.primitive == "select_n" and op.results[0] in large and _is_pair_mask(graph, op.operands[0])
+    ]
+    return set[int]().union(*(nx.node_connected_component(kernels, v) for v in hidden))
 
 
 def _is_product(graph: Graph, op: Op) -> bool:

@@ -68,13 +68,18 @@ def cluster_of(row: Row) -> Cluster:
 def device_name(hardware: str) -> str:
     """The shipped device that a row means: of its family (the first word of a device's name), the most words alike.
 
-    Raises `RowError` where the family is unknown.
+    Cards in a slot (PCIe) are meant only where they are named. Raises `RowError` where the family is unknown.
     """
     words = _words(hardware)
     family = [name for name in known_devices() if _family(name) in words]
     if not family:
         raise RowError(f"hardware is {hardware!r}: no such device is known ({', '.join(known_devices())}).")
-    return max(family, key=lambda name: (len(_words(name) & words), -len(_words(name) - words)))
+
+    def likeness(name: str) -> tuple[int, bool, int]:
+        own = _words(name)
+        return len(own & words), "pcie" not in own - words, -len(own - words)
+
+    return max(family, key=likeness)
 
 
 def _family(name: str) -> str:
@@ -83,7 +88,7 @@ def _family(name: str) -> str:
 
 def _words(name: str) -> set[str]:
     """Words of a name in small letters; those that only together name a family are one."""
-    text = re.sub(r"\b(tpu|rtx)[\s\-_]+", r"\1-", name.lower())
+    text = re.sub(r"\b(?:(tpu)[\s\-_]*(?=v)|(rtx)[\s\-_]*(?=\d))", r"\1\2-", name.lower())
     words = {w for w in re.split(r"[\s_/]+|(?<!tpu)(?<!rtx)-", text) if w}
     return words | {"sxm" for w in words if w.startswith("sxm")}
 
@@ -118,6 +123,12 @@ def _domain(row: Row) -> int:
     return int(found[1]) if found else row.devices_per_host
 
 
+#: Rates as texts write them, and what their units are in bits per second.
+_BITS = r"(\d+(?:\.\d+)?)\s*([GT]b)(?:it)?(?:/s|ps|E)"
+_BYTES = r"(\d+(?:\.\d+)?)\s*([GT]B)(?:/s|ps)"
+_UNITS = {"Gb": 1e9, "Tb": 1e12, "GB": 8e9, "TB": 8e12}
+
+
 @dataclass(frozen=True, slots=True)
 class _Network:
     bits_per_second: float
@@ -142,13 +153,13 @@ def _network(row: Row, device: str, per_host: int) -> Link:
 
 def _stated_network(text: str, per_host: int) -> _Network | None:
     """Bits per second and cards of one host, from text like "8x400 Gb/s", "800 Gb/s per node (4x HDR200)", or None."""
-    times = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", text)
+    times = re.search(rf"(\d+)\s*[x×]\s*{_BITS}", text) or re.search(rf"(\d+)\s*[x×]\s*{_BYTES}", text)
     if times:
-        return _Network(int(times[1]) * float(times[2]) * 1e9, int(times[1]))
-    single = re.search(r"(\d+(?:\.\d+)?)\s*(Gb|Tb)/s", text)
+        return _Network(int(times[1]) * float(times[2]) * _UNITS[times[3]], int(times[1]))
+    single = re.search(_BITS, text) or re.search(_BYTES, text)
     if not single:
         return None
-    bits = float(single[1]) * (1e12 if single[2] == "Tb" else 1e9)
+    bits = float(single[1]) * _UNITS[single[2]]
     if re.search(r"per\s+(gpu|device|chip|accelerator)", text.lower()):
         return _Network(bits * per_host, per_host)
     cards = re.search(r"(\d+)\s*x\s*[A-Z]", text)

@@ -23,7 +23,7 @@ def sharding_of(row: Row) -> Sharding:
     """The ZeRO stage in the words of the table; FSDP is stage 3, a distributed optimizer stage 1."""
     text = row.sharding.lower()
     if "fsdp" in text or "zero-3" in text or "full_shard" in text:
-        degree = re.search(r"fsdp\s*2?\s*(\d+)", text) if "fsdp2 " not in text else re.search(r"fsdp2 (\d+)", text)
+        degree = re.search(r"fsdp(?:2\b)?+\s*(\d+)", text)  # a 2 that stands alone is the version
         size = int(degree[1]) if degree else row.data
         return Sharding(stage=3, replicas=max(1, row.data // size) if row.data % size == 0 else 1)
     if "shard-largest" in text:

@@ -64,11 +64,15 @@ class Predictor:
         """
         if row.micro_batch is None and row.global_batch is not None:
             sizes = [size for size in MICROBATCHES if row.global_batch % (row.data * size) == 0]
+            if not sizes:
+                raise RowError(
+                    f"global_batch is {row.global_batch}: {row.data} data-parallel replicas do not divide it. Give the "
+                    "micro_batch, or degrees whose replicas do."
+                )
             return min((self.predict(replace(row, micro_batch=size)) for size in sizes), key=lambda run: run.seconds)
-        cluster, backend = self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row))
         try:
-            plan = self._plan(row, cluster, backend)
-        except AlpaLiteError as error:
+            plan = self._plan(row, self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row)))
+        except (AlpaLiteError, ValueError) as error:  # of plans, clusters, and models whose sizes do not fit
             raise RowError(str(error)) from error
         return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds)
 

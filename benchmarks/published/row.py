@@ -112,7 +112,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
     devices, model, pipeline = _count(cells, "n_devices"), _count(cells, "tp", 1), _count(cells, "pp", 1)
     context = _count(cells, "cp", 1)
     data = max(1, devices // (model * pipeline * context))
-    measured = cells.get("measured_step_time_s", "").strip()
+    billions = _amount(cells, "params_B")
     heads = 0 if image else _count(cells, "heads")
     return Row(
         id=cells["id"],
@@ -127,7 +127,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
         layers=layers,
         encoder_layers=encoder_layers,
         hidden=0 if image else _count(cells, "hidden"),
-        parameters=1e9 * float(cells["params_B"]) if cells.get("params_B", "").strip() else None,
+        parameters=1e9 * billions if billions else None,
         heads=heads,
         kv_heads=0 if image else _count(cells, "kv_heads", heads),
         inner=0 if image else _count(cells, "ffn_hidden"),
@@ -150,8 +150,13 @@ def parse_row(cells: Mapping[str, str]) -> Row:
         precision=cells["precision"].strip().lower(),
         schedule=cells.get("schedule", "").strip(),
         notes=cells.get("notes", ""),
-        measured_seconds=float(measured) if measured else None,
+        measured_seconds=measured_seconds(cells),
     )
+
+
+def measured_seconds(cells: Mapping[str, str]) -> float | None:
+    """The measured step time; None where there is none."""
+    return _amount(cells, "measured_step_time_s")
 
 
 def _count(cells: Mapping[str, str], column: str, default: int | None = None) -> int:
@@ -164,18 +169,23 @@ def _count(cells: Mapping[str, str], column: str, default: int | None = None) ->
 
 
 def _optional(cells: Mapping[str, str], column: str) -> int | None:
+    found = _amount(cells, column, kind="whole number")
+    return None if found is None else int(found)
+
+
+def _amount(cells: Mapping[str, str], column: str, *, kind: str = "number") -> float | None:
     text = (cells.get(column) or "").strip().replace(",", "")
     if not text:
         return None
     try:
-        return int(float(text))
+        return float(text)
     except ValueError as error:
-        raise RowError(f"{column} is {text!r}: a whole number, or nothing, is needed.") from error
+        raise RowError(f"{column} is {text!r}: a {kind}, or nothing, is needed.") from error
 
 
 def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tuple[int, int]:
     """A number, or two ("24+24": encoder + decoder): (the last, the first or 0), or in the order of the text."""
-    numbers = [int(n) for n in re.findall(r"\d+", cells.get(column) or "")]
+    numbers = [int(n) for n in re.findall(r"\d+", (cells.get(column) or "").replace(",", ""))]
     if not numbers:
         raise RowError(f"{column} is {cells.get(column, '')!r}: a number, or two joined by +, is needed.")
     if len(numbers) == 1 or "+" not in cells[column]:

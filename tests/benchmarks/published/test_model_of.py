@@ -1,0 +1,66 @@
+"""Models that descriptions mean: usual forms of families, and the form whose size is the stated one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.models.transformer import Transformer
+from benchmarks.published.model_of import model_of, training_of
+from benchmarks.published.row import RowError
+from tests.benchmarks.published.runs import row
+
+
+def transformer(**changes: Any) -> Transformer:
+    model = model_of(row(**changes))
+    assert isinstance(model, Transformer)
+    return model
+
+
+def test_families_have_their_usual_forms() -> None:
+    gpt, llama, bert = (transformer(family=name) for name in ("gpt", "llama", "bert"))
+    assert (gpt.gated, gpt.norm, gpt.positions, gpt.tied, gpt.bias) == (False, "layer", "learned", True, True)
+    assert (llama.gated, llama.norm, llama.positions, llama.tied, llama.bias) == (True, "rms", "rotary", False, False)
+    assert bert.objective == "masked" and bert.num_masked == 19  # 15 % of 128
+    t5 = transformer(family="t5", layers="2+4", seq_len="64+32")
+    assert (t5.num_encoder_layers, t5.num_layers, t5.encoder_seq_len, t5.seq_len) == (2, 4, 64, 32)
+    assert t5.positions == "relative" and not t5.fused
+
+
+def test_the_stated_size_decides_what_tables_leave_out() -> None:
+    plain = transformer()
+    gated = transformer(params_B=(plain.parameter_count() + 4 * 256 * 1024) / 1e9)
+    untied = transformer(params_B=(plain.parameter_count() + 256 * 1024) / 1e9)
+    assert gated.gated and gated.tied and not untied.gated and not untied.tied
+    # A size that no form has is somebody's rounding: the usual form stays.
+    assert transformer(params_B=1.0) == plain
+    assert transformer(params_B=1.01 * plain.parameter_count() / 1e9) == plain
+
+
+def test_experts_and_narrow_numbers() -> None:
+    mixture = transformer(family="moe", experts_topk="4/2 (every 2nd layer, group size 64)")
+    assert mixture.experts is not None
+    assert (mixture.experts.num_experts, mixture.experts.every, mixture.experts.group_size) == (4, 2, 64)
+    eight = transformer(precision="fp8")
+    assert eight.narrow and eight.dtype == jnp.bfloat16
+    assert transformer(precision="fp32").dtype == jnp.float32
+
+
+def test_notes_may_state_the_width_of_heads() -> None:
+    assert transformer(notes="head dim 64; tuned").head_dim == 64
+    assert transformer().head_dim == 32
+
+
+def test_dropout_belongs_to_float16() -> None:
+    old, new = (training_of(row(precision=precision)) for precision in ("fp16", "bf16"))
+    assert old.key is not None and new.key is None
+    assert {leaf.dtype for leaf in jax.tree.leaves(old.state.params)} == {jnp.dtype(jnp.float16)}
+    assert jax.tree.leaves(new.state.opt_state.master)[0].dtype == jnp.float32
+
+
+def test_unknown_precision_is_refused() -> None:
+    with pytest.raises(RowError, match="precision is 'int4': known are fp16"):
+        model_of(row(precision="int4"))

@@ -1,0 +1,126 @@
+"""Plans and backends that the words of a table mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from alpa_lite.schedule import Interleaved1F1B, OneFOneB
+from benchmarks.published.plan_of import (
+    Sharding,
+    backend_of,
+    chunks_of,
+    expert_devices,
+    recompute_of,
+    schedule_of,
+    sharding_of,
+)
+from tests.benchmarks.published.runs import row
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "sharding"),
+    [
+        ("", 8, Sharding(stage=0)),
+        ("none", 8, Sharding(stage=0)),
+        ("distributed optimizer (ZeRO-1)", 8, Sharding(stage=1)),
+        ("ZeRO-2", 8, Sharding(stage=1)),
+        ("ZeRO-3", 8, Sharding(stage=3)),
+        ("FSDP FULL_SHARD", 8, Sharding(stage=3)),
+        ("shard-largest heuristic", 8, Sharding(stage=3)),
+        ("FSDP16", 64, Sharding(stage=3, replicas=4)),
+        ("FSDP 16", 64, Sharding(stage=3, replicas=4)),
+        ("FSDP2", 64, Sharding(stage=3)),
+        ("FSDP2 8", 64, Sharding(stage=3, replicas=8)),
+        ("Megatron FSDP 8", 16, Sharding(stage=3, replicas=2)),
+        ("FSDP256 in slice (ICI), DP4 across slices (DCN)", 1024, Sharding(stage=3, replicas=4)),
+        ("FSDP+DP (split not stated)", 16, Sharding(stage=3)),
+        ("FSDP128", 8, Sharding(stage=3)),
+    ],
+)
+def test_sharding(text: str, devices: int, sharding: Sharding) -> None:
+    assert sharding_of(row(zero_fsdp=text, n_devices=devices)) == sharding
+
+
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [
+        ({"act_recompute": "none"}, "none"),
+        ({"act_recompute": ""}, "none"),
+        ({"act_recompute": "full"}, "full"),
+        ({"act_recompute": "Full (every layer)"}, "full"),
+        ({"act_recompute": "selective"}, "selective"),
+        ({"act_recompute": "selective (SAVE_DOT_ONLY)"}, "dots"),
+        ({"act_recompute": "selective (SAVE_DOT_WITH_NO_BATCH_DIM)"}, "dots_without_batch"),
+        ({"act_recompute": "selective (per-op)"}, "alternate"),
+        ({"act_recompute": "custom (layer input + projections offloaded to host)"}, "projections"),
+        # A fused kernel computes the scores again.
+        ({"act_recompute": "none", "hardware": "H100-SXM-80GB"}, "selective"),
+        ({"act_recompute": "full", "hardware": "H100-SXM-80GB"}, "full"),
+    ],
+)
+def test_recomputation(changes: dict[str, str], recompute: str) -> None:
+    assert recompute_of(row(**changes)) == recompute
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({"precision": "fp16"}, False),
+        ({"precision": "bf16"}, False),
+        ({"precision": "bf16-te"}, True),
+        ({"zero_fsdp": "FSDP FULL_SHARD"}, True),
+        ({"hardware": "H100-SXM-80GB"}, True),
+        ({"hardware": "B200-180GB", "precision": "fp8"}, True),
+        ({"hardware": "H100-SXM-80GB", "precision": "fp16"}, False),
+    ],
+)
+def test_who_has_fused_attention(changes: dict[str, str], fused: bool) -> None:
+    assert backend_of(row(**changes)).fused_attention == fused
+
+
+def test_communication_was_not_hidden_in_the_days_of_float16() -> None:
+    old, new, sequence = (
+        backend_of(row(**changes))
+        for changes in ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16", "sequence_parallel": "y"})
+    )
+    assert (old.overlap_gradients, new.overlap_gradients) == (False, True)
+    assert (new.overlap_products, sequence.overlap_products) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ({"pp": 1}, 1),
+        ({"pp": 4}, 1),
+        ({"pp": 2, "interleave_v": 2}, 2),
+        ({"pp": 2, "interleave_v": 8}, 2),  # a chunk holds a layer at least
+        ({"pp": 2, "interleave_v": 1}, 1),
+        ({"pp": 2, "layers": 24}, 6),  # not stated: as finely as recipes do
+        ({"pp": 2, "layers": 22}, 1),
+    ],
+)
+def test_chunks(changes: dict[str, Any], chunks: int) -> None:
+    found = row(**changes)
+    assert chunks_of(found) == chunks
+    schedule = schedule_of(found)
+    assert schedule == (Interleaved1F1B(num_chunks=chunks) if chunks > 1 else OneFOneB())
+
+
+def test_chunks_need_rounds_of_micro_batches() -> None:
+    """Of 3 micro-batches two stages cannot take 2 at a time."""
+    assert schedule_of(row(pp=2, interleave_v=2, global_batch=48)) == OneFOneB()
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [
+        ({}, 1),
+        ({"ep": 4, "experts_topk": "8/2"}, 4),
+        ({"experts_topk": "8/2", "zero_fsdp": "ILP (searched)"}, 8),
+        ({"experts_topk": "8/2", "zero_fsdp": "FSDP8"}, 1),
+    ],
+)
+def test_devices_for_experts(changes: dict[str, Any], devices: int) -> None:
+    assert expert_devices(row(family="moe" if changes else "gpt", **changes)) == devices

@@ -1,0 +1,145 @@
+"""Fixed degrees, as the papers describe them: which collectives they need, on which axes, and what does not divide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
+from tests.end_to_end.transformers import WIDE, Training, plan
+
+TRAINING = Training(model=WIDE, batch_size=64)
+#: Bytes of the activations of the whole batch.
+ACTIVATIONS = 4.0 * 64 * 128 * 256
+#: Long sequences, with a quarter of the heads for keys and values.
+LONG = Training(model=replace(WIDE, hidden=4096, num_heads=32, num_kv_heads=8, inner=16384, seq_len=4096), batch_size=8)
+
+
+def uses(found: al.Plan, *axes: str, phase: str = "") -> list[Any]:
+    """Collectives over exactly one of these axes."""
+    return [u for u in found.prediction.collectives if u.axis in axes and (not phase or u.phase == phase)]
+
+
+def per_layer(found: al.Plan, phase: str) -> Counter[tuple[str, float]]:
+    """Kind and bytes of what each layer exchanges over "model"."""
+    inside = [u for u in uses(found, "model", phase=phase) if u.count >= WIDE.num_layers]
+    return Counter((u.kind, u.bytes) for u in inside for _ in range(round(u.count / WIDE.num_layers)))
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def test_megatron_reduces_twice_per_layer_and_pass() -> None:
+    """Behind attention and behind the MLP; in the backward pass before them (Shoeybi et al. 2019, figure 4)."""
+    found = plan(TRAINING, Hybrid(model=8, sequence_parallel=False))
+    for phase in ("forward", "backward"):
+        assert per_layer(found, phase) == {("all_reduce", ACTIVATIONS): 2}, phase
+
+
+def test_whatever_megatron_scatters_it_sends_no_more() -> None:
+    found = plan(TRAINING, Megatron())
+    sent = {phase: sum(map(_ring_bytes, uses(found, "model", phase=phase))) for phase in ("forward", "backward")}
+    once = 2 * 7 / 8 * ACTIVATIONS
+    assert sent["forward"] == pytest.approx(2 * WIDE.num_layers * once, rel=0.02)
+    # And once for what the projection onto the vocabulary read.
+    assert sent["backward"] == pytest.approx((2 * WIDE.num_layers + 1) * once, rel=0.02)
+
+
+def _ring_bytes(use: Any) -> float:
+    """What each device sends: an all_reduce is a reduce_scatter and an all_gather."""
+    rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}[use.kind]
+    return use.count * rounds * (use.num_devices - 1) / use.num_devices * use.bytes
+
+
+def test_sequence_parallelism_scatters_what_it_reduces() -> None:
+    """Sums stay in parts between products, where norms then work on parts (Korthikanti et al. 2022, section 4.2.2)."""
+    scattered, whole = (plan(LONG, Hybrid(model=8, sequence_parallel=flag)) for flag in (True, False))
+    large = {u.kind for u in uses(scattered, "model", phase="forward") if u.count > 1 and u.bytes > 1e8}
+    assert large == {"reduce_scatter", "all_gather"}
+    assert scattered.prediction.step_seconds < whole.prediction.step_seconds
+
+
+def test_heads_are_split_and_positions_never() -> None:
+    (stage,) = plan(TRAINING, Hybrid(model=8, sequence_parallel=False)).stages
+    for name in ("w_q", "w_k", "w_v"):
+        assert stage.specs[f"state/params/layers/0/0/attention/{name}"].dims[2] == ("model",), name
+    assert stage.specs["state/params/layers/0/0/attention/w_out"].dims[1] == ("model",)
+    assert stage.specs["state/params/layers/0/0/mlp/w_up"].dims[-1] == ("model",)
+    assert stage.specs["state/params/layers/0/0/mlp/w_down"].dims[1] == ("model",)
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_hybrid_sharding_reduces_in_parts_inside_and_sums_parts_across(zero: int) -> None:
+    """Each group of four holds one copy: only a quarter of each gradient passes between the groups."""
+    found = plan(TRAINING, Hybrid(data=8, zero=zero, replicas=2))
+    (stage,) = found.stages
+    assert stage.mesh_shape.axis_sizes == {"replica": 2, "data": 4}
+    across = [u for u in uses(found, "replica") if u.bytes > 4]
+    assert {u.kind for u in across} == {"all_reduce"}
+    inside = [u for u in uses(found, "data") if u.kind == "reduce_scatter"]
+    weights = [leaf for name, leaf in stage.specs.items() if name.startswith("state/")]
+    assert all("replica" not in spec.axes for spec in weights)
+    large = sum(u.bytes * u.count for u in across)
+    assert large == pytest.approx(sum(u.bytes * u.count for u in inside) / 4, rel=0.02)
+
+
+def test_one_replica_is_fsdp() -> None:
+    plain, hybrid = (plan(TRAINING, planner) for planner in (FSDP(), Hybrid(data=8, zero=3, replicas=1)))
+    assert plain.stages == hybrid.stages and plain.prediction == hybrid.prediction
+    assert hybrid.stages[0].state_bytes < plan(TRAINING, Hybrid(data=8, zero=3, replicas=2)).stages[0].state_bytes
+
+
+# --- context ----------------------------------------------------------------------------------------------------------
+
+
+def test_context_parallelism_gathers_keys_and_values_alone() -> None:
+    """Queries stay with their positions; per layer keys and values are gathered, and their gradients added up."""
+    found = plan(LONG, Hybrid(data=4, context=2))
+    (stage,) = found.stages
+    assert stage.mesh_shape.axis_sizes == {"data": 4, "context": 2}
+    assert stage.specs["batch/tokens"].dims == (("data",), ("context",))
+    heads = 4.0 * (8 / 4) * 4096 * 8 * 128  # keys of the samples of a device, at all positions
+    exchanged = {
+        phase: [u for u in uses(found, "context", phase=phase) if u.count > 1] for phase in ("forward", "backward")
+    }
+    assert [(u.kind, u.bytes, u.count) for u in exchanged["forward"]] == [("all_gather", heads, WIDE.num_layers)] * 2
+    assert [(u.bytes, u.count) for u in exchanged["backward"]] == [(heads, WIDE.num_layers)] * 2
+    assert {u.kind for u in exchanged["backward"]} <= {"all_reduce", "reduce_scatter"}
+    assert not [u for u in uses(found, "data") if u.count > 1]
+
+
+# --- experts, names, refusals -----------------------------------------------------------------------------------------
+
+
+def test_names_say_the_degrees() -> None:
+    planner = Hybrid(pipeline=2, model=4, context=2, expert=2, data=8, zero=1)
+    assert planner.name == "pp2 × tp4 × cp2 × ep2 × dp8 × zero1"
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (Hybrid(data=2, model=2), r"1 stages × 2 data × 2 model = 4 devices were asked for, but .* has 8\. Choose"),
+        (Hybrid(data=2, context=3), r"2 data × 3 context × 1 model = 6 devices"),
+        (Hybrid(context=3), r"2 data × 3 context × 1 model = 6 devices"),
+        (Hybrid(data=8, replicas=3), r"3 replicas × 1 expert devices lie within the 8 data-parallel devices"),
+        (Hybrid(data=8, expert=4, replicas=4), r"4 replicas × 4 expert devices .* does not divide that number"),
+        (Megatron(tensor=3), r"2 data × 3 model = 6 devices"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Planner) else "",
+)
+def test_degrees_that_do_not_divide_are_refused(planner: Planner, message: str) -> None:
+    with pytest.raises(al.errors.PlanError, match=message):
+        plan(TRAINING, planner)
+
+
+def test_replicas_count_among_what_splits_the_batch() -> None:
+    with pytest.raises(al.errors.PlanError, match=r"splits each micro-batch over 8 devices, but it has 4 samples"):
+        plan(Training(model=WIDE, batch_size=4), Hybrid(data=8, replicas=2))
