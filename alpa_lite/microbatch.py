@@ -9,15 +9,15 @@ The rules of the primitives say where the batch is kept (PASS) and where it is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.graph.from_jaxpr import loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import (
-    Part,
     StepGraph,
     assign_phases,
     batch_dims,
@@ -31,14 +31,15 @@ from alpa_lite.graph.phases import (
     merge_literals,
     reduced_results,
     require_same_position,
+    with_own_bodies,
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of, traces_alike
+from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.batch_flow import follow_batch
-from alpa_lite.rules.graph_facts import is_zero
-from alpa_lite.sinking import sink_free_values
-from alpa_lite.stacks import PartedProgram, part_stacks
+from alpa_lite.rules.graph_facts import is_zero, rule_of_op
+from alpa_lite.stacks import PartedProgram
 from alpa_lite.trace import Traced
 
 
@@ -66,10 +67,7 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
     problem = traced.batch_problem
     for size in sizes:
         try:
-            jaxpr = traced.at_batch_size(size)
-            over_samples = loops_over_samples(traced.jaxpr, jaxpr) if unroll else frozenset[int]()
-            full, other = (_parted(traced, j, unroll, over_samples) for j in (traced.jaxpr, jaxpr))
-            check_same_structure(full.program.graph, other.program.graph)
+            full, other = _at_two_sizes(traced, size, unroll)
             batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
@@ -78,16 +76,40 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
         else:
             verify(full.program.graph)
             return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    return _at_one_size(traced, _parted(traced, traced.jaxpr, unroll, frozenset()), unroll, problem)
+    own = in_parts(traced, program_of(traced, traced.jaxpr, unroll, frozenset()), unroll)
+    return _at_one_size(traced, own, unroll, problem)
+
+
+def _at_two_sizes(traced: Traced, size: int, unroll: int) -> tuple[PartedProgram, PartedProgram]:
+    """The programs at the full batch and at another size, which are the same program."""
+    if size == 1 and not traces_alike(traced, size):
+        programs = extrapolated(traced, unroll)
+        full, other = (in_parts(traced, programs[n], unroll) for n in (traced.require_batch(), 1))
+    else:
+        jaxprs = traced.jaxpr, traced.at_batch_size(size)
+        over_samples = loops_over_samples(*jaxprs) if unroll else frozenset[int]()
+        full, other = (in_parts(traced, program_of(traced, j, unroll, over_samples), unroll) for j in jaxprs)
+    check_same_structure(full.program.graph, other.program.graph)
+    return full, other
 
 
 def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
     """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
-    graph = verify(full.program.graph)
+    # The batch may enter a body that several loops share in another way in each.
+    graph = with_own_bodies(verify(full.program.graph))
+    full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
-    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts])
-    # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
-    loop = loop_without_batch(graph) | loop_ops(graph, batch)[0]
+    known: dict[Graph, dict[int, int | None]] = {}
+    if traced.batch_size == 1:
+        try:
+            known, problem = batch_of_one(traced, full, unroll), ""
+        except Exception as error:  # the user's function may raise anything at another size
+            problem = f"{problem} {error}"
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
+    loop = loop_ops(graph, batch)[0]
+    if not known:
+        # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+        loop |= loop_without_batch(graph)
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in graph.values),
@@ -103,17 +125,6 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
         unrolled=unroll,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
-
-
-def _parted(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> PartedProgram:
-    program = sink_free_values(from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples))
-    if unroll > 0:
-        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
-    return PartedProgram(
-        program=program,
-        input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
-        output_parts=tuple(Part(leaf=i) for i in range(len(program.graph.outputs))),
-    )
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
@@ -147,7 +158,7 @@ def _with_batch(
         iotas = local_iotas(whole, batch)
         check_additive(whole, small, batch, loop, iotas)
     chosen = other if num_microbatches > 1 else full
-    graph = merge_literals(chosen.program.graph, whole)
+    graph = merge_literals(chosen.program.graph, whole, at_another_size=small)
     step = StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in whole.values),
@@ -228,7 +239,7 @@ def check_additive(
 
 
 def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: set[int]) -> None:
-    rule = rule_of(view_of(graph, op))
+    rule = rule_of_op(graph, op.id)
     for i, operand in enumerate(op.operands):
         dim = batch[operand]
         if dim is None:
@@ -313,8 +324,8 @@ def _made_of_sums(op: Op, other: Op, wiring: Wiring, summed: set[int], *, all_kn
     """Per body the results that are sums over the batch, when the operands `summed` are."""
     found: list[set[int]] = []
     for body, small, inputs, outputs in zip(op.bodies, other.bodies, wiring.inputs, wiring.outputs, strict=True):
-        entering = {v for v, i in zip(body.inputs, inputs, strict=True) if i in summed}
-        sums = _sums_in_body(body, small, batch_dims(body, small), entering, all_known=all_known)
+        entering = frozenset(v for v, i in zip(body.inputs, inputs, strict=True) if i in summed)
+        sums = _sums_in_body(body, small, entering, all_known=all_known)
         found.append({r for v, r in zip(body.outputs, outputs, strict=True) if r is not None and v in sums})
     return found
 
@@ -327,13 +338,13 @@ def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: 
             _refuse(graph, op, "also makes a value that does not depend on the batch and is used after the loop")
 
 
-def _sums_in_body(
-    body: Graph, small: Graph, batch: tuple[int | None, ...], sums: set[int], *, all_known: bool
-) -> set[int]:
+@lru_cache(maxsize=256)
+def _sums_in_body(body: Graph, small: Graph, entering: frozenset[int], *, all_known: bool) -> frozenset[int]:
     """Values of a body that are sums over the batch, given those that enter as such.
 
     What is not linear in sums is refused once `all_known`: an accumulator may turn out to be a sum only later.
     """
+    batch, sums = batch_dims(body, small), set(entering)
     for op in body.ops:
         partial = [i for i, v in enumerate(op.operands) if v in sums]
         if any(batch[v] is not None for v in (*op.operands, *op.results)):
@@ -347,9 +358,9 @@ def _sums_in_body(
             if any(batch[v] is not None for v in op.operands):
                 sums.update(reduced_results(op, batch))
         elif partial:
-            groups = rule_of(view_of(body, op)).linear
+            groups = rule_of_op(body, op.id).linear
             zeros = {i for i, v in enumerate(op.operands) if is_zero(body, v)}
             if all_known and not any(set(partial) <= set(g) and set(g) <= set(partial) | zeros for g in groups):
                 _refuse(body, op, "is not linear in a sum over the batch")
             sums.update(op.results)
-    return sums
+    return frozenset(sums)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -269,16 +269,21 @@ class Plan:
 def fingerprint(step: StepGraph) -> str:
     """Digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
     digest = hashlib.sha256()
-    _digest_graph(step.graph, digest.update)
+    digest.update(_text_of(step.graph, {}))
     digest.update(repr([p.value for p in step.phases]).encode())
     digest.update(repr((step.num_microbatches, step.batch_size)).encode())
     return digest.hexdigest()
 
 
-def _digest_graph(graph: Graph, update: Callable[[bytes], object]) -> None:
-    update(repr([(v.shape, v.dtype, v.literal) for v in graph.values]).encode())
-    update(repr((graph.inputs, graph.outputs)).encode())
+def _text_of(graph: Graph, known: dict[Graph, bytes]) -> bytes:
+    """What makes a graph this graph, as text; `known`: that of bodies, which many loops may share."""
+    parts = [repr([(v.shape, v.dtype, v.literal) for v in graph.values]), repr((graph.inputs, graph.outputs))]
+    found = [part.encode() for part in parts]
     for op in graph.ops:
-        update(repr((op.primitive, op.operands, op.results, sorted(op.params.items(), key=lambda p: p[0]))).encode())
+        params = sorted(op.params.items(), key=lambda p: p[0])
+        found.append(repr((op.primitive, op.operands, op.results, params)).encode())
         for body in op.bodies:
-            _digest_graph(body, update)
+            if body not in known:
+                known[body] = _text_of(body, known)
+            found.append(known[body])
+    return b"".join(found)

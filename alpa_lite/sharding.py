@@ -26,6 +26,9 @@ import numpy as np
 #: What one more collective weighs against bytes when two walks are compared: prefers fewer, larger steps.
 STEP_BYTES = 1024.0
 
+#: More steps than any cheapest walk has: each axis is gathered, scattered or moved a few times at most.
+_MAX_STEPS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -182,10 +185,17 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:
     free = tuple(a for a in sizes if a not in spec.partial)
     blocks = tuple(prod(sizes[a] for a in axes) for axes in spec.dims)
     local = 1.0 / num_shards(spec, sizes)
-    for dims in _arrangements(blocks, free, sizes):
+    for dims in _arranged(blocks, free, tuple(sizes.items())):
         if dims != spec.dims:
             axes, pairs = _permutation(spec.dims, dims, sizes)
             yield Step(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
+
+
+@lru_cache(maxsize=10_000)
+def _arranged(
+    counts: tuple[int, ...], free: tuple[str, ...], sizes_items: tuple[tuple[str, int], ...]
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    return tuple(_arrangements(counts, free, dict(sizes_items)))
 
 
 def _arrangements(
@@ -261,7 +271,22 @@ def reshard(
 
 def cheapest_walks(source: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4) -> Walks:
     """The cheapest walk to every spec that can be reached from `source`; see `reshard`."""
-    return _cheapest_walks(source, shape, tuple(sizes.items()), item_bytes)
+    return _cheapest_walks(
+        source, spec_graph(shape, tuple(sizes.items())), _bytes_that_matter(prod(shape) * item_bytes, sizes)
+    )
+
+
+def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
+    """The bytes of an array, or fewer that lead to the same walks.
+
+    With D devices the `sent_bytes_factor`s of walks differ by 1 / D at least. Where that times the bytes outweighs as
+    many steps as a walk can have, walks are ordered by what they send and then by their steps, whatever the size. Sizes
+    that are powers of two make the sums exact; others are left as they are.
+    """
+    devices = prod(sizes.values())
+    enough = devices * round(STEP_BYTES) * _MAX_STEPS
+    exact = devices & (devices - 1) == 0 and array_bytes < 1 << 44
+    return min(array_bytes, enough) if exact else array_bytes
 
 
 class SpecGraph:
@@ -298,53 +323,60 @@ def _weight(step: Step) -> float:
     return 1.0 if step.is_local else STEP_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walks:
-    """The cheapest walks from one spec, as a tree: number of a spec → number of the one before, and the last step.
+    """The cheapest walks from one spec, by Dijkstra's algorithm, which goes no farther than it is asked for."""
 
-    The tree lists a spec after the one before it. Specs with higher numbers than any in it cannot be reached.
-    """
-
-    graph: SpecGraph
-    source: int
-    tree: Mapping[int, tuple[int, Step]]
+    def __init__(self, graph: SpecGraph, source: Spec, array_bytes: int) -> None:
+        """Nothing is found yet."""
+        self.graph = graph
+        self.source = graph.number(source)
+        self.array_bytes = array_bytes
+        self._partial = frozenset(source.partial)
+        self._best: dict[int, float] = {self.source: 0.0}
+        self._came: dict[int, tuple[int, Step]] = {}
+        self._done: set[int] = set()
+        self._queue: list[tuple[float, int, int]] = [(0.0, 0, self.source)]
+        self._discovered = count(1)  # breaks ties in order of discovery
 
     def to(self, target: Spec) -> tuple[Step, ...] | None:
         """The steps to a spec; None when it cannot be reached."""
-        number, steps = self.graph.number(target), list[Step]()
+        return self.to_number(self.graph.number(target))
+
+    def to_number(self, number: int) -> tuple[Step, ...] | None:
+        """The steps to the spec of this number in the graph; None when it cannot be reached."""
+        if not self._finds(number):
+            return None
+        steps: list[Step] = []
         while number != self.source:
-            if number not in self.tree:
-                return None
-            number, step = self.tree[number]
+            number, step = self._came[number]
             steps.append(step)
         return tuple(reversed(steps))
 
+    def _finds(self, number: int) -> bool:
+        """Search until the cheapest walk to a spec is known; False when there is none."""
+        if self.graph.shape and not self._partial.issuperset(self.graph.specs[number].partial):
+            return False  # only scalars are made partial sums
+        while number not in self._done and self._queue:
+            cost, _, spec = heapq.heappop(self._queue)
+            if cost <= self._best[spec]:
+                self._done.add(spec)
+                self._look_around(cost, spec)
+        return number in self._done
 
-@lru_cache(maxsize=4_000)
-def _cheapest_walks(
-    source: Spec, shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...], item_bytes: int
-) -> Walks:
-    """Dijkstra's algorithm."""
-    graph, array_bytes = spec_graph(shape, sizes_items), prod(shape) * item_bytes
-    start = graph.number(source)
-    best: dict[int, float] = {start: 0.0}
-    came: dict[int, tuple[int, Step]] = {}
-    tree: dict[int, tuple[int, Step]] = {}
-    queue: list[tuple[float, int, int]] = [(0.0, 0, start)]
-    number = count(1)  # breaks ties in order of discovery
-    while queue:
-        cost, _, spec = heapq.heappop(queue)
-        if cost > best[spec]:
-            continue
-        if spec != start:
-            tree[spec] = came[spec]
-        for step, target, sent, weight in graph.moves(spec):
-            total = cost + sent * array_bytes + weight
-            if target not in best or total < best[target]:
+    def _look_around(self, cost: float, spec: int) -> None:
+        best, came = self._best, self._came
+        for step, target, sent, weight in self.graph.moves(spec):
+            total = cost + sent * self.array_bytes + weight
+            known = best.get(target)
+            if known is None or total < known:
                 best[target] = total
                 came[target] = (spec, step)
-                heapq.heappush(queue, (total, next(number), target))
-    return Walks(graph=graph, source=start, tree=tree)
+                heapq.heappush(self._queue, (total, next(self._discovered), target))
+
+
+@lru_cache(maxsize=10_000)
+def _cheapest_walks(source: Spec, graph: SpecGraph, array_bytes: int) -> Walks:
+    return Walks(graph, source, array_bytes)
 
 
 def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:

@@ -12,21 +12,29 @@ from dataclasses import replace
 
 from alpa_lite.graph.equations import Equation, GraphWithEquations, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.rules.graph_facts import free_values, op_class
 
 
 def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
     """The program whose scans make the free values (`rules.graph_facts.free_values`) that they read, at any depth."""
+    return _sunk_program(program, {})
+
+
+_Known = dict[tuple[object, ...], GraphWithEquations]
+"""Bodies by what they were, what is made in them, and how: what loops share they share afterwards."""
+
+
+def _sunk_program(program: GraphWithEquations, known: _Known) -> GraphWithEquations:
     graph = program.graph
     if not any(op.primitive == "scan" for op in graph.ops):
         return program
-    pairs = [_sunk(graph, program.equations, op) for op in graph.ops]
+    pairs = [_sunk(graph, program.equations, op, known) for op in graph.ops]
     ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
     made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
     return without_dead_ops(replace(program, graph=made, equations=equations))
 
 
-def _sunk(graph: Graph, equations: Sequence[Equation], op: Op) -> tuple[Op, Equation]:
+def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) -> tuple[Op, Equation]:
     """A scan without those of its constants that are free, and its equation; other ops as they are."""
     equation = equations[op.id]
     if op.primitive != "scan":
@@ -35,13 +43,16 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op) -> tuple[Op, Equa
     free = free_values(graph)
     # What comes in twice is made once: the other stays as it is.
     sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free.difference(op.operands[:i])]
-    if sunk:
-        needed = _makers(graph, {op.operands[i] for i in sunk})
-        into = {op.operands[i]: body.inputs[i] for i in sunk}
-        inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
-        body = _with_ops_in_front(graph, needed, into, body, inputs)
-        inner = (*(equations[o.id] for o in needed), *inner)
-    below = sink_free_values(GraphWithEquations(graph=body, equations=inner))
+    needed = _makers(graph, {op.operands[i] for i in sunk})
+    into = {op.operands[i]: body.inputs[i] for i in sunk}
+    key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))
+    if key not in known:
+        made, front = body, tuple(equations[o.id] for o in needed)
+        if sunk:
+            inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
+            made = _with_ops_in_front(graph, needed, into, body, inputs)
+        known[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), known)
+    below = known[key]
     if not sunk and below.graph is body:
         return op, equation
     num_consts = op.params["num_consts"] - len(sunk)
@@ -61,6 +72,41 @@ def _makers(graph: Graph, values: set[int]) -> list[Op]:
             found.add(producer)
             queue += graph.ops[producer].operands
     return [graph.ops[number] for number in sorted(found)]
+
+
+def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into: dict[int, int]) -> tuple[object, ...]:
+    """Equal for ops that make the same in the same way, wherever they stand in the graph."""
+    number = {v: -1 - slot for v, slot in into.items()}
+
+    def local(v: int) -> int:
+        return number.setdefault(v, len(number))
+
+    return tuple(
+        (
+            op_class(graph, op.id),
+            _ById(equations[op.id].params),
+            tuple(map(local, op.operands)),
+            tuple(map(local, op.results)),
+            op.source,
+            op.name_stack,
+        )
+        for op in ops
+    )
+
+
+class _ById:
+    """Stands for an object, which is kept so that its id stays its own: equal to what stands for the same one."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
 
 
 def _with_ops_in_front(

@@ -24,6 +24,8 @@ from cost_models.errors import CostModelError as CostModelError
 from cost_models.hardware import Device as Device
 from cost_models.interface import CostModel as CostModel
 from cost_models.link import Link as Link
+from cost_models.memory import layer_activation_bytes as layer_activation_bytes
+from cost_models.memory import microbatches_in_flight as microbatches_in_flight
 from cost_models.memory import model_states_bytes as model_states_bytes
 from cost_models.traffic import Traffic as Traffic
 from cost_models.work import Product as Product

@@ -1,17 +1,41 @@
-"""Memory of model states under ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054, section 3 and figure 1).
+"""Memory of transformers in closed form: model states, activations of a layer, micro-batches that a stage holds.
 
-P parameters; p, g and K bytes of parameter, gradient and optimizer state for each of them; N data-parallel devices:
+Plans are predicted by who lives when; these are the formulas of the literature, for estimates and for checks.
+
+Model states under ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054, section 3 and figure 1): P parameters; p, g and
+K bytes of parameter, gradient and optimizer state for each of them; N data-parallel devices:
 
     stage 0 (plain)                     (p + g + K) P
     stage 1 (optimizer sharded)         (p + g) P + K P / N
     stage 2 (+ gradients)               p P + (g + K) P / N
     stage 3 (+ parameters)              (p + g + K) P / N          (all four: model_states_bytes)
+
+Saved activations of one layer in half precision, in bytes (Korthikanti et al., MLSys 2023, arXiv 2205.05198, table 2):
+b sequences of s tokens, width h, a heads, t tensor-parallel devices, with dropout, a softmax that is kept:
+
+    tensor parallel                     s b h (10 + 24/t + 5 a s / (h t))
+    + sequence parallel                 s b h (34 + 5 a s / h) / t
+    selective recomputation             the same without 5 a s / h
+    full recomputation                  2 s b h                    (all four: layer_activation_bytes)
+
+Micro-batches between forward and backward on stage i of p, of m (Huang et al., NeurIPS 2019; Narayanan et al., SC'21):
+
+    GPipe                               m
+    1F1B                                min(p - i, m)
+    interleaved, v chunks each          min(2 (p - i - 1) + (v - 1) p + 1, v m) / v          (microbatches_in_flight)
 """
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from cost_models.checks import require_amount, require_count
 from cost_models.errors import CostModelError
+
+LayerRecompute = Literal["none", "selective", "full"]
+"""What the backward pass computes again: nothing, the attention core, or the layer from its input."""
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 def model_states_bytes(
@@ -44,3 +68,72 @@ def model_states_bytes(
     return num_parameters * sum(
         size / num_data_parallel if stage >= first else size for first, size in sizes_by_first_sharded_stage
     )
+
+
+def layer_activation_bytes(
+    *,
+    seq_len: int,
+    batch: int,
+    hidden: int,
+    num_heads: int,
+    num_tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: LayerRecompute = "none",
+) -> float:
+    """Bytes per device that one transformer layer saves for its backward pass, for one micro-batch.
+
+    Args:
+        seq_len: tokens per sequence (s).
+        batch: sequences per micro-batch and replica (b).
+        hidden: width of the residual stream (h); the feed-forward layer is four times as wide.
+        num_heads: attention heads (a).
+        num_tensor_parallel: devices that share each layer (t).
+        sequence_parallel: whether they also share the tokens between tensor-parallel products.
+        recompute: what the backward pass computes again; with "full" the layer's input is kept whole on each device.
+
+    Raises:
+        CostModelError: a count that is no whole number of at least 1, an unknown `recompute`.
+    """
+    counts = {"seq_len": seq_len, "batch": batch, "hidden": hidden, "num_heads": num_heads}
+    for what, value in {**counts, "num_tensor_parallel": num_tensor_parallel}.items():
+        require_count(what, value, advice="give the sizes of one layer on one device")
+    if recompute not in get_args(LayerRecompute):
+        known = ", ".join(get_args(LayerRecompute))
+        raise CostModelError(f"recompute is {recompute!r}, but only {known} exist: choose one of them.")
+    tokens = float(seq_len * batch * hidden)
+    if recompute == "full":
+        return 2 * tokens
+    shared = num_tensor_parallel if sequence_parallel else 1
+    core = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / hidden
+    return tokens * (10 / shared + (24 + core) / num_tensor_parallel)
+
+
+def microbatches_in_flight(
+    schedule: PipelineSchedule, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> float:
+    """Micro-batches that a pipeline stage holds at most, in units of all the layers on its devices.
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        stage: its number, from 0; for "interleaved" that of the group of devices.
+        num_stages: stages, or groups of devices.
+        num_microbatches: per step.
+        num_chunks: parts of the model on each group of devices; only "interleaved" has more than one.
+
+    Raises:
+        CostModelError: no such stage or schedule, a count that is no whole number of at least 1.
+    """
+    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for what, value in counts.items():
+        require_count(what, value, advice="describe the pipeline")
+    if stage not in range(num_stages):
+        raise CostModelError(f"The stage is {stage!r}, but a number from 0 to {num_stages - 1} is needed.")
+    if schedule not in get_args(PipelineSchedule):
+        known = ", ".join(get_args(PipelineSchedule))
+        raise CostModelError(f"The schedule is {schedule!r}, but only {known} exist: choose one of them.")
+    if schedule == "gpipe":
+        return float(num_microbatches)
+    if schedule == "1f1b" or num_chunks == 1:
+        return float(min(num_stages - stage, num_microbatches))
+    warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
+    return min(warmup + 1, num_chunks * num_microbatches) / num_chunks

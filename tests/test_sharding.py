@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from alpa_lite.sharding import (
     STEP_BYTES,
     Spec,
+    SpecGraph,
     Step,
+    Walks,
+    cheapest_walks,
     divides,
     local_shape,
     moves,
@@ -318,3 +321,21 @@ def test_shapes_that_can_be_split_alike_share_their_specs() -> None:
     assert spec_graph((24, 7), sizes) is spec_graph((8, 1), sizes)
     assert spec_graph((24, 7), sizes) is not spec_graph((12, 7), sizes)
     assert spec_graph((0,), sizes) is not spec_graph((8,), sizes)  # blocks of nothing are not split
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 4}, {"a": 3, "b": 2}])
+@pytest.mark.parametrize("shape", [(8, 6, 4), (3 << 12, 1 << 13)])
+def test_walks_of_large_arrays_are_those_that_their_own_bytes_lead_to(
+    shape: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    graph, names = SpecGraph(shape, sizes), tuple(sizes)
+    nothing = ((),) * (len(shape) - 1)
+    sources = (Spec(((), *nothing)), Spec((names, *nothing)), Spec(((), *nothing), names[:1]))
+    for source in (s for s in sources if divides(s, shape, sizes)):
+        exhausted = Walks(graph, source, prod(shape) * 4)
+        targets = [Spec(dims) for dims in itertools.permutations(((names[0],), names[1:], *nothing[1:]))]
+        for target in (*targets, Spec(((), *nothing)), Spec(((), *nothing), names[1:])):
+            found = cheapest_walks(source, shape, sizes).to(target)
+            assert found == exhausted.to(target), (source, target)
+            reachable = set(target.partial) <= set(source.partial) and divides(target, shape, sizes)
+            assert (found is not None) == reachable

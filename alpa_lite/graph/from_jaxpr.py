@@ -3,6 +3,9 @@
 JAX enters here. The graph holds plain data; the equations that lowering needs to run the ops on real arrays are kept
 beside it (`equations`).
 
+Bodies that are one jaxpr, as JAX makes them where one function is called again and again, are one `Graph`: what is
+found out about it holds for all loops that run it.
+
 `remat` regions are inlined behind one `optimization_barrier` per input, which is what keeps XLA from merging the
 recomputation with the first computation.
 """
@@ -53,7 +56,6 @@ def from_jaxpr(
     *,
     unroll: bool = False,
     kept: frozenset[int] = frozenset(),
-    is_body: bool = False,
     source: str = "",
 ) -> GraphWithEquations:
     """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
@@ -62,7 +64,15 @@ def from_jaxpr(
     that their layers can go to different pipeline stages; those numbered in `kept` are left (`loops_over_samples`).
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
-    builder = _Builder(unroll=unroll, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept})
+    builder = _Builder(unroll=unroll, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept}, bodies={})
+    result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
+    return without_dead_ops(result) if unroll else result
+
+
+def _converted(
+    builder: _Builder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
+) -> GraphWithEquations:
+    """A closed jaxpr, of which `jaxpr` holds the equations that are needed, by a builder that is new."""
     constants = tuple(_jax.consts_of(closed))
     inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
     captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
@@ -78,8 +88,7 @@ def from_jaxpr(
         inputs=tuple(inputs + captured + builder.captured),
         outputs=tuple(outputs),
     )
-    result = GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
-    return without_dead_ops(result) if unroll else result
+    return GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
 
 
 def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
@@ -100,9 +109,11 @@ def _scans(jaxpr: Any) -> list[Any]:
 class _Builder:
     """Collects values and ops while jaxprs are walked."""
 
-    def __init__(self, *, unroll: bool, kept: set[int]) -> None:
+    def __init__(self, *, unroll: bool, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
         self.unroll = unroll
         self.kept = kept
+        # By identity of the jaxpr and the source of ops without a line; shared with the builders of bodies.
+        self.bodies = bodies
         # Values that are a stack of others, so that a later loop over the stack reads its elements directly.
         self.stacks: dict[int, list[int]] = {}
         self.values: list[Value] = []
@@ -193,21 +204,32 @@ class _Builder:
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
             return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
-        bodies = [_body(c, source) for c in closed]
+        known = [self.body(c, source) for c in closed]
         # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
-        captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in bodies]
+        captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in known)]
         if name == "cond":
             operands = [*operands, *chain.from_iterable(captured)]
-            bodies = [self.taking_all(b, captured, number) for number, b in enumerate(bodies)]
+            bodies = [self.taking_all(k.program, captured, number) for number, k in enumerate(known)]
         else:
             counts = [params[key] for key in _NUM_CONSTS[name]]
             places = [sum(counts[:i]) for i in range(len(counts))]
             for place, values in reversed(list(zip(places, captured, strict=True))):
                 operands = operands[:place] + values + operands[place:]
-            bodies = [_captured_first(b) for b in bodies]
+            bodies = [k.of_loop for k in known]
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
         avals, effectful = [v.aval for v in eqn.outvars], bool(eqn.effects)
         return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
+
+    def body(self, closed: Any, source: str) -> _Body:
+        """A body; the same object for the same jaxpr."""
+        key = (id(closed), source)
+        if key not in self.bodies:
+            jaxpr = _jax.prune(_jax.open_jaxpr(closed))
+            names = [f"body input {i}" for i in range(len(jaxpr.invars))]
+            builder = _Builder(unroll=False, kept=set(), bodies=self.bodies)
+            program = _converted(builder, closed, jaxpr, names, source, is_body=True)
+            self.bodies[key] = _Body(closed=closed, program=program, of_loop=_captured_first(program))
+        return self.bodies[key]
 
     def taking_all(self, branch: GraphWithEquations, captured: list[list[int]], number: int) -> GraphWithEquations:
         """Branch `number`, which captured its own arrays, as one that also takes those of the others, unread."""
@@ -283,6 +305,18 @@ class _Builder:
         return results
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """A body of control flow as it was converted, and as loops take it: with the arrays that it captured in front.
+
+    The jaxpr is kept, so that its id stays its own.
+    """
+
+    closed: Any
+    program: GraphWithEquations
+    of_loop: GraphWithEquations
+
+
 @lru_cache(maxsize=10_000)
 def _element_jaxpr(shape: tuple[int, ...], dtype: str, index: int) -> Any:
     """`x[index]` of an array."""
@@ -322,11 +356,6 @@ def _has_contraction(closed: Any) -> bool:
         eqn.primitive.name in _HEAVY or any(_has_contraction(inner) for inner in _jax.inner_jaxprs(eqn))
         for eqn in jaxpr.eqns
     )
-
-
-def _body(closed: Any, source: str) -> GraphWithEquations:
-    names = [f"body input {i}" for i in range(len(_jax.open_jaxpr(closed).invars))]
-    return from_jaxpr(closed, names, is_body=True, source=source)
 
 
 def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:

@@ -15,7 +15,7 @@ A step that is not such a sum is refused with the user's line (check_additive).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -98,14 +98,30 @@ def body_scopes(graph: Graph, full: Graph, other: Graph, *, allow_pairs: bool) -
     table: dict[Graph, Scope] = {}
     for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
         for body, large, small in zip(a.bodies, b.bodies, c.bodies, strict=True):
+            if body in table:
+                continue
             shapes = tuple(v.shape for v in large.values)
             table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small, allow_pairs=allow_pairs))
             table.update(body_scopes(body, large, small, allow_pairs=allow_pairs))
     return table
 
 
-def merge_literals(sizes_from: Graph, literals_from: Graph) -> Graph:
-    """`sizes_from` with the scalar literals of `literals_from`, loop bodies included."""
+def merge_literals(sizes_from: Graph, literals_from: Graph, *, at_another_size: Graph | None = None) -> Graph:
+    """`sizes_from` with the scalar literals of `literals_from`, loop bodies included.
+
+    Bodies that are one object stay one, if they are one `at_another_size` too: else the batch enters them differently.
+    """
+    return _merged(sizes_from, literals_from, at_another_size or sizes_from, {})
+
+
+def _merged(
+    sizes_from: Graph, literals_from: Graph, other: Graph, known: dict[tuple[Graph, Graph, Graph], Graph]
+) -> Graph:
+    def merged(bodies: tuple[Graph, Graph, Graph]) -> Graph:
+        if bodies not in known:
+            known[bodies] = _merged(*bodies, known)
+        return known[bodies]
+
     values = tuple(
         v if v.literal is None else type(v)(id=v.id, shape=v.shape, dtype=v.dtype, literal=w.literal, name=v.name)
         for v, w in zip(sizes_from.values, literals_from.values, strict=True)
@@ -119,16 +135,25 @@ def merge_literals(sizes_from: Graph, literals_from: Graph) -> Graph:
             params=a.params,
             source=a.source,
             name_stack=a.name_stack,
-            bodies=tuple(merge_literals(x, y) for x, y in zip(a.bodies, b.bodies, strict=True)),
+            bodies=tuple(map(merged, zip(a.bodies, b.bodies, c.bodies, strict=True))),
             effectful=a.effectful,
         )
-        for a, b in zip(sizes_from.ops, literals_from.ops, strict=True)
+        for a, b, c in zip(sizes_from.ops, literals_from.ops, other.ops, strict=True)
     )
     return Graph(values=values, ops=ops, inputs=sizes_from.inputs, outputs=sizes_from.outputs)
 
 
+def with_own_bodies(graph: Graph) -> Graph:
+    """The graph with bodies of which none is one object with another, at any depth."""
+    if not any(op.bodies for op in graph.ops):
+        return replace(graph)
+    ops = (replace(op, bodies=tuple(map(with_own_bodies, op.bodies))) if op.bodies else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
 def check_same_structure(full: Graph, other: Graph) -> None:
     """Both traces must be one program at two sizes; a step that branches on its batch size in Python is refused."""
+    checked: set[tuple[Graph, Graph]] = set()
     for a, b in zip(full.ops, other.ops, strict=False):
         if a.primitive != b.primitive or a.operands != b.operands:
             raise TraceError(
@@ -136,8 +161,10 @@ def check_same_structure(full: Graph, other: Graph) -> None:
                 f"{a.primitive!r} where a micro-batch runs {b.primitive!r}. Micro-batching needs a step whose Python "
                 "code does not look at the batch size; use num_microbatches=1 otherwise."
             )
-        for x, y in zip(a.bodies, b.bodies, strict=True):
-            check_same_structure(x, y)
+        for pair in zip(a.bodies, b.bodies, strict=True):
+            if pair not in checked:
+                check_same_structure(*pair)
+                checked.add(pair)
     if len(full.ops) != len(other.ops) or len(full.values) != len(other.values):
         raise TraceError(
             f"The step changes with its batch size: {len(full.ops)} operations at the full batch, {len(other.ops)} "

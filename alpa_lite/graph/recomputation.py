@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
@@ -45,11 +46,12 @@ def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
 
 
 def _static(op: Op) -> str:
-    bodies = [
-        [(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()]
-        for body in op.bodies
-    ]
-    return repr((sorted(op.params.items()), bodies))
+    return repr((sorted(op.params.items()), [*map(_static_body, op.bodies)]))
+
+
+@lru_cache(maxsize=256)
+def _static_body(body: Graph) -> str:
+    return repr([(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()])
 
 
 def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepGraph:

@@ -17,6 +17,7 @@ def verify(graph: Graph) -> Graph:
         for position, item in enumerate(numbered):
             if item.id != position:
                 raise VerificationError(f"The {what} at position {position} has the number {item.id}.")
+    verified = set[Graph]()
     known = set(graph.inputs) | {v.id for v in graph.values if v.literal is not None}
     for op in graph.ops:
         unmade = [str(graph.values[v]) for v in op.operands if v not in known]
@@ -26,17 +27,19 @@ def verify(graph: Graph) -> Graph:
         if twice:
             raise VerificationError(f"op {op.id} ({op.primitive}, {op.source}) makes {twice}, which exist already.")
         known.update(op.results)
-        _verify_bodies(op)
+        _verify_bodies(op, verified)
     missing = [str(graph.values[v]) for v in graph.outputs if v not in known]
     if missing:
         raise VerificationError(f"The outputs {missing} are never made.")
     return graph
 
 
-def _verify_bodies(op: Op) -> None:
+def _verify_bodies(op: Op, verified: set[Graph]) -> None:
+    """The bodies of an op, unless they are among those `verified`, to which they are added."""
     wiring = wiring_of(op)
     for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True) if wiring else ():
-        verify(body)
+        if body not in verified:
+            verified.add(verify(body))
         if (len(body.inputs), len(body.outputs)) != (len(inputs), len(outputs)):
             raise VerificationError(
                 f"A body of the {op.primitive} op {op.id} takes {len(body.inputs)} values and makes "

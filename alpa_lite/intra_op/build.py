@@ -30,12 +30,12 @@ from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
-from alpa_lite.intra_op.liveness import lives
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
+from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
 from alpa_lite.sharding import Spec, replicated
@@ -60,8 +60,8 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.usages: list[tuple[int, FloatArray, int, int]] = []  # node, bytes by strategy, start, end
-        self.used_values: list[int] = []  # the value of each usage
+        self.usages: tuple[UsageOf, ...] = ()
+        self.demanded: dict[Key, Options] = {}  # what ops without bodies want of their operands
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
@@ -88,11 +88,11 @@ class Builder:
             if out is not None and (0, out) in self.offers and out != v:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
-        self._add_usages(in_flight)
+        self.usages = usages_of(self._layout(), self.arrays, in_flight=in_flight)
         return Problem.of(
             node_costs=self.costs,
             edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=(Usage(node=n, bytes=b, start=start, end=end) for n, b, start, end in self.usages),
+            usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages),
             limit_bytes=limit_bytes,
         )
 
@@ -103,13 +103,25 @@ class Builder:
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
-    def held(self, choices: Sequence[int], time: int) -> dict[int, float]:
+    def held(self, choices: Sequence[int], time: int) -> dict[Key, float]:
         """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
-        held: dict[int, float] = {}
-        for v, (node, sizes, start, end) in zip(self.used_values, self.usages, strict=True):
-            if start <= time < end:
-                held[v] = held.get(v, 0.0) + math.ceil(float(sizes[choices[node]]))
+        held: dict[Key, float] = {}
+        for usage in self.usages:
+            if usage.start <= time < usage.end:
+                size = math.ceil(float(usage.sizes[choices[usage.node]]))
+                held[usage.value] = held.get(usage.value, 0.0) + size
         return held
+
+    def _layout(self) -> Layout:
+        return Layout(
+            view=self.view,
+            catalogue=self.catalogue,
+            scopes=self.scopes,
+            offers=self.offers,
+            placed=self.placed,
+            demanded=self.demanded,
+            crossings=self.crossings,
+        )
 
     # ------------------------------------------------------------------------------------------------ nodes
 
@@ -254,6 +266,7 @@ class Builder:
 
     def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
+        self.demanded[(scope, op.id)] = options
         for r, specs in zip(op.results, options.results, strict=True):
             self.offers[(scope, r)] = Offer(node=node, specs=specs)
         if self.sums.in_loop(scope, op) and node != _UNIT:
@@ -401,29 +414,3 @@ class Builder:
             (u, v), matrix = (v, u), self.arrays.transposed(matrix)
         known = self.edges.get((u, v))
         self.edges[(u, v)] = matrix if known is None else self.arrays.sum(known, matrix)
-
-    # ------------------------------------------------------------------------------------------------ memory
-
-    def _add_usages(self, in_flight: int) -> None:
-        """Memory over the ops of the stage as time: state and sums always, saved values until their last reader."""
-        graph, ops = self.view.graph, self.view.ops
-        time = {op_id: t for t, op_id in enumerate(ops)}
-        end = len(ops) + 1
-        for v in self.view.external:
-            if graph.producer[v] is None and self.step.batch_dims[v] is None:
-                self._use(v, self.offers[(0, v)], 0, end, 1.0)
-        for v, (node, options) in self.crossings.items():
-            stored = Offer(node=node, specs=options.stored)
-            if self.step.num_microbatches > 1:
-                self._use(v, stored, 0, end, 1.0)
-        for life in lives(self.view, time):
-            v = life.value
-            if (0, v) in self.offers and v not in self.crossings:
-                self._use(v, self.offers[(0, v)], life.start, life.end, float(in_flight) if life.saved else 1.0)
-
-    def _use(self, v: int, offer: Offer, start: int, end: int, copies: float) -> None:
-        value = self.view.graph.values[v]
-        sizes = self.arrays.product(self.catalogue.local_sizes(value, offer.specs), copies)
-        if sizes.any() and end > start:
-            self.usages.append((offer.node, sizes, start, end))
-            self.used_values.append(v)

@@ -10,6 +10,7 @@ share them, and so do all stages on the same mesh. Lists of specs are looked up 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,10 +63,12 @@ class Catalogue:
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
-        self._moves: dict[object, FloatArray] = {}
+        self._moves: dict[object, dict[int, float]] = {}
         self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
+        self._copies: dict[object, FloatArray] = {}
+        self._scratch: dict[Options, FloatArray] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -202,8 +205,7 @@ class Catalogue:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        row, number = self._moves_from(value, source), self._graph(value).number(target)
-        return float(row[number]) if number < row.size else float("inf")
+        return self._moves_from(value, source, (self._graph(value).number(target),))[0]
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
@@ -211,25 +213,24 @@ class Catalogue:
         if key not in self._tables:
             targets, graph = self._spec_numbers(value, demanded), self._graph(value)
             sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
-            table = np.full((sources.size, targets.size), np.inf)
-            for i, source in enumerate(map(int, sources)):
-                seconds = self._moves_from(value, graph.specs[source])
-                known = targets < seconds.size
-                table[i, known] = seconds[targets[known]]
-            self._tables[key] = frozen(table[rows])
+            unique, columns = np.unique(targets, return_inverse=True)
+            wanted = tuple(unique.tolist())
+            numbers: list[int] = sources.tolist()
+            table = np.array([self._moves_from(value, graph.specs[source], wanted) for source in numbers])
+            self._tables[key] = frozen(table[np.ix_(rows, columns)])
         return self._tables[key]
 
-    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
-        """Seconds from a spec to the others by number; what was numbered later cannot be reached from it."""
-        key = (value.shape, value.dtype, source)
-        if key not in self._moves:
+    def _moves_from(self, value: Value, source: Spec, targets: Sequence[int]) -> list[float]:
+        """Seconds from a spec to others, given by their numbers; infinite when there is no way."""
+        known = self._moves.setdefault((value.shape, value.dtype, source), {})
+        missing = [target for target in targets if target not in known]
+        if missing:
             walks, size = cheapest_walks(source, value.shape, self.sizes, item_bytes(value.dtype)), float(value.bytes)
-            seconds = np.full(len(walks.graph.specs), np.inf)
-            seconds[walks.source] = 0.0
-            for number, (before, step) in walks.tree.items():
-                seconds[number] = seconds[before] + self.pricer.step_seconds(step, size)
-            self._moves[key] = seconds
-        return self._moves[key]
+            for target in missing:
+                steps = walks.to_number(target)
+                found = [self.pricer.step_seconds(step, size) for step in steps] if steps is not None else [math.inf]
+                known[target] = sum(found, start=0.0)
+        return [known[target] for target in targets]
 
     def _graph(self, value: Value) -> SpecGraph:
         return spec_graph(value.shape, tuple(self.sizes.items()))
@@ -248,6 +249,39 @@ class Catalogue:
         if key not in self._sizes:
             self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
         return self._sizes[key]
+
+    def copy_sizes(
+        self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...], *, paired: bool
+    ) -> FloatArray:
+        """Bytes of one device's block of a value under each demanded spec, where it is another array than the value's.
+
+        It is where the value lies in other blocks that are no larger; a sum is completed in place. `paired`: it lies in
+        the offered spec of the same number; otherwise in any of them, and each must be another array.
+        """
+        key = (value.shape, value.dtype, self._number(offered), self._number(demanded), paired)
+        if key not in self._copies:
+            homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
+            if paired:
+                same = np.array([a.dims == b.dims for a, b in zip(offered, demanded, strict=True)])
+                other = ~same & (sizes >= homes)
+            else:
+                dims = {spec.dims for spec in offered}
+                other = np.array([spec.dims not in dims for spec in demanded]) & (sizes >= homes.max())
+            self._copies[key] = frozen(np.where(other, sizes, 0.0))
+        return self._copies[key]
+
+    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray:
+        """Bytes of one device's results before they are scattered, for each placement of an op."""
+        if options not in self._scratch:
+            values, sizes = graph.results(op), self.sizes
+
+            def scratch(placement: OpPlacement) -> float:
+                made = zip(values, placed_specs(graph, op, placement).results, placement.results, strict=True)
+                pairs = [(local_bytes(v, raw, sizes), local_bytes(v, spec, sizes)) for v, raw, spec in made]
+                return sum(before for before, after in pairs if before > after)
+
+            self._scratch[options] = frozen(np.array([scratch(p) for p in options.placements], dtype=float))
+        return self._scratch[options]
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:

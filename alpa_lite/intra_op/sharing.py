@@ -69,6 +69,10 @@ class SharedArrays:
         """The diagonal of a matrix."""
         return self._once(("diagonal", id(array)), (array,), lambda: np.diagonal(array).copy())
 
+    def kept_where_zero(self, array: FloatArray, other: FloatArray) -> FloatArray:
+        """array where other is zero, else 0."""
+        return self._once(("kept", id(array), id(other)), (array, other), lambda: np.where(other == 0.0, array, 0.0))
+
     def _once(
         self, key: tuple[object, ...], operands: tuple[FloatArray, ...], make: Callable[[], FloatArray]
     ) -> FloatArray:

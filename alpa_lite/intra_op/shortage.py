@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from alpa_lite.graph.ir import Op
+from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
+from alpa_lite.intra_op.liveness import Lives
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.usages import stage_lives
 
 _NUM_NAMES = 4
 
@@ -66,26 +68,31 @@ def explain_shortage(
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
     held = builder.held(explained.choices, explained.time)
-    values = [ValueBytes(name=_value_name(view, v), bytes=size) for v, size in held.items() if size > 0.0]
+    graphs = [scope.graph for scope in builder.scopes]
+    values = [ValueBytes(name=_value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
     return Shortage(
         explained=explained,
-        when=_moment(view, explained.time),
+        when=_moment(view, stage_lives(view, catalogue), explained.time),
         values=tuple(sorted(values, key=lambda each: -each.bytes)),
     )
 
 
-def _moment(view: StageView, time: int) -> str:
-    """When it is: time is the place of an op in the stage."""
-    if time >= len(view.ops):
+def _moment(view: StageView, lives: Lives, time: int) -> str:
+    """When it is: the innermost op that starts at a time."""
+    if time not in lives.running:
         return "at the end"
-    return f"when {_op_name(view.graph.ops[view.ops[time]])} runs"
+    path, op_id = lives.running[time]
+    graph = view.graph
+    for outer, body in path:
+        graph = graph.ops[outer].bodies[body]
+    return f"when {_op_name(graph.ops[op_id])} runs"
 
 
 def _op_name(op: Op) -> str:
     return f"{op.primitive} at {op.source}" if op.source else op.primitive
 
 
-def _value_name(view: StageView, v: int) -> str:
-    value, producer = view.graph.values[v], view.graph.producer[v]
-    made = value.name if producer is None else f"the result of {_op_name(view.graph.ops[producer])}"
+def _value_name(graph: Graph, v: int) -> str:
+    value, producer = graph.values[v], graph.producer[v]
+    made = value.name if producer is None else f"the result of {_op_name(graph.ops[producer])}"
     return f"{made or 'an argument'} {value.dtype}[{','.join(map(str, value.shape))}]"

@@ -300,8 +300,8 @@ def _drop_dominated_stale(work: Workspace) -> None:
 def drop_dominated(work: Workspace, node: int) -> None:
     """Take away strategies that another beats whatever the neighbours choose.
 
-    A pair (i, j) is dropped early when c(i) - c(j) + sum_n (min_k C(i, k) - min_k C(j, k)), which is an upper bound of
-    Goldstein's sum, is negative.
+    A pair (i, j) is dropped early when an upper bound of Goldstein's sum is negative: that with min_k C(i, k) -
+    min_k C(j, k) for each neighbour, or with C(i, k) - C(j, k) at the k of the least C(i, k) (``_difference_bound``).
     """
     costs = work.costs[node]
     matrices = list(work.edges[node].values())
@@ -316,6 +316,10 @@ def drop_dominated(work: Workspace, node: int) -> None:
     if alive is not None:
         for used in alive.bytes:
             possible &= used[None, :] <= used[:, None]
+    bound = costs[:, None] - costs[None, :]
+    for matrix, low in zip(matrices, least, strict=True):
+        bound += _difference_bound(matrix, low)
+    possible &= bound >= -slack
     worse, better = np.nonzero(possible)
     upper = total[worse] - total[better]
     exact = costs[worse] - costs[better]
@@ -328,6 +332,11 @@ def drop_dominated(work: Workspace, node: int) -> None:
         open_pairs = upper >= -slack
         worse, better, upper, exact = worse[open_pairs], better[open_pairs], upper[open_pairs], exact[open_pairs]
     work.keep(node, _undominated(costs.size, worse=worse[exact >= 0], better=better[exact >= 0]))
+
+
+def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:
+    """For each i and j an upper bound of min_k matrix[i, k] - matrix[j, k]: that at the k of the least matrix[i, k]."""
+    return least[:, None] - matrix[:, matrix.argmin(axis=1)].T
 
 
 def _least_difference(matrix: FloatArray, worse: IntArray, better: IntArray) -> FloatArray:

@@ -9,7 +9,7 @@ from alpa_lite.graph.phases import Phase
 from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import Choice
-from alpa_lite.intra_op.liveness import lives
+from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -210,12 +210,19 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
     sums = 0.0
     if step.num_microbatches > 1:
         sums = sum(local_bytes(graph.values[v], a.stored, sizes) for v, a in choice.accumulators.items())
-    time = {op_id: t for t, op_id in enumerate(view.ops)}
-    activations = 0.0
-    for life in lives(view, time):
-        v = life.value
-        placement = choice.ops.get(graph.producer[v] or 0)
-        if life.saved and placement is not None and v not in choice.accumulators:
-            spec = placement.results[graph.ops[graph.producer[v] or 0].results.index(v)]
-            activations += local_bytes(graph.values[v], spec, sizes)
+    backend = pricer.cost_model.backend
+    lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+    saved = [life.value for life in lives.lives if life.saved and life.value not in choice.accumulators]
+    activations = sum(local_bytes(graph.values[v], _spec_of(view, choice, v), sizes) for v in saved)
     return state, sums, activations
+
+
+def _spec_of(view: StageView, choice: Choice, v: int) -> Spec:
+    """The spec of a value of the step that a stage makes or reads."""
+    if v in choice.inputs:
+        return choice.inputs[v]
+    producer = view.graph.producer[v]
+    placement = choice.ops.get(producer) if producer is not None else None
+    if producer is None or placement is None:
+        return replicated(view.graph.values[v].rank)
+    return placement.results[view.graph.ops[producer].results.index(v)]

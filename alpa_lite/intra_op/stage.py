@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
 from alpa_lite.rules.graph_facts import free_values, op_class
+
+
+@lru_cache(maxsize=256)
+def _body_text(body: Graph) -> str:
+    return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,9 +162,9 @@ class StageView:
             )
             kind: object = op_class(graph, op_id)
             if op.bodies:
-                # Bodies that are alike are no one object, as classes are.
+                # Bodies that are alike need not be one object, as classes are.
                 kind = (op.primitive, repr(sorted(op.params.items(), key=lambda p: p[0])))
-                rows.extend(repr([(o.primitive, o.operands, o.params) for _, o in body.walk()]) for body in op.bodies)
+                rows.extend(map(_body_text, op.bodies))
             rows.append((kind, operands, results, self.step.phases[op_id].value))
         outer = tuple(
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))

@@ -2,39 +2,52 @@
 
 A step with its batch size written into it, or one that looks at it, cannot be traced at another size to see which dims
 follow the batch (`graph.phases.batch_dims`). Its batch is then followed from the arguments through every factor that
-passes, in and out of the bodies of control flow. What it misses is merely not split as the batch is: nothing that has
-to be exact rests on it, and micro-batches are not made of it.
+passes, in and out of the bodies of control flow. A batch of one sample shares a factor with nothing in a reshape; there
+it goes to the dim of size 1 that as many elements lie in front of. What is missed is merely not split as the batch is:
+nothing that has to be exact rests on it, and micro-batches are not made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 
-from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Scope
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
 
 Dims = tuple[int | None, ...]
+Known = Mapping[Graph, Mapping[int, int | None]]
+"""Per graph or body the values whose batch dim, or that they have none, is known."""
 
 
-def follow_batch(graph: Graph, inputs: Sequence[int | None]) -> tuple[Dims, dict[Graph, Scope]]:
+def follow_batch(
+    graph: Graph, inputs: Sequence[int | None], known: Known | None = None
+) -> tuple[Dims, dict[Graph, Scope]]:
     """For each value the dim that carries the batch, or None; and the same of every body. `inputs`: of the inputs."""
+    known = known or {}
+    given = known.get(graph, {})
     found: list[int | None] = [None] * len(graph.values)
     bodies: dict[Graph, Scope] = {}
     for v, dim in zip(graph.inputs, inputs, strict=True):
-        found[v] = dim
+        found[v] = given.get(v, dim)
     for op in graph.ops:
         wiring = wiring_of(op)
         operands = [found[v] for v in op.operands]
-        results = _through(graph, op, operands) if wiring is None else _around(op, wiring, operands, bodies)
+        if wiring is None:
+            results = _through(graph, op, operands)
+        else:
+            results = _around(op, wiring, operands, bodies, known)
         for r, dim in zip(op.results, results, strict=True):
-            found[r] = dim
+            found[r] = given.get(r, dim)
     return tuple(found), bodies
 
 
 def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int | None]:
+    if op.primitive == "reshape" and operands[0] is not None and graph.values[op.operands[0]].shape[operands[0]] == 1:
+        return [_same_place(graph.values[op.operands[0]], operands[0], graph.values[op.results[0]])]
     rule = rule_of_op(graph, op.id)
     carried = {
         _major(rule, dims[dim]) for dims, dim in zip(rule.operands, operands, strict=True) if dims and dim is not None
@@ -43,17 +56,27 @@ def _through(graph: Graph, op: Op, operands: Sequence[int | None]) -> list[int |
     return [next((d for d, f in enumerate(dims) if _major(rule, f) in passed), None) for dims in rule.results]
 
 
+def _same_place(operand: Value, dim: int, result: Value) -> int | None:
+    """The dim of size 1 with as many elements in front as there are in front of a dim of size 1."""
+    before = prod(operand.shape[:dim])
+    places = (d for d, n in enumerate(result.shape) if n == 1 and prod(result.shape[:d]) == before)
+    return next(places, None)
+
+
 def _major(rule: Rule, factors: tuple[int, ...]) -> int | None:
-    return next((f for f in factors if rule.sizes[f] > 1), None)
+    """The factor that a split of a dim would split; that of a dim of size 1 is its only one."""
+    return next((f for f in factors if rule.sizes[f] > 1), factors[0] if factors else None)
 
 
-def _around(op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, Scope]) -> list[int | None]:
+def _around(
+    op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, Scope], known: Known
+) -> list[int | None]:
     """Through the bodies until what they carry from trip to trip has the batch where it came in with it."""
     inside = [_slice(dim) if i in wiring.scanned else dim for i, dim in enumerate(operands)]
     while True:
         results: list[int | None] = [None] * len(op.results)
         for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
-            dims, inner = follow_batch(body, [inside[i] for i in inputs])
+            dims, inner = follow_batch(body, [inside[i] for i in inputs], known)
             bodies.update(inner)
             bodies[body] = Scope(full_shapes=tuple(v.shape for v in body.values), batch_dims=dims)
             for v, r in zip(body.outputs, outputs, strict=True):

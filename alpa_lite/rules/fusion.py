@@ -20,6 +20,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import networkx as nx
@@ -36,6 +37,10 @@ FOLDED = frozenset(
 #: Ops that look rows up, or move them: fused with nothing, and only the rows that they touch are moved.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 _UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
+#: Element-wise ops of many instructions: compilers compute them once.
+_EXPENSIVE = frozenset(
+    "exp exp2 expm1 log log1p logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
+)
 #: The longest row that a kernel keeps at hand, in elements.
 LONGEST_ROW = 1 << 16
 
@@ -165,6 +170,17 @@ def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...
     return tuple(root(op) for op in range(len(graph.ops)))
 
 
+def is_fusible(graph: Graph, op: Op) -> bool:
+    """True for ops that compute, element by element or by row, inside whatever kernel reads their results."""
+    return _is_fusible(graph, op)
+
+
+def is_repeatable(graph: Graph, op: Op) -> bool:
+    """True for fusible ops that compilers rather compute again in each kernel that reads them than keep the result of:
+    those of a few instructions per element, reductions apart."""
+    return _is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
+
+
 def is_folded(graph: Graph, op: Op) -> bool:
     """True for ops that move nothing: those that only rename, and transpositions next to a product, which reads and
     writes in any order of dims."""
@@ -202,12 +218,12 @@ def _ends_group(graph: Graph, op: Op) -> bool:
     """True for reductions whose result a kernel knows only after it has read everything."""
     if not op.primitive.startswith(("reduce_", "arg")) or op.primitive == "reduce_precision":
         return False
-    operand = graph.values[op.operands[0]]
-    axes = sorted(int(a) for a in op.params.get("axes", op.params.get("dimensions", ())))
-    trailing = axes == list(range(operand.rank - len(axes), operand.rank))
-    row = 1
-    for axis in axes:
-        row *= operand.shape[axis]
+    shape = graph.values[op.operands[0]].shape
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    given = {int(axis) for axis in op.params.get("axes", op.params.get("dimensions", ()))}
+    axes = [dim for dim in dims if dim in given]
+    trailing = axes == dims[len(dims) - len(axes) :]
+    row = prod(shape[axis] for axis in axes)
     return not trailing or row > LONGEST_ROW
 
 

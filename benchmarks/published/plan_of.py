@@ -73,7 +73,7 @@ _COMPILERS = ("xla", "jax", "alpa", "logical mesh", "maxtext", "tensorflow", "to
 #: Host seconds per kernel of PyTorch programs, as read off runs of small models whose step time does not depend on how
 #: many devices share a layer (57 us per kernel of Megatron's, VIA-Research/vTrain, hidden size 1024 on 8 A100); a
 #: library call is less than such a kernel.
-_CALL_SECONDS = {"all": 5.7e-5, "calls": 2e-5}
+_CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 
 
 def call_seconds(row: Row) -> float:

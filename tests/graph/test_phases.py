@@ -20,9 +20,11 @@ from alpa_lite.graph.phases import (
     assign_phases,
     batch_dims,
     batch_position,
+    body_scopes,
     check_same_structure,
     forward_or_backward,
     merge_literals,
+    with_own_bodies,
 )
 from alpa_lite.microbatch import split_step
 from alpa_lite.trace import trace
@@ -86,6 +88,32 @@ def test_literals_of_the_full_batch_are_kept_in_loop_bodies_too() -> None:
     ]
     assert counts[0] == counts[2] != counts[1]
     assert [v.shape for v in merged.values] == [v.shape for v in small.values]
+
+
+def test_bodies_are_one_only_where_the_batch_enters_them_alike() -> None:
+    rows = jax.jit(lambda x: jax.lax.scan(lambda c, r: (c + jnp.sum(r), None), 0.0, x)[0])
+
+    def fun(x: Any) -> Any:
+        same_shape = jnp.ones((3, 8))
+        return rows(x) + rows(jnp.sin(x)) + rows(same_shape)
+
+    full, small = (_graph_of(fun, jnp.ones((3, n))) for n in (8, 2))
+    graph = merge_literals(full, full, at_another_size=small)
+    batched, also_batched, whole = (op.bodies[0] for op in graph.ops if op.bodies)
+    assert batched is also_batched
+    assert batched is not whole
+    scopes = body_scopes(graph, full, small, allow_pairs=True)
+    assert [scopes[body].batch_dims[body.inputs[1]] for body in (batched, whole)] == [0, None]
+
+
+def test_bodies_of_its_own_for_each_loop() -> None:
+    rows = jax.jit(lambda x: jax.lax.scan(lambda c, r: (c + r, None), 0.0, x)[0])
+    graph = _graph_of(lambda x: rows(x) + rows(x), jnp.ones(3))
+    first, second = (op.bodies[0] for op in graph.ops if op.bodies)
+    own, other = (op.bodies[0] for op in with_own_bodies(graph).ops if op.bodies)
+    assert first is second
+    assert own is not other
+    assert own.ops == first.ops
 
 
 def test_interleaved_batches_are_counted_in_blocks() -> None:

@@ -151,6 +151,18 @@ class _Eliminated:
     parent: dict[int, int]
 
 
+def _least_along_first(joint: FloatArray) -> tuple[FloatArray, NDArray[np.int32]]:
+    """The minimum along the first dimension, and where it is for the first time.
+
+    Slice by slice: numpy's argmin jumps through memory there.
+    """
+    least, where = np.array(joint[0]), np.zeros(joint.shape[1:], dtype=np.int32)
+    for index in range(1, joint.shape[0]):
+        np.copyto(where, np.int32(index), where=joint[index] < least)
+        np.minimum(least, joint[index], out=least)
+    return least, where
+
+
 def _eliminate_all(problem: Problem, plan: EliminationPlan) -> _Eliminated:
     sizes = problem.num_strategies
     turn = {node: index for index, node in enumerate(plan.order)}
@@ -161,8 +173,8 @@ def _eliminate_all(problem: Problem, plan: EliminationPlan) -> _Eliminated:
     offset = 0.0
     for node, neighbours in zip(plan.order, plan.scopes, strict=True):
         joint = _joint(tables[node], (node, *neighbours), sizes)
-        best[node] = joint.argmin(axis=0).astype(np.int32)
-        received[node] = Table(scope=neighbours, costs=joint.min(axis=0))
+        least, best[node] = _least_along_first(joint)
+        received[node] = Table(scope=neighbours, costs=least)
         if neighbours:
             parent[node] = min(neighbours, key=lambda other: turn[other])
             tables[parent[node]].append(received[node])

@@ -1,0 +1,160 @@
+"""The memory that each choice of a stage takes over time: who lives when (`liveness`), in the specs of the nodes.
+
+    state, sums of micro-batches    always
+    values                          while they live; of saved ones, all but one of the k micro-batches in flight are
+                                    held throughout the loop:  b over its life + (k - 1) b over the loop     (_values)
+    sums without micro-batches      as they are stored until the update begins to read them, then as it does  (_sum)
+    copies                          an operand in another spec than it lies in, while its reader runs: a gathered
+                                    weight, a gathered activation                                           (_copies)
+    scratch                         a result before its reduction scatters it, while its op runs           (_scratch)
+
+A copy depends on two nodes, and rows of memory on one each: it is charged to the reader, where its operand can lie in
+no other way under any choice. All of it is per device, from the specs of one logical mesh; nothing is set aside for
+fragmentation or for what collectives keep at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.graph.ir import Op, Value
+from alpa_lite.graph.phases import Phase
+from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
+from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope
+from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.sharding import Spec
+from alpa_lite.spmd import stacked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UsageOf:
+    """Bytes of a value by strategy of a node, from time `start` to before `end`."""
+
+    value: Key
+    node: int
+    sizes: FloatArray
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What a builder knows of its stage; scopes, offers and placements as it keeps them."""
+
+    view: StageView
+    catalogue: Catalogue
+    scopes: Sequence[Scope]
+    offers: Mapping[Key, Offer]
+    placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
+    demanded: Mapping[Key, Options]
+    crossings: Mapping[int, tuple[int, SumOptions]]
+
+    def value(self, key: Key) -> Value:
+        """The value of a key."""
+        return self.scopes[key[0]].graph.values[key[1]]
+
+    def paths(self) -> dict[int, Path]:
+        """The way to each scope."""
+        found: dict[int, Path] = {0: ()}
+        for (scope, op_id), placed in self.placed.items():
+            if isinstance(placed, PlacedBodies):
+                found |= {inner: (*found[scope], (op_id, n)) for n, inner in enumerate(placed.scopes)}
+        return found
+
+
+def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
+    """Who lives when on the backend that a catalogue prices."""
+    backend = catalogue.pricer.cost_model.backend
+    return lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+
+
+def usages_of(layout: Layout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
+    """All usages of a stage with some micro-batches in flight."""
+    return tuple(_Collector(layout, arrays, in_flight).collect())
+
+
+class _Collector:
+    def __init__(self, layout: Layout, arrays: SharedArrays, in_flight: int) -> None:
+        self.layout, self.arrays, self.in_flight = layout, arrays, in_flight
+        self.catalogue = layout.catalogue
+        self.lives = stage_lives(layout.view, layout.catalogue)
+        self.accumulates = layout.view.step.num_microbatches > 1
+
+    def collect(self) -> Iterator[UsageOf]:
+        found = (*self._state(), *self._values(), *self._moved())
+        return (usage for usage in found if usage.end > usage.start and usage.sizes.any())
+
+    def _use(self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0) -> UsageOf:
+        sizes = self.catalogue.local_sizes(self.layout.value(key), offer.specs)
+        return UsageOf(value=key, node=offer.node, sizes=self.arrays.product(sizes, copies), start=start, end=end)
+
+    def _state(self) -> Iterator[UsageOf]:
+        view, end = self.layout.view, self.lives.end
+        for v in view.external:
+            if view.graph.producer[v] is None and view.step.batch_dims[v] is None:
+                yield self._use((0, v), self.layout.offers[(0, v)], 0, end)
+        if self.accumulates:
+            for v, (node, options) in self.layout.crossings.items():
+                yield self._use((0, v), Offer(node=node, specs=options.stored), 0, end)
+
+    def _values(self) -> Iterator[UsageOf]:
+        numbers = {path: scope for scope, path in self.layout.paths().items()}
+        for life in self.lives.lives:
+            key = (numbers.get(life.path, -1), life.value)
+            if key[0] == 0 and life.value in self.layout.crossings:
+                yield from self._sum(life)
+            elif key in self.layout.offers:
+                offer = self.layout.offers[key]
+                yield self._use(key, offer, life.start, life.end)
+                if life.saved and self.in_flight > 1:
+                    yield self._use(key, offer, 0, self.lives.loop_end, self.in_flight - 1.0)
+
+    def _sum(self, life: Life) -> Iterator[UsageOf]:
+        view, (node, options) = self.layout.view, self.layout.crossings[life.value]
+        key, stored = (0, life.value), Offer(node=node, specs=options.stored)
+        readers = [c for c in view.graph.consumers[life.value] if c in view.op_set]
+        times = [self.lives.spans[(), c].start for c in readers if view.step.phases[c] is Phase.UPDATE]
+        read = min(times, default=life.end)
+        yield self._use(key, stored, life.start, life.loop_end if self.accumulates else min(read + 1, life.end))
+        value, end = self.layout.value(key), max(life.end, read + 1) if times else read
+        moved = self.catalogue.copy_sizes(value, options.stored, options.resolved, paired=True)
+        yield UsageOf(value=key, node=node, sizes=moved, start=read, end=end)
+        if not self.accumulates:
+            whole = self.catalogue.local_sizes(value, options.stored)
+            kept = self.arrays.kept_where_zero(whole, moved)
+            yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
+
+    def _moved(self) -> Iterator[UsageOf]:
+        """Copies and scratch of every op."""
+        paths = self.layout.paths()
+        for key, placed in self.layout.placed.items():
+            scope, op_id = key
+            op, span = self.layout.scopes[scope].graph.ops[op_id], self.lives.spans[paths[scope], op_id]
+            if isinstance(placed, PlacedBodies):
+                yield from self._copies_of_loop(scope, op, placed, span.start, span.end)
+            elif isinstance(placed, Placed) and key in self.layout.demanded:
+                options = self.layout.demanded[key]
+                for v, specs in zip(op.operands, options.demanded, strict=True):
+                    yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
+                sizes = self.catalogue.scratch_sizes(self.layout.scopes[scope].graph, op, options)
+                yield UsageOf(
+                    value=(scope, op.results[0]), node=placed.node, sizes=sizes, start=span.start, end=span.end
+                )
+
+    def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
+        wiring = wiring_of(op)
+        for i, (v, offer) in enumerate(zip(op.operands, placed.operands, strict=True)):
+            scanned = wiring is not None and i in wiring.scanned
+            specs = tuple(map(stacked, offer.specs)) if scanned else offer.specs
+            yield from self._copies((scope, v), offer.node, specs, start, end)
+
+    def _copies(self, key: Key, node: int, specs: tuple[Spec, ...], start: int, end: int) -> Iterator[UsageOf]:
+        offer = self.layout.offers.get(key)
+        if offer is not None and self.layout.value(key).rank > 0 and offer.specs != specs:
+            paired = offer.node == node
+            sizes = self.catalogue.copy_sizes(self.layout.value(key), offer.specs, specs, paired=paired)
+            yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)

@@ -1,0 +1,90 @@
+"""Programs of a step at a batch size, in parts where loops over layers are written out; also for batches of one sample.
+
+JAX writes another program for dims of size 1. What that means for the two uses of a batch of one:
+
+    micro-batches of one sample   the program of larger batches, at size 1                   (at_one_sample)
+    a full batch of one sample    the user's own program, in which the values of that of
+                                  larger batches, at size 1, are found again: they tell
+                                  which dims hold the batch                                  (batch_of_one)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alpa_lite import _jax
+from alpa_lite.graph.alignment import align
+from alpa_lite.graph.equations import GraphWithEquations
+from alpa_lite.graph.extrapolate import at_one_sample
+from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.phases import Part, batch_dims, body_scopes, check_same_structure
+from alpa_lite.sinking import sink_free_values
+from alpa_lite.stacks import PartedProgram, part_stacks
+from alpa_lite.trace import Traced
+
+#: Batch sizes that show the program of any size, and one that checks it where the full batch is among them.
+_SHOWING, _CHECKING = (2, 3), 5
+
+
+def program_of(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> GraphWithEquations:
+    """The program of a jaxpr of the step; loops over samples are never written out."""
+    return sink_free_values(from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples))
+
+
+def in_parts(traced: Traced, program: GraphWithEquations, unroll: int) -> PartedProgram:
+    """A program with its stacked arrays in parts, if loops were written out."""
+    if unroll > 0:
+        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
+    return PartedProgram(
+        program=program,
+        input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
+        output_parts=tuple(Part(leaf=i) for i in range(len(program.graph.outputs))),
+    )
+
+
+def traces_alike(traced: Traced, size: int) -> bool:
+    """Whether JAX writes the same equations at the full batch and at another size, on arrays of as many dims."""
+    try:
+        return _alike(traced.jaxpr, traced.at_batch_size(size))
+    except Exception:  # the user's function may raise anything at another size
+        return False
+
+
+def _alike(jaxpr: Any, other: Any) -> bool:
+    a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
+    return len(a.eqns) == len(b.eqns) and all(
+        x.primitive is y.primitive
+        and [v.aval.ndim for v in (*x.invars, *x.outvars)] == [v.aval.ndim for v in (*y.invars, *y.outvars)]
+        and all(_alike(i, j) for i, j in zip(_jax.inner_jaxprs(x), _jax.inner_jaxprs(y), strict=True))
+        for x, y in zip(a.eqns, b.eqns, strict=True)
+    )
+
+
+def extrapolated(traced: Traced, unroll: int) -> dict[int, GraphWithEquations]:
+    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from.
+
+    The full batch is among them unless it is one sample itself.
+    """
+    full = traced.require_batch()
+    sizes = (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
+    jaxprs = [traced.at_batch_size(size) for size in sizes]
+    over_samples = loops_over_samples(*jaxprs[:2]) if unroll else frozenset[int]()
+    programs = {
+        size: program_of(traced, jaxpr, unroll, over_samples) for size, jaxpr in zip(sizes, jaxprs, strict=True)
+    }
+    return {1: at_one_sample(programs), **programs}
+
+
+def batch_of_one(traced: Traced, own: PartedProgram, unroll: int) -> dict[Graph, dict[int, int | None]]:
+    """Per graph and body of a step traced at one sample, the batch dims of the values that larger batches have too."""
+    programs = extrapolated(traced, unroll)
+    made, larger = (in_parts(traced, programs[size], unroll) for size in (1, _SHOWING[0]))
+    one, two = made.program.graph, larger.program.graph
+    check_same_structure(one, two)
+    dims = {one: batch_dims(one, two, allow_pairs=True)}
+    dims |= {body: scope.batch_dims for body, scope in body_scopes(one, one, two, allow_pairs=True).items()}
+    places = {part: v for v, part in zip(one.inputs, made.input_parts, strict=True)}
+    inputs = zip(own.program.graph.inputs, own.input_parts, strict=True)
+    same = align(own.program.graph, one, {v: places[part] for v, part in inputs if part in places})
+    return {graph: {v: dims[other][w] for v, w in values.items()} for graph, (other, values) in same.items()}

@@ -1,0 +1,304 @@
+"""Is the predicted memory of plans what XLA allocates? `python -m benchmarks.memory [--published] [--out FILE]`.
+
+Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
+then walked, instruction by instruction, with the sizes of its buffers and with what XLA says of each executable
+(`compiled.memory_analysis()`):
+
+    resident   = buffers alive on the devices of a stage, arguments of the running executable included
+    XLA        = max over instructions of resident + outputs that overwrite no argument + temporaries   (`xla_peak`)
+    predicted  = what the plan says, for the same devices
+
+Temporaries of the CPU backend are not those of a GPU: it fuses less, copies operands of products into other layouts and
+computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import alpa_lite as al
+from alpa_lite.api import CompiledFunction
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.inspection.doctor import virtual_cpu_environment
+from alpa_lite.inspection.units import show_bytes
+from alpa_lite.lower.program import Buffer, Instruction
+from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
+from alpa_lite.pricing import local_bytes
+from alpa_lite.sharding import Spec
+from benchmarks.demo import progress_line
+from benchmarks.models.cnn import CNN
+from benchmarks.models.mlp import MLP
+from benchmarks.models.optimizers import adam
+from benchmarks.models.train import init_state, make_train_step
+from benchmarks.models.transformer import Transformer
+from benchmarks.published import peaks
+from cost_models.cluster import Cluster
+
+POLICIES = ("none", "selective", "full", "dots")
+"""Recomputation policies of the transformer (`benchmarks.models.transformer.Recompute`)."""
+
+PLANS: Mapping[str, tuple[Planner, int]] = {
+    "data parallel": (DataParallel(), 1),
+    "data parallel, 4 micro-batches": (DataParallel(), 4),
+    "FSDP": (FSDP(), 1),
+    "Megatron": (Megatron(), 1),
+    "dp2 × tp4": (Hybrid(data=2, model=4), 1),
+    "pipeline of 2": (Pipeline(num_stages=2), 4),
+    "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, model=2), 4),
+}
+"""Planners, and how many micro-batches they plan for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, the shapes of a batch, and whether dropout or the like needs a key."""
+
+    name: str
+    model: Any
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Bytes per device at the moment when most is allocated."""
+
+    resident: float
+    outputs: float
+    temporary: float
+
+    @property
+    def peak(self) -> float:
+        """All of it."""
+        return self.resident + self.outputs + self.temporary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One stage of a plan: bytes per device, predicted and according to XLA."""
+
+    model: str
+    plan: str
+    stage: int
+    state_bytes: float
+    accumulator_bytes: float
+    saved_bytes: float
+    temporary_bytes: float
+    predicted_bytes: float
+    xla_resident_bytes: float
+    xla_output_bytes: float
+    xla_temporary_bytes: float
+    xla_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted to allocated."""
+        return self.predicted_bytes / self.xla_bytes
+
+
+def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
+    """The models, small, in float32: in which the CPU backend computes anyway."""
+    found: list[Case] = []
+    if "transformer" in names:
+        base = Transformer(
+            vocab_size=1024, num_layers=8, hidden=256, num_heads=8, inner=1024, seq_len=256, dtype=jnp.float32
+        )
+        for policy in policies:
+            model = replace(base, recompute=policy, num_segments=2)  # pyright: ignore[reportArgumentType]
+            found.append(Case(name=f"transformer, {policy}", model=model, batch=model.batch_shapes(32)))
+    if "MLP" in names:
+        shapes = {"inputs": (1024, 256), "targets": (1024, 256)}
+        batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        found.append(
+            Case(name="MLP", model=MLP(in_features=256, hidden=512, out_features=256, num_layers=8), batch=batch)
+        )
+    if "CNN" in names:
+        images = jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)
+        labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+        found.append(Case(name="CNN", model=CNN(), batch={"images": images, "labels": labels}))
+    return found
+
+
+def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> CompiledFunction:
+    """The train step of a case, planned and compiled; nothing is allocated."""
+    optimizer = adam()
+    step = make_train_step(case.model.loss_fn, optimizer)
+    state = jax.eval_shape(lambda: init_state(case.model.init(jax.random.key(0)), optimizer))
+    function = al.parallelize(
+        step, donate_argnums=0, cluster=cluster, planner=planner, num_microbatches=num_microbatches
+    )
+    return function.trace(state, dict(case.batch)).plan().lower().compile()
+
+
+def xla_peak(compiled: CompiledFunction) -> dict[int, Parts]:
+    """For each stage the moment at which most is allocated on its devices."""
+    walk = _Walk(compiled)
+    for instruction in compiled.executor.program.instructions:
+        walk.take(instruction)
+    return {stage: walk.most[walk.place[stage]] for stage in walk.place}
+
+
+class _Walk:
+    """Keeps account of the buffers on each group of devices, by the number of the first stage on it."""
+
+    def __init__(self, compiled: CompiledFunction) -> None:
+        self.executor, self.program, self.plan = compiled.executor, compiled.executor.program, compiled.plan
+        self.place = {i: min(stages) for stages in self.plan.stages_together for i in stages}
+        self.live: dict[int, dict[Buffer, float]] = {place: {} for place in self.place.values()}
+        self.most: dict[int, Parts] = {}
+
+    def size(self, buffer: Buffer, spec: Spec | None) -> float:
+        """Bytes per device of a buffer."""
+        value = self.executor.step.graph.values[buffer.value]
+        sizes = dict(self.plan.stages[buffer.stage].mesh_shape.axis_sizes)
+        return local_bytes(value, spec if spec is not None else Spec(((),) * value.rank), sizes)
+
+    def take(self, instruction: Instruction) -> None:
+        """The effect of one instruction."""
+        if instruction.kind == "FREE":
+            for live in self.live.values():
+                for buffer in instruction.reads:
+                    live.pop(buffer, None)
+        elif instruction.kind in ("RUN", "ZEROS"):
+            self._run(instruction)
+        else:
+            live = self.live[self.place[instruction.stage]]
+            live.update({buffer: self.size(buffer, instruction.spec) for buffer in instruction.writes})
+
+    def _run(self, instruction: Instruction) -> None:
+        place = self.place[instruction.stage]
+        live, task = self.live[place], self.program.tasks[instruction.task]
+        ports = (*task.outputs, *task.sums) if instruction.kind == "RUN" else task.sums
+        written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
+        if instruction.kind == "RUN":
+            executable = self.executor.executables[instruction.task]
+            memory = executable.compiled.memory_analysis()
+            now = Parts(
+                resident=sum(live.values()),
+                outputs=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+                temporary=float(memory.temp_size_in_bytes),
+            )
+            if place not in self.most or now.peak > self.most[place].peak:
+                self.most[place] = now
+            for position in executable.donated:
+                live.pop(instruction.reads[position], None)
+        live.update(written)
+
+
+def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]:
+    """Predicted and allocated memory of the stages of a plan."""
+    plan, measured = compiled.plan, xla_peak(compiled)
+    rows: list[Row] = []
+    for number, stage in enumerate(plan.stages):
+        held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
+        rows.append(
+            Row(
+                model=case.name,
+                plan=plan_name,
+                stage=number,
+                state_bytes=stage.state_bytes,
+                accumulator_bytes=stage.accumulator_bytes,
+                saved_bytes=held * stage.activation_bytes,
+                temporary_bytes=stage.temporary_bytes,
+                predicted_bytes=plan.prediction.peak_bytes[number],
+                xla_resident_bytes=measured[number].resident,
+                xla_output_bytes=measured[number].outputs,
+                xla_temporary_bytes=measured[number].temporary,
+                xla_bytes=measured[number].peak,
+            )
+        )
+    return rows
+
+
+def run(
+    some: Sequence[Case], plans: Mapping[str, tuple[Planner, int]], cluster: Cluster, say: Callable[[str], None]
+) -> list[Row]:
+    """Every case under every plan that is possible for it."""
+    rows: list[Row] = []
+    for case in some:
+        for name, (planner, count) in plans.items():
+            say(f"{case.name}: {name}")
+            try:
+                compiled = compiled_plan(case, planner, count, cluster)
+            except AlpaLiteError as error:
+                print(f"{case.name}, {name}: {error}", file=sys.stderr)
+                continue
+            rows += rows_of(case, name, compiled)
+    return rows
+
+
+def rendered(rows: Sequence[Row]) -> Table:
+    """The table: the parts of the prediction, those of XLA, and the ratio of the sums."""
+    columns = ("state", "sums", "saved", "temporary", "predicted", "resident", "outputs", "temporary", "XLA", "ratio")
+    table = Table("model", "plan", *columns)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for number, row in enumerate(rows):
+        last = number + 1 == len(rows) or rows[number + 1].model != row.model
+        stages = sum(1 for other in rows if (other.model, other.plan) == (row.model, row.plan))
+        predicted = (row.state_bytes, row.accumulator_bytes, row.saved_bytes, row.temporary_bytes, row.predicted_bytes)
+        allocated = (row.xla_resident_bytes, row.xla_output_bytes, row.xla_temporary_bytes, row.xla_bytes)
+        table.add_row(
+            row.model,
+            f"{row.plan}, stage {row.stage}" if stages > 1 else row.plan,
+            *(show_bytes(size) for size in (*predicted, *allocated)),
+            f"{row.ratio:.2f}",
+            end_section=last,
+        )
+    bias, spread = peaks.bias_and_spread([row.ratio for row in rows])
+    table.add_row("all", f"spread {spread:.2f}", *[""] * 9, f"{bias:.2f}")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, plan, compile, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description="Is the predicted memory of plans what is allocated?"
+    )
+    parser.add_argument("--model", action="append", help="transformer, MLP, CNN (default: all)")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="of the transformer (default: all)")
+    parser.add_argument("--plan", action="append", choices=list(PLANS), help="default: all")
+    parser.add_argument("--published", action="store_true", help="compare with peaks that others measured")
+    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices; 0: the devices at hand")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="keep the figures")
+    given = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    if given.published:
+        with progress_line(console) as say:
+            found = peaks.run_all(say)
+        console.print(peaks.rendered(found))
+        _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in found])
+        return 0
+    if given.devices:
+        rest = list(sys.argv[1:] if argv is None else argv)
+        environment = {**os.environ, **virtual_cpu_environment(given.devices)}
+        command = [sys.executable, "-m", "benchmarks.memory", *rest, "--devices", "0"]
+        return subprocess.run(command, env=environment, check=False).returncode
+    plans = {name: plan for name, plan in PLANS.items() if given.plan is None or name in given.plan}
+    some = cases(given.model or ("transformer", "MLP", "CNN"), given.policy or POLICIES)
+    with progress_line(console) as say:
+        rows = run(some, plans, al.cluster("dgx-1"), say)
+    console.print(rendered(rows))
+    _keep(given.out, [{**asdict(row), "ratio": row.ratio} for row in rows])
+    return 0
+
+
+def _keep(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

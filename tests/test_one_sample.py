@@ -1,0 +1,115 @@
+"""Steps of one sample: micro-batches of one have the program of larger ones; a batch of one keeps its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_lite.errors import TraceError
+from alpa_lite.graph.from_jaxpr import from_jaxpr
+from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.microbatch import split_step
+from alpa_lite.sinking import sink_free_values
+from alpa_lite.trace import Traced, trace
+from benchmarks.models.transformer import Recompute, Transformer
+
+#: A number of positions that no other dim has.
+SEQ_LEN = 7
+
+
+def _traced(recompute: Recompute, batch_size: int) -> Traced:
+    model = Transformer(
+        vocab_size=16,
+        num_layers=2,
+        hidden=8,
+        num_heads=2,
+        inner=16,
+        seq_len=SEQ_LEN,
+        recompute=recompute,
+        dropout=0.2,
+        dtype=jnp.float32,
+    )
+
+    def step(params: Any, batch: Any, key: Any) -> Any:
+        loss, grads = jax.value_and_grad(model.loss_fn)(params, batch, key)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return trace(step, (params, model.batch_shapes(batch_size), jax.random.key(0)))
+
+
+def _scopes(step: StepGraph) -> list[tuple[Graph, tuple[int | None, ...]]]:
+    return [(step.graph, step.batch_dims), *((body, scope.batch_dims) for body, scope in step.bodies.items())]
+
+
+@pytest.mark.parametrize("unroll", [0, 2])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_batch_of_one_is_known_wherever_there_are_positions(recompute: Recompute, unroll: int) -> None:
+    """In both directions and inside bodies; what a reduction drops it from, or what never had it, has none."""
+    step = split_step(_traced(recompute, 1), 1, unroll=unroll).step
+    assert step.batch_size == 1 and not step.batch_problem
+    seen = 0
+    for graph, dims in _scopes(step):
+        for op in graph.ops:
+            reads = any(dims[v] is not None for v in op.operands)
+            for r in op.results:
+                shape = graph.values[r].shape
+                if reads and SEQ_LEN in shape and not op.primitive.startswith("reduce_"):
+                    assert dims[r] is not None and shape[dims[r] or 0] == 1, op
+                    seen += 1
+    assert seen > 100
+    backward = [op for op in step.graph.ops if step.phases[op.id] is Phase.BACKWARD]
+    assert any(step.batch_dims[r] is not None for op in backward for r in op.results)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_weights_and_what_is_summed_over_a_batch_of_one_have_no_batch(recompute: Recompute) -> None:
+    step = split_step(_traced(recompute, 1), 1).step
+    assert all(step.batch_dims[v] is None for v in step.graph.outputs)
+    named = {step.graph.values[v].name: step.batch_dims[v] for v in step.graph.inputs}
+    assert {name for name, dim in named.items() if dim == 0} == {"batch/targets", "batch/tokens"}
+
+
+def test_a_batch_of_one_keeps_its_own_program() -> None:
+    traced = _traced("full", 1)
+    own = sink_free_values(from_jaxpr(traced.jaxpr, traced.names)).graph
+    step = split_step(traced, 1).step
+    assert [(op.primitive, op.params) for op in step.graph.ops] == [(op.primitive, op.params) for op in own.ops]
+    assert step.graph.values == own.values
+
+
+def test_micro_batches_of_one_have_the_program_of_larger_ones() -> None:
+    traced = _traced("full", 4)
+    one, two = (split_step(traced, m, unroll=2).step for m in (4, 2))
+    assert [op.primitive for op in one.graph.ops] == [op.primitive for op in two.graph.ops]
+    assert one.batch_dims == two.batch_dims and one.phases == two.phases and one.full_shapes == two.full_shapes
+    for v, w, dim in zip(one.graph.values, two.graph.values, one.batch_dims, strict=True):
+        halved = tuple(n // 2 if d == dim else n for d, n in enumerate(w.shape))
+        assert v.shape == halved and v.literal == w.literal
+
+
+def _step(p: Any, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: -jnp.mean(jax.nn.log_softmax(x @ p)[..., 0]))(p)
+    return p - grads, loss
+
+
+def test_a_step_that_looks_for_a_batch_of_one_keeps_its_meaning() -> None:
+    def step(p: Any, x: Any) -> Any:
+        return _step(p, jnp.sin(x) if x.shape[0] == 1 else x)
+
+    args = (jnp.ones((4, 5)), jnp.ones((1, 3, 4)))
+    found = split_step(trace(step, args), 1).step
+    (sine,) = [op for op in found.graph.ops if op.primitive == "sin"]
+    assert found.batch_dims[sine.results[0]] == 0
+
+
+def test_a_step_that_looks_at_its_batch_size_is_refused_in_micro_batches_of_one() -> None:
+    def step(p: Any, x: Any) -> Any:
+        return _step(p, jnp.sin(x) if x.shape[0] == 4 else x)
+
+    with pytest.raises(TraceError, match="The step changes with its batch size"):
+        split_step(trace(step, (jnp.ones((4, 5)), jnp.ones((4, 3, 4)))), 4)
