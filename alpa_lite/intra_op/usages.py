@@ -60,7 +60,8 @@ class Layout:
     def paths(self) -> dict[int, Path]:
         """The way to each scope."""
         found: dict[int, Path] = {0: ()}
-        for (scope, op_id), placed in sorted(self.placed.items(), key=lambda item: item[0]):  # outer scopes first
+        # Scopes are numbered from outside in.
+        for (scope, op_id), placed in sorted(self.placed.items(), key=lambda item: item[0]):
             if isinstance(placed, PlacedBodies):
                 found |= {inner: (*found[scope], (op_id, n)) for n, inner in enumerate(placed.scopes)}
         return found
