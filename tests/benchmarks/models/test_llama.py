@@ -12,6 +12,7 @@ from benchmarks import text
 from benchmarks.models.gpt import stack_layers, unstack_layers
 from benchmarks.models.llama import Llama
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
+from tests.benchmarks.models.draws import drawn
 
 TINY = Llama(
     vocab_size=256, num_layers=2, num_heads=4, num_kv_heads=2, hidden=16, inner=24, seq_len=12, dtype=jnp.float32
@@ -35,7 +36,7 @@ def assert_trees_close(a, b):
 def test_loss_falls(batch):
     model = replace(TINY, scan_layers=True)
     optimizer = make_optimizer(1e-2, max_grad_norm=1.0)
-    state = init_state(model.init(jax.random.key(0)), optimizer)
+    state = init_state(drawn(model.init), optimizer)
     step = jax.jit(make_train_step(model.loss_fn, optimizer))
     losses = []
     for _ in range(15):
@@ -47,7 +48,7 @@ def test_loss_falls(batch):
 
 @pytest.mark.parametrize("remat", [True, False])
 def test_scanned_equals_unrolled(remat, batch):
-    params = TINY.init(jax.random.key(0))
+    params = drawn(TINY.init)
     loss, grads = loss_and_grads(replace(TINY, remat=False), params, batch)
     scanned = replace(TINY, scan_layers=True, remat=remat)
     scan_loss, scan_grads = loss_and_grads(scanned, stack_layers(params), batch)
@@ -56,7 +57,7 @@ def test_scanned_equals_unrolled(remat, batch):
 
 
 def test_looks_only_backwards(batch):
-    params = TINY.init(jax.random.key(0))
+    params = drawn(TINY.init)
     tokens = jnp.asarray(batch["tokens"])
     changed = tokens.at[:, 7:].set(0)
     before, after = (jax.jit(TINY.logits)(params, t) for t in (tokens, changed))
