@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from alpa_lite.schedule import Interleaved1F1B, OneFOneB, Schedule
 from benchmarks.models.transformer import Recompute
+from benchmarks.published.cluster_of import device_name
 from benchmarks.published.row import Row
 from cost_models.backend import Backend
 
@@ -54,7 +55,7 @@ def fuses_attention(row: Row) -> bool:
     """
     if not is_recent(row):
         return False
-    older = row.hardware.lower().startswith(("v100", "a100", "a10", "a40", "t4", "tpu v2", "tpu v3", "rtx 3090"))
+    older = device_name(row.hardware).startswith(("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090"))
     return not older or row.precision.endswith("-te") or "full_shard" in row.sharding.lower()
 
 
@@ -79,7 +80,7 @@ _CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 def call_seconds(row: Row) -> float:
     """Host seconds per kernel; nothing where the description names a compiler, or the devices need one."""
     notes = row.notes.lower().replace("no torch.compile", "")
-    if row.hardware.lower().startswith("tpu") or any(word in notes for word in _COMPILERS):
+    if device_name(row.hardware).startswith("tpu") or any(word in notes for word in _COMPILERS):
         return 0.0
     return _CALL_SECONDS["calls" if runs_eagerly(row) else "all"]
 
