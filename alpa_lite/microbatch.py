@@ -98,7 +98,6 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
     # The batch may enter a body that several loops share in another way in each.
     graph = with_own_bodies(verify(full.program.graph))
     full = replace(full, program=replace(full.program, graph=graph))
-    full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
     known: dict[Graph, dict[int, int | None]] = {}
     if traced.batch_size == 1:
