@@ -54,6 +54,7 @@ class _Line:
         self.sizes = sizes
         # Trips of one loop share the parameters of their equations, as one object.
         self.known: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
 
     def number(self, seen: Sequence[int]) -> int:
         """The integer at one sample."""
@@ -128,7 +129,7 @@ class _Line:
                 where = f"{op.source or 'an unknown line'}: {op.primitive}"
                 raise TraceError(self._sentence(where, str(error))) from error
             inner = [
-                self.program(bodies, below)
+                self.body(bodies, below)
                 for bodies, below in zip(
                     zip(*(o.bodies for o in same), strict=True), zip(*(e.bodies for e in run), strict=True), strict=True
                 )
@@ -136,6 +137,14 @@ class _Line:
             ops.append(dataclasses.replace(op, params=plain, bodies=tuple(body for body, _ in inner)))
             made.append(dataclasses.replace(run[0], params=params, bodies=tuple(below for _, below in inner)))
         return Graph(values=tuple(values), ops=tuple(ops), inputs=first.inputs, outputs=first.outputs), tuple(made)
+
+    def body(
+        self, graphs: tuple[Graph, ...], equations: Sequence[Sequence[Equation]]
+    ) -> tuple[Graph, tuple[Equation, ...]]:
+        """A body at one sample; one object for loops that share theirs at every size."""
+        if graphs not in self.bodies:
+            self.bodies[graphs] = self.program(graphs, equations)
+        return self.bodies[graphs]
 
     def _sentence(self, where: str, what: str) -> str:
         return (
