@@ -125,10 +125,13 @@ def _head_dim(row: Row) -> int:
 def _experts(row: Row) -> Experts | None:
     if row.experts is None:
         return None
+    # Groups of tokens are GShard's, with room for what experts get on average. Systems without them sort tokens, and
+    # wait for the expert that got most: a quarter more, as the capacity factors of that time allow.
     group = row.experts.group or 256
     return Experts(
         num_experts=row.experts.count,
         top_k=row.experts.top_k,
+        capacity_factor=1.0 if row.experts.group else 1.25,
         group_size=min(group, row.seq_len),
         every=row.experts.every,
     )
