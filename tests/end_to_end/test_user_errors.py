@@ -217,7 +217,7 @@ def test_a_plan_file_with_a_spoiled_part(key: str, saved: Path) -> None:
     ("planner", "fragments"),
     [
         (DataParallel(), ["stage 0", "8 devices", "needs at least"]),
-        (Pipeline(num_stages=2), ["stage 0", "4 devices", "micro-batch(es) in flight"]),
+        (Pipeline(num_stages=2), ["stage 1", "4 devices", "micro-batch(es) in flight"]),
         (Auto(num_layers=2, manual=()), ["layer", "of 2 layers", "needs at least"]),
         (Auto(num_layers=2), ["needs at least"]),
     ],
