@@ -281,7 +281,7 @@ def _to_json(value: Any) -> Any:
         data["peak_flops"] = value.peaks
         data["tiles"] = [list(tile) for tile in value.tiles]
         if not isinstance(value.matrix_efficiency, (int, float)):
-            data["matrix_efficiency"] = value.efficiencies
+            data["matrix_efficiency"] = dict(value.matrix_efficiency)
         return data
     if isinstance(value, HostGroup):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
