@@ -30,6 +30,7 @@ from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from cost_models.backend import Fusion
 
 Path = tuple[tuple[int, int], ...]
 """The way from the graph of the step into a body: pairs of an op and the number of one of its bodies."""
@@ -85,7 +86,7 @@ class Lives:
 
 
 @lru_cache(maxsize=256)
-def lives_of(view: StageView, *, fusion: bool = True, fused_attention: bool = False) -> Lives:
+def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
     """The lives of the values of a stage that are neither state nor sums, in order of their start."""
     spans = dict(_spans(view.graph, view.ops, (), 0))
     end = max((span.end for span in spans.values()), default=0)
@@ -102,7 +103,7 @@ def lives_of(view: StageView, *, fusion: bool = True, fused_attention: bool = Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    fusion: bool
+    fusion: Fusion
     fused_attention: bool
 
 
@@ -165,7 +166,7 @@ class _Scope:
         self.kept = frozenset(graph.outputs) - self.replaced if view is not None else kept
         self._uses: dict[int, _Use] = {}
         self.written = set(_written(graph, options))
-        if options.fusion:
+        if options.fusion != "none":
             # In order: what is made again does not count among the sources of what follows.
             for op in (graph.ops[o] for o in ops):
                 self.written.difference_update([r for r in op.results if self._is_repeated(op, r)])

@@ -198,13 +198,14 @@ def emit_task(
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
-        for value, stored, resolved in task.resolved:
-            array = walk.get(value, resolved)
-            walk.arrays[value] = {resolved: array}
-            del stored
         # Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
         for part in _by_phase(task.ops, step):
             walk.forget()
+            if step.phases[part[-1]] is Phase.UPDATE:
+                for value, stored, resolved in task.resolved:
+                    walk.get(value, stored)
+                    walk.arrays[value] = {stored: walk.arrays[value][stored]}
+                    walk.arrays[value] = {resolved: walk.get(value, resolved)}
             walk.run(part)
             machine.part += 1
         results = [walk.get(port.value, port.spec) for port in outs]

@@ -37,7 +37,7 @@ class TaskSpec:
     ops           in order, repeated ones included
     inputs, outputs
     sums          values of the loop that are added up over micro-batches, as stored
-    resolved      sums of earlier tasks that this one reads: stored spec → resolved spec
+    resolved      sums that its update reads, of earlier tasks or its own: stored spec → resolved spec
     """
 
     stage: int
@@ -222,6 +222,8 @@ class Slicer:
             inputs.append(Port(value=v, spec=spec))
             if later is not None:
                 resolved.append((v, spec, later))
+        if place.kind == "step":
+            resolved += [(v, sums.stored, sums.resolved) for v, sums in stage.accumulators.items()]
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
         computed.update(self._free_outputs(place))
         in_loop = place.kind not in ("update", "step")

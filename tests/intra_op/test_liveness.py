@@ -69,7 +69,7 @@ def test_cheap_values_are_made_again_and_their_source_lives_on_instead() -> None
 
 def test_without_fusion_everything_is_kept() -> None:
     view = view_of(lambda x, w, u: ((x @ w) * 2.0 + 1.0) @ u, f32(ROWS, COLUMNS), *WEIGHTS)
-    kept = {life.value for life in lives_of(view, fusion=False).lives}
+    kept = {life.value for life in lives_of(view, fusion="none").lives}
     assert {op.results[0] for op in view.graph.ops} <= kept
     assert not {op.results[0] for op in view.graph.ops if op.primitive == "mul"} & {
         life.value for life in lives_of(view).lives
