@@ -31,7 +31,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The description of a run. See `shared/data/README.md`-like documentation in docs/cost-model.md for the columns.
+    """The description of a run; docs/cost-model.md says what the columns of a table are.
 
     Attributes:
         parameters: as the table states them; None where it does not.
