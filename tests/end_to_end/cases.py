@@ -33,9 +33,17 @@ def eager_cluster() -> Cluster:
     """Eight devices that compute slowly on a fast link, so that even tiny models are worth splitting."""
     host = al.cluster("p3.16xlarge")
     device = dataclasses.replace(
-        host.device, peak_flops={"float32": 1e9}, memory_bandwidth=1e8, launch_seconds=1e-9, dispatch_seconds=1e-9
+        host.device,
+        peak_flops={"float32": 1e9},
+        memory_bandwidth=1e8,
+        launch_seconds=1e-9,
+        dispatch_seconds=1e-9,
+        # Tiny products would be mostly padding in the blocks of a real device.
+        num_units=1,
+        tiles=((1, 1),),
+        fill_depth=0.0,
     )
-    link = dataclasses.replace(host.intra_host, latency_seconds=1e-7)
+    link = dataclasses.replace(host.intra_host, latency_seconds=1e-7, ramp_seconds=0.0)
     return dataclasses.replace(host, name="slow devices, fast link", device=device, intra_host=link)
 
 

@@ -262,15 +262,7 @@ def _experts(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        pytest.param({"x": 8}, marks=pytest.mark.xfail(reason="the search sends more in the prices of today")),
-        {"x": 2, "y": 4},
-        {"x": 2, "y": 2, "z": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", [{"x": 8}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}], ids=str)
 def test_tokens_travel_to_experts_on_any_mesh(axes: dict[str, int], devices: Any) -> None:
     rng = np.random.default_rng(0)
     shapes = {"before": (16, 16), "gate": (16, 8), "wi": (8, 16, 256), "wo": (8, 256, 16), "after": (16, 16)}
