@@ -181,13 +181,17 @@ class Catalogue:
     def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
         """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after.
 
-        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum.
+        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum. Where gradients
+        must be stored split, they are scattered before they are added up.
         """
         key = (value.shape, value.dtype, self._number(offered), keep_partial)
         if key not in self._sums:
             found: list[Accumulator] = []
-            allowed = self.restriction.may_scatter
+            allowed, parameters = self.restriction.may_scatter, self.restriction.parameters
+            split = {axis for axis in self.sizes if self.restriction.state_split(axis, parameters) is Split.MUST}
             for stored in dict.fromkeys(offered):
+                if value.rank > 0 and split.intersection(stored.partial):
+                    continue
                 targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
                 found += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
             may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY

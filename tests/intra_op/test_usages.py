@@ -58,7 +58,6 @@ def test_sums_of_micro_batches_take_their_place() -> None:
     assert found.temporary_bytes + found.activation_bytes < 2 * WEIGHT_BYTES
 
 
-@pytest.mark.xfail(reason="under the present prices gradients are kept whole until the update", strict=False)
 def test_weights_that_lie_in_parts_are_gathered_one_at_a_time() -> None:
     found = stage(FSDP())
     assert found.state_bytes == 2 * LAYERS * WEIGHT_BYTES / 8
