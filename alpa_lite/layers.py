@@ -59,10 +59,22 @@ def default_num_layers(step: StepGraph) -> int:
     return max(1, min(MAX_LAYERS, heavy // CONTRACTIONS_PER_LAYER))
 
 
-def make_layers(step: StepGraph, num_layers: int | None = None, *, imbalance: float = 0.3) -> Layers:
+def forward_loops(step: StepGraph) -> tuple[int, ...]:
+    """The ops of the forward pass that are loops over rows of arrays (scans)."""
+
+    def is_loop(op: Op) -> bool:
+        wiring = wiring_of(op)
+        return step.phases[op.id] is Phase.FORWARD and wiring is not None and bool(wiring.scanned)
+
+    return tuple(op.id for op in step.graph.ops if is_loop(op))
+
+
+def make_layers(
+    step: StepGraph, num_layers: int | None = None, *, imbalance: float = 0.3, by_loops: bool = False
+) -> Layers:
     """Cluster the forward ops into `num_layers` layers and let all other ops follow.
 
-    No layer has more than `1 + imbalance` times the average FLOPs, if that is possible.
+    No layer has more than `1 + imbalance` times the average FLOPs, if that is possible; `by_loops`: of the loops.
 
     Raises `PlanError` when there are fewer forward ops than layers.
     """
@@ -88,6 +100,9 @@ def make_layers(step: StepGraph, num_layers: int | None = None, *, imbalance: fl
         flops = np.zeros(max(index.values()) + 1)
         for op in forward:
             flops[index[op.id]] += _flops(graph, op) + 1.0
+        if by_loops:
+            flops /= 100 * flops.sum()
+            flops[[index[loop] for loop in forward_loops(step)]] += 1.0
         layers = cluster_contiguous(flops, flows, count, imbalance=imbalance)
         for op in forward:
             of_op[op.id] = layers[index[op.id]]

@@ -10,13 +10,13 @@ The rules of the primitives say where the batch is kept (PASS) and where it is s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.from_jaxpr import loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import (
     StepGraph,
     assign_phases,
@@ -338,7 +338,7 @@ def _check_unreduced(graph: Graph, op: Op, batch: tuple[int | None, ...], loop: 
             _refuse(graph, op, "also makes a value that does not depend on the batch and is used after the loop")
 
 
-@lru_cache(maxsize=256)
+@kept
 def _sums_in_body(body: Graph, small: Graph, entering: frozenset[int], *, all_known: bool) -> frozenset[int]:
     """Values of a body that are sums over the batch, given those that enter as such.
 

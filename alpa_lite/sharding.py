@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import count, permutations
 from math import gcd, prod
 
@@ -271,9 +271,7 @@ def reshard(
 
 def cheapest_walks(source: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4) -> Walks:
     """The cheapest walk to every spec that can be reached from `source`; see `reshard`."""
-    return _cheapest_walks(
-        source, spec_graph(shape, tuple(sizes.items())), _bytes_that_matter(prod(shape) * item_bytes, sizes)
-    )
+    return spec_graph(shape, tuple(sizes.items())).walks(source, prod(shape) * item_bytes)
 
 
 def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
@@ -299,6 +297,7 @@ class SpecGraph:
         self.specs: list[Spec] = []
         self._numbers: dict[Spec, int] = {}
         self._moves: dict[int, tuple[tuple[Step, int, float, float], ...]] = {}
+        self._walks: dict[tuple[Spec, int], Walks] = {}
 
     def number(self, spec: Spec) -> int:
         """The number of a spec."""
@@ -316,6 +315,13 @@ class SpecGraph:
                 (step, self.number(step.spec), sent_bytes_factor(step, self.sizes), _weight(step)) for step in steps
             )
         return self._moves[number]
+
+    def walks(self, source: Spec, array_bytes: int) -> Walks:
+        """The cheapest walks from a spec for arrays of this size."""
+        key = (source, _bytes_that_matter(array_bytes, self.sizes))
+        if key not in self._walks:
+            self._walks[key] = Walks(self, *key)
+        return self._walks[key]
 
 
 def _weight(step: Step) -> float:
@@ -374,20 +380,16 @@ class Walks:
                 heapq.heappush(self._queue, (total, next(self._discovered), target))
 
 
-@lru_cache(maxsize=10_000)
-def _cheapest_walks(source: Spec, graph: SpecGraph, array_bytes: int) -> Walks:
-    return Walks(graph, source, array_bytes)
-
-
 def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
     """The one graph of the specs of arrays that can be split as this shape can.
 
-    No axis is used twice, so that only common divisors of a dim and the number of devices matter.
+    No axis is used twice, so that only common divisors of a dim and the number of devices matter. Those not asked
+    for lately are made anew, with new numbers.
     """
     devices = prod(size for _, size in sizes_items)
     return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
     return SpecGraph(shape, dict(sizes_items))

@@ -32,6 +32,8 @@ class AxisRole(Enum):
               by dims that all their arrays share (heads), never by positions
     CONTEXT   splits other dims of what holds a batch (the positions of a sequence), and state as BATCH does where only
               the update reads it
+    EXPERT    splits the batch, except in contractions whose weights share a dim with all their arrays (experts): there
+              that dim; what leads to and from these may be split by any dim
     """
 
     ANY = "any"
@@ -40,6 +42,7 @@ class AxisRole(Enum):
     MODEL = "model"
     TENSOR = "tensor"
     CONTEXT = "context"
+    EXPERT = "expert"
 
     @property
     def splits_batch(self) -> bool:
@@ -118,21 +121,15 @@ def axis_choices(
     for axis in sizes:
         role = restriction.role(axis)
         fits = [f for f in rule.shardable if can_split(rule, f, (axis,), sizes)]
-        batch = [f for f in fits if f in batch_factors]
-        if role.splits_batch and in_loop:
-            choices: list[int | None] = [*batch] or [None]
-        elif (
-            role is AxisRole.TENSOR and in_loop and (shared := _tensor_factors(rule, batch_factors)).intersection(fits)
-        ):
-            choices = [f for f in fits if f in shared]
-        elif role in (AxisRole.MODEL, AxisRole.TENSOR) or (role is AxisRole.CONTEXT and in_loop and batch_factors):
+        split_state = restriction.state_split(axis, restriction.optimizer) is not Split.NEVER
+        choices: list[int | None]
+        if in_loop:
+            choices = [*_loop_choices(rule, role, fits, batch_factors)]
+        elif role in (AxisRole.MODEL, AxisRole.TENSOR):
             choices = [None, *(f for f in fits if f not in batch_factors)]
-        elif role is not AxisRole.ANY:
-            free = not in_loop and restriction.state_split(axis, restriction.optimizer) is not Split.NEVER
-            choices = [None, *fits] if free else [None]
         else:
-            choices = [None, *fits]
-        if takes_partial and (not role.splits_batch or not batch_factors):
+            choices = [None, *fits] if split_state else [None]
+        if takes_partial and not (role in _SPLITS_ANY_BATCH and batch_factors):
             choices.append(-1)
         per_axis.append(choices)
     found: list[tuple[int | None, ...]] = []
@@ -143,16 +140,52 @@ def axis_choices(
     return found
 
 
+#: Roles that never leave a sum over a batch unfinished: what has a batch is split by it, or by experts.
+_SPLITS_ANY_BATCH = (AxisRole.BATCH, AxisRole.REPLICA, AxisRole.EXPERT)
+
+
+def _loop_choices(
+    rule: Rule, role: AxisRole, fits: Sequence[int], batch_factors: frozenset[int]
+) -> Sequence[int | None]:
+    """What an axis may split in an op inside the loop; it `fits` these factors."""
+    batch = [f for f in fits if f in batch_factors]
+    others = [f for f in fits if f not in batch_factors]
+    contracts_batch = bool(batch_factors) and rule.work_kind != "elementwise"
+    match role:
+        case AxisRole.BATCH | AxisRole.REPLICA:
+            return batch or [None]
+        case AxisRole.TENSOR if contracts_batch and (tensor := _tensor_factors(rule, batch_factors)).intersection(fits):
+            return [f for f in fits if f in tensor]
+        case AxisRole.MODEL | AxisRole.TENSOR:
+            return [None, *others]
+        case AxisRole.CONTEXT:
+            return [None, *others] if batch_factors else [None]
+        case AxisRole.EXPERT if contracts_batch:
+            experts = _expert_factors(rule, batch_factors)
+            return [*batch, *(f for f in fits if f in experts)] or [None]
+        case _:
+            return [None, *fits]
+
+
 def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
     """The factors that TENSOR axes split in a contraction: of its weights, of the weight it is the gradient of, or
-    those that all arrays share; none for other ops."""
-    if rule.work_kind == "elementwise" or not batch_factors:
-        return frozenset()
-    arrays = [frozenset(f for factors in dims for f in factors) for dims in (*rule.operands, *rule.results)]
+    those that all arrays share."""
+    arrays = _factors_of_arrays(rule)
     weights = [factors for factors in arrays if not factors & batch_factors]
     if weights:
         return frozenset[int]().union(*weights)
     return frozenset.intersection(*arrays) - batch_factors
+
+
+def _expert_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
+    """The factors of a contraction that its weights, or the gradients of such, share with all its other arrays."""
+    arrays = _factors_of_arrays(rule)
+    with_weights = any(not factors & batch_factors for factors in arrays)
+    return frozenset.intersection(*arrays) if with_weights else frozenset()
+
+
+def _factors_of_arrays(rule: Rule) -> list[frozenset[int]]:
+    return [frozenset(f for factors in dims for f in factors) for dims in (*rule.operands, *rule.results)]
 
 
 def factor_axes(rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -142,6 +142,21 @@ def test_tensor_axes_that_divide_no_head_are_free_but_for_the_batch() -> None:
     assert (None,) in choices and not {c for (c,) in choices} & _batch_factor(scores)
 
 
+def test_expert_axes_split_the_batch_or_the_experts_that_weights_share_with_tokens() -> None:
+    expert = Restriction(roles={"x": AxisRole.EXPERT})
+    dims = (((3,), (1,)), ((1,), (0,)))
+    # [groups, experts, capacity, m] @ [experts, m, n] -> [experts, groups, capacity, n]
+    experts, _, _ = _rule(
+        "dot_general", [(8, 4, 6, 12), (4, 12, 4)], [(4, 8, 6, 4)], dimension_numbers=dims,
+        preferred_element_type="float32",
+    )  # fmt: skip
+    choices = axis_choices(experts, {"x": 2}, _batch_factor(experts), expert, in_loop=True, takes_partial=False)
+    assert {c for (c,) in choices} == _batch_factor(experts) | set(experts.operands[1][0])
+    for dense, _, _ in (_product(), _heads()):
+        choices = axis_choices(dense, {"x": 2}, _batch_factor(dense), expert, in_loop=True, takes_partial=False)
+        assert {c for (c,) in choices} == _batch_factor(dense)
+
+
 @pytest.mark.parametrize("scatter", [True, False])
 def test_sums_over_tensor_axes_are_scattered_only_under_sequence_parallelism(scatter: bool) -> None:
     rule, operands, results = _product(b=8, m=8, k=8, n=8)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
 
 
@@ -49,7 +49,7 @@ def _static(op: Op) -> str:
     return repr((sorted(op.params.items()), [*map(_static_body, op.bodies)]))
 
 
-@lru_cache(maxsize=256)
+@kept
 def _static_body(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()])
 

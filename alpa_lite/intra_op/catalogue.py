@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
+from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import rule_of_op
-from alpa_lite.sharding import Spec, SpecGraph, cheapest_walks, spec_graph
+from alpa_lite.sharding import Spec, SpecGraph, spec_graph
 from alpa_lite.spmd import placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
 
@@ -63,6 +63,7 @@ class Catalogue:
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
+        self._graphs: dict[tuple[int, ...], SpecGraph] = {}
         self._moves: dict[object, dict[int, float]] = {}
         self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
@@ -168,7 +169,7 @@ class Catalogue:
                 return self.restriction.state_split(axis, split) is not Split.NEVER
             if roles[axis].splits_batch:
                 return dim == batch_dim
-            return dim != batch_dim or roles[axis] is AxisRole.ANY
+            return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT)
 
         specs = all_specs(shape, self.sizes, allowed, self.restriction)
         for axis, role in roles.items():
@@ -229,7 +230,7 @@ class Catalogue:
         known = self._moves.setdefault((value.shape, value.dtype, source), {})
         missing = [target for target in targets if target not in known]
         if missing:
-            walks, size = cheapest_walks(source, value.shape, self.sizes, item_bytes(value.dtype)), float(value.bytes)
+            walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
             for target in missing:
                 steps = walks.to_number(target)
                 found = [self.pricer.step_seconds(step, size) for step in steps] if steps is not None else [math.inf]
@@ -237,7 +238,10 @@ class Catalogue:
         return [known[target] for target in targets]
 
     def _graph(self, value: Value) -> SpecGraph:
-        return spec_graph(value.shape, tuple(self.sizes.items()))
+        """Held on to, since `_moves` goes by its numbers."""
+        if value.shape not in self._graphs:
+            self._graphs[value.shape] = spec_graph(value.shape, tuple(self.sizes.items()))
+        return self._graphs[value.shape]
 
     def _spec_numbers(self, value: Value, specs: tuple[Spec, ...]) -> NDArray[np.int64]:
         """The numbers of specs in the graph of a value's shape."""

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.stage import StageView
@@ -85,7 +86,7 @@ class Lives:
         return {span.start: key for key, span in self.spans.items()}
 
 
-@lru_cache(maxsize=256)
+@kept
 def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
     """The lives of the values of a stage that are neither state nor sums, in order of their start."""
     spans = dict(_spans(view.graph, view.ops, (), 0))
@@ -126,7 +127,7 @@ def _new_state(view: StageView) -> frozenset[int]:
     return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
 
 
-@lru_cache(maxsize=256)
+@kept
 def _written(graph: Graph, options: _Options) -> frozenset[int]:
     """Values of a graph that a kernel writes to memory."""
     table = accesses(graph, fusion=options.fusion, fused_attention=options.fused_attention)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
 from alpa_lite.rules.graph_facts import free_values, op_class
 
 
-@lru_cache(maxsize=256)
+@kept
 def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
 

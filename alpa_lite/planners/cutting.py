@@ -5,7 +5,8 @@ With f_s the forward FLOPs of stage s, the cut between pieces is taken if
 
     max f <= (1 + UNEVEN) · mean f,  or  max f <= the least that stages of whole trips can have      `_is_even`
 
-and if no argument comes in rows that several stages read: only writing out parts those (`alpa_lite.stacks`).
+and if no argument comes in rows that several stages read: only writing out parts those (`alpa_lite.stacks`). Who writes
+a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import wiring_of
-from alpa_lite.layers import Layers, make_layers, op_flops
+from alpa_lite.layers import Layers, forward_loops, make_layers, op_flops
 from alpa_lite.planners.planner import PlanRequest
 
 UNEVEN = 0.15
@@ -34,11 +35,22 @@ class Cut:
     layers: Layers
 
 
-def cut_into_stages(request: PlanRequest, microbatches: Sequence[int], count: int) -> Cut:
+def cut_into_stages(request: PlanRequest, microbatches: Sequence[int], count: int, *, by_loops: bool = False) -> Cut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
-    Raises PlanError when the model is too short, and what tracing raises for a number that the user asked for.
+    Stages have about equal FLOPs, or `by_loops` equal numbers of the loops of the forward pass.
+
+    Raises PlanError when the model is too short or has other loops, and what tracing raises for a number that the user
+    asked for.
     """
+    if by_loops and count > 1:
+        step = request.best_step(microbatches, unroll=0)
+        if (loops := len(forward_loops(step))) == 0 or loops % count:
+            raise PlanError(
+                f"{count} stages of equally many loops were asked for, but the forward pass has {loops} loops over "
+                f'layers. Write the layers as a multiple of {count} calls of lax.scan, or cut by "flops".'
+            )
+        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, by_loops=True))
     if count > 1:
         kept = _between_loops(request, microbatches, count)
         if kept is not None:

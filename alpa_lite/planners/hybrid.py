@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -41,6 +42,7 @@ class Hybrid(Planner):
     context: devices that share the positions of each sequence (context parallelism), beside "data".
     expert: of "data", how many devices may hold different experts: they split the batch or whatever else is cheaper.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
+    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
     """
 
     pipeline: int = 1
@@ -52,6 +54,7 @@ class Hybrid(Planner):
     expert: int = 1
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
+    equal: Literal["flops", "loops"] = "flops"
 
     @property
     def name(self) -> str:
@@ -72,7 +75,8 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         mesh = self.mesh(request)
-        cut = cut_into_stages(request, self.default_microbatches(request.batch_size, mesh), self.num_stages)
+        microbatches = self.default_microbatches(request.batch_size, mesh)
+        cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=self.equal == "loops")
         step, layers = cut.step, cut.layers
         tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
         check_batch(self, step, mesh)
@@ -107,7 +111,7 @@ class Hybrid(Planner):
         roles = {
             "replica": AxisRole.REPLICA,
             "data": AxisRole.BATCH,
-            "expert": AxisRole.ANY,
+            "expert": AxisRole.EXPERT,
             "context": AxisRole.CONTEXT,
             "model": AxisRole.TENSOR,
         }

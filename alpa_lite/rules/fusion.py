@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
 from cost_models.backend import Fusion
 
@@ -80,7 +80,7 @@ class PriceClass(NamedTuple):
     half_masked: bool
 
 
-@lru_cache(maxsize=64)
+@kept
 def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
     """The memory traffic of each op of a graph, bodies apart. See `Backend` for kinds of `fusion`."""
     if fusion == "none":
@@ -130,7 +130,7 @@ def _alone(graph: Graph, op: Op) -> Access:
     return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
 
 
-@lru_cache(maxsize=200_000)
+@kept
 def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_attention: bool = False) -> PriceClass:
     """What ops have in common that have the same prices under the same placements."""
     access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
@@ -143,7 +143,7 @@ def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_atten
     )
 
 
-@lru_cache(maxsize=64)
+@kept
 def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...]:
     """For each op the number of its group: the first op in it. `within_lines`: no group reaches across source lines."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
@@ -297,7 +297,7 @@ def _indexed(graph: Graph, op: Op) -> Access:
 # ------------------------------------------------------------------------------------------------ fused attention
 
 
-@lru_cache(maxsize=64)
+@kept
 def on_chip(graph: Graph) -> OnChip:
     """The values that fused attention kernels keep out of memory, and the products that they skip half of."""
     scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}

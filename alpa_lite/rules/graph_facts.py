@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.kept import kept
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 
@@ -14,7 +15,8 @@ from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, vie
 class OpClass:
     """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
 
-    `view` is that of the op that was seen first: the numbers and names of its values are not those of the others.
+    `view` is that of the op that was seen first: the numbers and names of its values, and where it reads in an array,
+    are not those of the others.
     """
 
     rule: Rule
@@ -26,15 +28,22 @@ def rule_of_op(graph: Graph, op_id: int) -> Rule:
     return op_class(graph, op_id).rule
 
 
-@lru_cache(maxsize=200_000)
+#: Parameters that say where in an array an op reads: the shapes say all that its rule goes by.
+_WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indices")}
+
+
+@kept
 def op_class(graph: Graph, op_id: int) -> OpClass:
     """The class of an op; the same for ops that do the same to the same shapes."""
     op = graph.ops[op_id]
     operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
     results = tuple((v.shape, v.dtype) for v in graph.results(op))
-    params = repr(sorted(op.params.items(), key=lambda p: p[0])) if op.params else ""
+    where = _WHERE.get(op.primitive, ())
+    params = repr(sorted((item for item in op.params.items() if item[0] not in where), key=lambda p: p[0]))
     key = (op.primitive, rule_source(op.primitive), operands, results, params, op.bodies)
-    return _class(_Look(effectful=op.effectful, key=key, view=view_of(graph, op)))
+    look = _Look(effectful=op.effectful, key=key, view=view_of(graph, op))
+    # A table of all classes would keep bodies alive.
+    return _class_of(look) if op.bodies else _class(look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,10 @@ class _Look:
 
 @lru_cache(maxsize=50_000)
 def _class(look: _Look) -> OpClass:
+    return _class_of(look)
+
+
+def _class_of(look: _Look) -> OpClass:
     return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
 
 
@@ -64,7 +77,7 @@ def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
+@kept
 def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
     free: set[int] = set()

@@ -88,6 +88,7 @@ class Predictor:
             replicas=sharding.replicas,
             sequence_parallel=row.sequence_parallel,
             schedule=schedule_of(row),
+            equal="flops" if row.family == "wresnet" else "loops",
         )
         traced = self._traced_step(row)
         request = PlanRequest(

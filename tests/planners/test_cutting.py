@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alpa_lite as al
+from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase
 from alpa_lite.planners import Hybrid
 from alpa_lite.planners.cutting import least_largest
@@ -49,10 +50,12 @@ def _struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @cache
-def _plan(lengths: tuple[int, ...], pipeline: int, chunks: int = 1) -> tuple[al.Plan, Any]:
+def _plan(
+    lengths: tuple[int, ...], pipeline: int, chunks: int = 1, equal: Literal["flops", "loops"] = "flops"
+) -> tuple[al.Plan, Any]:
     step, weights = _loops(lengths)
     traced = al.parallelize(step).trace(weights, _struct(BATCH, WIDTH))
-    planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks))
+    planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks), equal=equal)
     plan = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=4).last_plan
     return plan, traced.step(4, unroll=plan.unrolled).step
 
@@ -95,6 +98,22 @@ def test_loops_are_written_out_where_that_is_more_even(lengths: tuple[int, ...],
     assert plan.unrolled == (0 if kept else pipeline)
     loops = _loops_per_stage(plan, step, Phase.FORWARD)
     assert sorted(length for stage in loops for length in stage) == (sorted(lengths) if kept else [])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pipeline", "per_stage"),
+    [((1, 5), 2, [[1], [5]]), ((4, 1, 1, 2), 4, [[4], [1], [1], [2]]), ((1, 2, 4, 1), 2, [[1, 2], [4, 1]])],
+)
+def test_stages_of_equally_many_loops(lengths: tuple[int, ...], pipeline: int, per_stage: list[list[int]]) -> None:
+    plan, step = _plan(lengths, pipeline, equal="loops")
+    assert _loops_per_stage(plan, step, Phase.FORWARD) == per_stage
+    backward = _loops_per_stage(plan, step, Phase.BACKWARD)
+    assert [lengths[::-1] for lengths in backward] == per_stage
+
+
+def test_too_few_loops_are_a_sentence() -> None:
+    with pytest.raises(PlanError, match=r"2 stages of equally many loops .* has 3 loops .* multiple of 2 calls"):
+        _plan((2, 2, 2), 2, equal="loops")
 
 
 def test_rows_that_several_stages_read_are_parted() -> None:
