@@ -15,7 +15,8 @@ class Backend:
     Attributes:
         fused_attention: attention runs as one kernel that keeps the scores out of memory (XLA makes none by itself).
         fusion: which element-wise ops run inside their neighbours' kernels: "all" that can, as compilers do it;
-            "calls", those of one source line, as frameworks do it that run one library call after another; or "none".
+            "calls", those of one named scope or source line, as frameworks do it that run one library call after
+            another; or "none".
         overlap: collectives run beside kernels that do not need them.
         overlap_gradients: gradients are reduced during the last backward pass, and state that was updated in parts is
             gathered during the next forward pass, instead of between the two.

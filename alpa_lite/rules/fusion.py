@@ -16,6 +16,7 @@ computed from them element by element or by row, until other products make them 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
@@ -86,7 +87,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
     if fusion == "none":
         return tuple(_alone(graph, op) for op in graph.ops)
     groups, hidden = (
-        fusion_groups(graph, within_lines=fusion == "calls"),
+        fusion_groups(graph, within_calls=fusion == "calls"),
         on_chip(graph).values if fused_attention else frozenset[int](),
     )
     free = free_values(graph)
@@ -144,8 +145,8 @@ def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_atten
 
 
 @kept
-def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...]:
-    """For each op the number of its group: the first op in it. `within_lines`: no group reaches across source lines."""
+def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...]:
+    """For each op the number of its group: the first op in it. `within_calls`: no group reaches beyond `_one_call`."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
 
     def root(op: int) -> int:
@@ -162,12 +163,27 @@ def fusion_groups(graph: Graph, *, within_lines: bool = False) -> tuple[int, ...
             if producer is None or graph.values[v].rank == 0 or v in free or levels[producer] != levels[op.id]:
                 continue
             made_by = graph.ops[producer]
-            if within_lines and made_by.source != op.source and not (is_folded(graph, made_by) or is_folded(graph, op)):
+            if within_calls and not (is_folded(graph, made_by) or is_folded(graph, op) or _one_call(made_by, op)):
                 continue
             if _is_fusible(graph, made_by) and not _ends_group(graph, made_by):
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))
+
+
+def _one_call(made_by: Op, op: Op) -> bool:
+    """True for an op and its reader that a library has one call for: what is written in one named scope, or on one
+    line; parts of arrays are read in place (views) and gradients of parts are put together by who reads them."""
+    if made_by.primitive in ("slice", "pad"):
+        return True
+    scope = _scope(op)
+    return scope == _scope(made_by) if scope else made_by.source == op.source
+
+
+def _scope(op: Op) -> str:
+    """The name stack of an op inside `jax.named_scope`; "" outside."""
+    names = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\b|[()/]", "", op.name_stack)
+    return op.name_stack if names else ""
 
 
 def is_fusible(graph: Graph, op: Op) -> bool:

@@ -13,6 +13,7 @@ Reduction = Literal["mean", "sum"]
 """How the losses of the examples (or tokens) of a batch become one number."""
 
 
+@jax.named_scope("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Cross entropy of each label.
 

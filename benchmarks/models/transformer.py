@@ -288,6 +288,7 @@ class Transformer:
             return x + drop(self.experts.apply(normed, weights["experts"], mlp), drops[2], self.dropout)
         return x + drop(mlp.apply(normed, weights["mlp"]), drops[2], self.dropout)
 
+    @jax.named_scope("norm")
     def _norm(self, x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
         """Normalise the last dim, in float32: ``[..., hidden] -> [..., hidden]``."""
         x32 = x.astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ class PredictedRun:
 
     plan: al.Plan
     seconds: float
+    planning_seconds: float
 
     def breakdown(self) -> dict[str, Any]:
         """Where the predicted time goes: seconds per step on one device, and what the plan was."""
@@ -46,6 +48,7 @@ class PredictedRun:
             "bubble_fraction": prediction.bubble_fraction,
             "peak_gigabytes": max(prediction.peak_bytes) / 1e9,
             "flops_per_device": prediction.flops_per_device,
+            "planning_seconds": self.planning_seconds,
         }
 
 
@@ -70,11 +73,13 @@ class Predictor:
                     "micro_batch, or degrees whose replicas do."
                 )
             return min((self.predict(replace(row, micro_batch=size)) for size in sizes), key=lambda run: run.seconds)
+        started = time.perf_counter()
         try:
             plan = self._plan(row, self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row)))
         except (AlpaLiteError, ValueError) as error:  # of plans, clusters, and models whose sizes do not fit
             raise RowError(str(error)) from error
-        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds)
+        took = time.perf_counter() - started
+        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds, planning_seconds=took)
 
     def _plan(self, row: Row, cluster: Cluster, backend: Backend) -> al.Plan:
         sharding = sharding_of(row)

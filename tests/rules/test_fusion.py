@@ -265,6 +265,29 @@ def test_without_a_compiler_only_what_one_call_computes_is_fused() -> None:
     assert kernels(three, fusion="calls") == 3 and moved(three, fusion="calls") == 6 * ARRAY
 
 
+def test_a_named_scope_is_one_call() -> None:
+    @jax.named_scope("both")
+    def scoped(x: Any) -> Any:
+        x = jnp.sin(x)
+        return x * 2.0
+
+    def followed(x: Any) -> Any:
+        return jnp.tanh(scoped(x))
+
+    assert kernels(graph_of(scoped, (ROWS, WIDTH)), fusion="calls") == 1
+    graph = graph_of(followed, (ROWS, WIDTH))
+    assert kernels(graph, fusion="calls") == 2 and moved(graph, fusion="calls") == 4 * ARRAY
+
+
+def test_parts_are_read_in_place() -> None:
+    def halves(x: Any) -> Any:
+        first, second = x[:, : WIDTH // 2], x[:, WIDTH // 2 :]
+        return first * second
+
+    graph = graph_of(halves, (ROWS, WIDTH))
+    assert kernels(graph, fusion="calls") == 1 and moved(graph, fusion="calls") == 1.5 * ARRAY
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 BATCH, SEQ, GROUP, RATIO, DIM = 2, 64, 3, 2, 8
