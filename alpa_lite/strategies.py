@@ -101,6 +101,21 @@ class Restriction:
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
 
 
+    def on_one_dim(self, specs: Sequence[Spec]) -> list[Spec]:
+        """Of specs of values without a batch those where all axes that split state as a whole split one dim.
+
+        On which dims they lie changes no cost, so that other specs only multiply. All specs are kept where those could
+        not use as many axes.
+        """
+        state = [axis for axis, role in self.roles.items() if role in (AxisRole.BATCH, AxisRole.CONTEXT)]
+
+        def used(spec: Spec) -> int:
+            return len(spec.axes.intersection(state))
+
+        kept = [spec for spec in specs if sum(not dim_axes.isdisjoint(state) for dim_axes in map(set, spec.dims)) <= 1]
+        return kept if max(map(used, kept), default=0) == max(map(used, specs), default=0) else list(specs)
+
+
 FREE_CHOICE = Restriction()
 
 

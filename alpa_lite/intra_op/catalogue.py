@@ -172,6 +172,8 @@ class Catalogue:
             return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT)
 
         specs = all_specs(shape, self.sizes, allowed, self.restriction)
+        if batch_dim is None:
+            specs = self.restriction.on_one_dim(specs)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
             must = batch_dim is not None or self.restriction.state_split(axis, split) is Split.MUST
@@ -194,7 +196,7 @@ class Catalogue:
                 if value.rank > 0 and split.intersection(stored.partial):
                     continue
                 targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
-                found += [Accumulator(stored=stored, resolved=resolved) for resolved in targets]
+                found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
             may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
             found = list(dict.fromkeys(found))

@@ -1,6 +1,7 @@
 """What a compiler fuses: which arrays of a graph pass through device memory, and how many kernels run.
 
-    level(op)   = the most kernels that cannot be fused (products, sorts, loops, …) on a path from the inputs  (_levels)
+    level(op)   = the most kernels that cannot be fused (products, sorts, loops, …) on a path from the inputs, or that
+                  of its first reader if it reads no more than it writes (a moment that decays)                (_levels)
     group       = element-wise ops of one level that read each other's arrays: one kernel              (fusion_groups)
     traffic     = each array that enters a group is read once, each that leaves it is written once        (accesses)
 
@@ -218,7 +219,19 @@ def _levels(graph: Graph) -> list[int]:
         step = 0 if _is_fusible(graph, op) and not _ends_group(graph, op) else 1
         for v in op.results:
             after[v] = level + step
+    outputs = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if _is_fusible(graph, op) and not _ends_group(graph, op) and _shrinks_late(graph, op, outputs):
+            levels[op.id] = max(levels[op.id], min(levels[c] for r in op.results for c in graph.consumers[r]))
     return levels
+
+
+def _shrinks_late(graph: Graph, op: Op, outputs: Set[int]) -> bool:
+    """True for ops that are better run where they are read: their operands are no larger than their results."""
+    if not any(graph.consumers[r] for r in op.results) or not outputs.isdisjoint(op.results):
+        return False
+    read = {_unfolded(graph, v) for v in op.operands}
+    return sum(graph.values[v].bytes for v in read) <= sum(graph.values[r].bytes for r in op.results)
 
 
 def _is_fusible(graph: Graph, op: Op) -> bool:

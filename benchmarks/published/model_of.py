@@ -80,7 +80,8 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
 
 def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
     """The form that a family usually has."""
-    plain = row.family in ("llama", "t5")
+    # Experts are gated, norms without means and projections without biases since Mixtral (2023) at the latest.
+    plain = row.family in ("llama", "t5") or (row.family == "moe" and is_recent(row))
     recompute = recompute_of(row)
     return Transformer(
         vocab_size=row.vocab,
