@@ -100,7 +100,6 @@ class Restriction:
             return Split.NEVER
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
 
-
     def on_one_dim(self, specs: Sequence[Spec]) -> list[Spec]:
         """Of specs of values without a batch those where all axes that split state as a whole split one dim.
 

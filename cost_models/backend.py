@@ -14,6 +14,8 @@ class Backend:
 
     Attributes:
         fused_attention: attention runs as one kernel that keeps the scores out of memory (XLA makes none by itself).
+        ported_attention: that kernel was written for an earlier generation of devices
+            (`Device.ported_attention_efficiency`).
         fusion: which element-wise ops run inside their neighbours' kernels: "all" that can, as compilers do it;
             "calls", those of one named scope or source line, as frameworks do it that run one library call after
             another; or "none".
@@ -26,6 +28,7 @@ class Backend:
     """
 
     fused_attention: bool = False
+    ported_attention: bool = False
     fusion: Fusion = "all"
     overlap: bool = True
     overlap_gradients: bool = False

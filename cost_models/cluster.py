@@ -220,6 +220,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         },
         convolution_efficiency=min(device.convolution_efficiency for device in devices),
         attention_efficiency=min(device.attention_efficiency for device in devices),
+        ported_attention_efficiency=min(device.with_ported_attention.attention_efficiency for device in devices),
         memory_efficiency=min(device.memory_efficiency for device in devices),
         contention=max(device.contention for device in devices),
     )

@@ -30,7 +30,10 @@ class ComposedCostModel:
         """Seconds until each of `num_active_devices` devices has done `work`; they add up on a shared processor."""
         require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
         turns = max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1
-        return turns * compute.compute_seconds(work, self.cluster.device)
+        device = self.cluster.device
+        if self.backend.ported_attention and work.kind == "attention":
+            device = device.with_ported_attention
+        return turns * compute.compute_seconds(work, device)
 
     def collective_seconds(self, collective: Collective) -> float:
         """Seconds of one collective (`communication.collective_seconds`)."""

@@ -6,7 +6,8 @@ peak(dtype) of a matrix kernel = the first rate that the device has in the dtype
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
@@ -43,6 +44,7 @@ class Device:
             `peak_flops`) or one number for all; clocks that sink under load belong here.
         convolution_efficiency: part of that which convolutions reach.
         attention_efficiency: part of it which the products of a fused attention kernel reach with wide heads.
+        ported_attention_efficiency: the same for a kernel that was written for an earlier generation; None: as good.
         memory_efficiency: part of the memory bandwidth that large kernels sustain.
         contention: by what part kernels and collectives slow each other down while both run.
 
@@ -62,6 +64,7 @@ class Device:
     matrix_efficiency: PeakFlops | float = 0.8
     convolution_efficiency: float = 0.75
     attention_efficiency: float = 0.7
+    ported_attention_efficiency: float | None = None
     memory_efficiency: float = 0.8
     contention: float = 0.0
 
@@ -98,6 +101,8 @@ class Device:
             name: getattr(self, name)
             for name in ("convolution_efficiency", "attention_efficiency", "memory_efficiency")
         }
+        if self.ported_attention_efficiency is not None:
+            parts["ported_attention_efficiency"] = self.ported_attention_efficiency
         for what, part in parts.items():
             advice = "give the part of the rate that is reached"
             require_amount(f"{label} {what}", part, advice=advice, positive=True, error=ClusterError)
@@ -108,6 +113,11 @@ class Device:
     def peaks(self) -> dict[str, float]:
         """FLOP/s by dtype name."""
         return dict(self.peak_flops)
+
+    @property
+    def with_ported_attention(self) -> Device:
+        """This device running fused attention that was written for an earlier generation."""
+        return _with_ported_attention(self)
 
     @property
     def efficiencies(self) -> dict[str, float]:
@@ -131,3 +141,9 @@ class Device:
     def peak(self, dtype: str, *, matrix: bool = True) -> float:
         """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units (`format`)."""
         return self.peaks[self.format(dtype, matrix=matrix)]
+
+
+@lru_cache(maxsize=256)
+def _with_ported_attention(device: Device) -> Device:
+    ported = device.ported_attention_efficiency
+    return device if ported is None else replace(device, attention_efficiency=ported)

@@ -59,14 +59,18 @@ def fuses_attention(row: Row) -> bool:
     return not older or row.precision.endswith("-te") or "full_shard" in row.sharding.lower()
 
 
+def is_torch(row: Row) -> bool:
+    """Whether the run used PyTorch's own FSDP; its attention kernels were FlashAttention-2, written for the A100."""
+    return "full_shard" in row.sharding.lower() or "fsdp2" in row.sharding.lower()
+
+
 def runs_eagerly(row: Row) -> bool:
     """Whether one library call runs after another: PyTorch's own FSDP, unless the notes say that it was compiled.
 
     Megatron and its relatives bring kernels of their own for norms, softmax, biases and activations.
     """
-    torch = "full_shard" in row.sharding.lower() or "fsdp2" in row.sharding.lower()
     notes = row.notes.lower()
-    return torch and ("torch.compile" not in notes or "no torch.compile" in notes)
+    return is_torch(row) and ("torch.compile" not in notes or "no torch.compile" in notes)
 
 
 #: Words of notes that name a compiler, or what is built on one.
@@ -90,6 +94,7 @@ def backend_of(row: Row) -> Backend:
     recent = is_recent(row)
     return Backend(
         fused_attention=fuses_attention(row),
+        ported_attention=is_torch(row),
         fusion="calls" if runs_eagerly(row) else "all",
         overlap_gradients=recent,
         overlap_products=recent and row.sequence_parallel,
@@ -116,6 +121,16 @@ def schedule_of(row: Row) -> Schedule:
     if chunks > 1 and (row.num_microbatches or 1) % row.pipeline == 0:
         return Interleaved1F1B(num_chunks=chunks)
     return OneFOneB()
+
+
+def loops_of(row: Row) -> int:
+    """The loops that the layers are written as: one for each stage, or one where stages are not alike.
+
+    Stages of convolutional models differ, and so do those that cut between a layer of experts and its neighbour.
+    """
+    count = row.pipeline * schedule_of(row).stages_per_processor
+    every = row.experts.every if row.experts is not None else 1
+    return 1 if row.family == "wresnet" or count > row.layers // every else count
 
 
 def recompute_of(row: Row) -> Recompute:

@@ -14,7 +14,7 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
-from benchmarks.published.plan_of import backend_of, expert_devices, schedule_of, sharding_of
+from benchmarks.published.plan_of import backend_of, expert_devices, loops_of, schedule_of, sharding_of
 from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
@@ -93,7 +93,7 @@ class Predictor:
             replicas=sharding.replicas,
             sequence_parallel=row.sequence_parallel,
             schedule=schedule_of(row),
-            equal="flops" if row.family == "wresnet" else "loops",
+            equal="loops" if loops_of(row) > 1 else "flops",
         )
         traced = self._traced_step(row)
         request = PlanRequest(
@@ -109,7 +109,7 @@ class Predictor:
         return planner.plan(request)
 
     def _traced_step(self, row: Row) -> TracedFunction:
-        segments = row.pipeline * schedule_of(row).stages_per_processor
+        segments = loops_of(row)
         key = (row.family, row.layers, row.hidden, row.seq_len, row.batch_size, row.precision, row.recompute, row.heads,
                row.vocab, row.width, row.inner, row.experts, segments)  # fmt: skip
         if key not in self._traced:
