@@ -43,7 +43,7 @@ def expert_devices(row: Row) -> int:
 
 def is_recent(row: Row) -> bool:
     """Whether the run's software dates from about 2023 on, when bfloat16 had replaced float16 and frameworks had
-    learnt to hide communication behind computation."""
+    learnt to reduce gradients during the backward pass."""
     return not row.precision.startswith(("fp16", "fp32", "tf32"))
 
 
@@ -96,6 +96,9 @@ def backend_of(row: Row) -> Backend:
         fused_attention=fuses_attention(row),
         ported_attention=is_torch(row),
         fusion="calls" if runs_eagerly(row) else "all",
+        # Collectives took turns with kernels before: XLA's on GPUs were synchronous, and so were Megatron's but for
+        # those that came with sequence parallelism (Korthikanti et al. 2022).
+        overlap=recent or row.sequence_parallel or device_name(row.hardware).startswith("tpu"),
         overlap_gradients=recent,
         overlap_products=recent and row.sequence_parallel,
         call_seconds=call_seconds(row),
