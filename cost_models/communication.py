@@ -7,8 +7,8 @@
                                   min(num_links * rate inside, hosts * rate that leaves a host)
 
 Levels and their rates: `levels`. Schemes: `schemes`. What one algorithm sends: `traffic`. What b bytes take on a link,
-move(b): `link`. On a shared processor a collective is one round, since all members meet in shared memory, and its
-members take turns. Each term is increasing and continuous in bytes, and so are sums, minima and maxima of them.
+move(b): `link`. On a shared processor all members meet in shared memory, at one barrier, and take
+turns. Each term is increasing and continuous in bytes, and so are sums, minima and maxima of them.
 """
 
 from __future__ import annotations

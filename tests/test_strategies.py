@@ -157,6 +157,18 @@ def test_expert_axes_split_the_batch_or_the_experts_that_weights_share_with_toke
         assert {c for (c,) in choices} == _batch_factor(dense)
 
 
+def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None:
+    roles = {"d": AxisRole.BATCH, "c": AxisRole.CONTEXT, "m": AxisRole.MODEL}
+    restriction = Restriction(roles=roles, optimizer=Split.MUST)
+    sizes = {"d": 4, "c": 2, "m": 2}
+    specs = all_specs((16, 16), sizes, lambda axis, dim: True)
+    found = restriction.on_one_dim(specs)
+    assert set(found) == {s for s in specs if not (set(s.dims[0]) & {"d", "c"} and set(s.dims[1]) & {"d", "c"})}
+    # Four rows and two columns: both axes can be used on different dims only.
+    narrow = all_specs((4, 2), sizes, lambda axis, dim: True)
+    assert restriction.on_one_dim(narrow) == narrow
+
+
 @pytest.mark.parametrize("scatter", [True, False])
 def test_sums_over_tensor_axes_are_scattered_only_under_sequence_parallelism(scatter: bool) -> None:
     rule, operands, results = _product(b=8, m=8, k=8, n=8)

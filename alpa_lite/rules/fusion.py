@@ -230,7 +230,7 @@ def _shrinks_late(graph: Graph, op: Op, outputs: Set[int]) -> bool:
     """True for ops that are better run where they are read: their operands are no larger than their results."""
     if not any(graph.consumers[r] for r in op.results) or not outputs.isdisjoint(op.results):
         return False
-    read = {_unfolded(graph, v) for v in op.operands}
+    read = {_unfolded(graph, v) for v in op.operands if graph.values[v].rank > 0}
     return sum(graph.values[v].bytes for v in read) <= sum(graph.values[r].bytes for r in op.results)
 
 

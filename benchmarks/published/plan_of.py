@@ -105,12 +105,17 @@ def backend_of(row: Row) -> Backend:
     )
 
 
+def periods_of(row: Row) -> int:
+    """How often the layers repeat: where one in several has experts, these make a period."""
+    return row.layers // (row.experts.every if row.experts is not None else 1)
+
+
 def chunks_of(row: Row) -> int:
-    """Chunks of the model per device of a pipeline: what the row says, at most one per layer.
+    """Chunks of the model per device of a pipeline: what the row says, at most one per period of layers.
 
     Where it says nothing, the most equal chunks up to eight: recipes interleave as finely as that.
     """
-    per_stage = row.layers // row.pipeline
+    per_stage = periods_of(row) // row.pipeline
     if row.pipeline == 1 or per_stage < 2:
         return 1
     if row.interleave is not None:
@@ -132,8 +137,7 @@ def loops_of(row: Row) -> int:
     Stages of convolutional models differ, and so do those that cut between a layer of experts and its neighbour.
     """
     count = row.pipeline * schedule_of(row).stages_per_processor
-    every = row.experts.every if row.experts is not None else 1
-    return 1 if row.family == "wresnet" or count > row.layers // every else count
+    return 1 if row.family == "wresnet" or count > periods_of(row) else count
 
 
 def recompute_of(row: Row) -> Recompute:

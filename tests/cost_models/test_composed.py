@@ -1,8 +1,19 @@
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from cost_models import Cluster, Collective, ComposedCostModel, CostModel, CostModelError, Group, Work
+from cost_models import (
+    Backend,
+    Cluster,
+    ClusterError,
+    Collective,
+    ComposedCostModel,
+    CostModel,
+    CostModelError,
+    Group,
+    Product,
+    Work,
+)
 from cost_models.communication import collective_seconds, transfer_seconds
 from cost_models.compute import compute_seconds
 
@@ -18,6 +29,23 @@ def test_it_composes_the_formulas(cluster: Cluster):
     expected = transfer_seconds(1e6, cluster, crosses_hosts=True, num_links=2)
     assert model.transfer_seconds(1e6, crosses_hosts=True, num_links=2) == expected
     assert model.launch_seconds() == 1e-4
+
+
+def test_attention_kernels_of_an_earlier_generation(cluster: Cluster):
+    """Only they change, and only on devices that say how fast these are."""
+    device = replace(cluster.device, attention_efficiency=0.8, ported_attention_efficiency=0.4)
+    stated = replace(cluster, device=device)
+    attention = replace(WORK, kind="attention", product=Product(rows=1 << 20, columns=1 << 10, depth=512, count=1))
+    ported = Backend(ported_attention=True)
+    usual, slow = (
+        ComposedCostModel(stated, b).compute_seconds(attention) - device.launch_seconds for b in (Backend(), ported)
+    )
+    assert slow == pytest.approx(2 * usual)
+    assert ComposedCostModel(stated, ported).compute_seconds(WORK) == ComposedCostModel(stated).compute_seconds(WORK)
+    unstated = ComposedCostModel(cluster, ported).compute_seconds(attention)
+    assert unstated == ComposedCostModel(cluster).compute_seconds(attention)
+    with pytest.raises(ClusterError, match=r"ported_attention_efficiency is 1\.5, but it is a part of at most 1"):
+        replace(device, ported_attention_efficiency=1.5)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])

@@ -265,6 +265,21 @@ def test_without_a_compiler_only_what_one_call_computes_is_fused() -> None:
     assert kernels(three, fusion="calls") == 3 and moved(three, fusion="calls") == 6 * ARRAY
 
 
+def test_what_reads_no_more_than_it_writes_runs_where_it_is_read() -> None:
+    """A moment that decays is read by the kernel that adds the gradient, which comes later."""
+
+    def update(moment: Any, x: Any, w: Any) -> Any:
+        decayed = moment * 0.9
+        return decayed + x @ w
+
+    graph = graph_of(update, (ROWS, ROWS), (ROWS, ROWS), (ROWS, ROWS))
+    square = 4 * ROWS * ROWS
+    assert kernels(graph) == 2 and moved(graph) == 3 * square + 3 * square
+    # A sum of two arrays is better made at once: its result is what both together would have to be read for.
+    both = graph_of(lambda a, b, x, w: (a + b) * (x @ w), *[(ROWS, ROWS)] * 4)
+    assert kernels(both) == 3 and moved(both) == 3 * square + 3 * square + 3 * square
+
+
 def test_a_named_scope_is_one_call() -> None:
     @jax.named_scope("both")
     def scoped(x: Any) -> Any:

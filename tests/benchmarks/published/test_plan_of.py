@@ -12,6 +12,7 @@ from benchmarks.published.plan_of import (
     backend_of,
     chunks_of,
     expert_devices,
+    loops_of,
     recompute_of,
     schedule_of,
     sharding_of,
@@ -80,12 +81,35 @@ def test_who_has_fused_attention(changes: dict[str, str], fused: bool) -> None:
     assert backend_of(row(**changes)).fused_attention == fused
 
 
+@pytest.mark.parametrize(("zero_fsdp", "ported"), [("FSDP FULL_SHARD", True), ("FSDP2 8", True), ("FSDP8", False)])
+def test_who_has_attention_kernels_of_an_earlier_generation(zero_fsdp: str, ported: bool) -> None:
+    assert backend_of(row(zero_fsdp=zero_fsdp, precision="bf16")).ported_attention == ported
+
+
+@pytest.mark.parametrize(
+    ("changes", "loops"),
+    [
+        ({"pp": 1}, 1),
+        ({"pp": 2, "interleave_v": 2, "layers": 8}, 4),
+        ({"pp": 4, "layers": 2}, 1),
+        ({"family": "moe", "experts_topk": "8/2 (every 2nd layer)", "pp": 4, "layers": 8}, 4),
+        ({"family": "moe", "experts_topk": "8/2 (every 2nd layer)", "pp": 4, "layers": 6}, 1),
+    ],
+)
+def test_loops(changes: dict[str, Any], loops: int) -> None:
+    """One for each stage, if stages can hold whole periods of layers."""
+    assert loops_of(row(**changes)) == loops
+
+
 def test_communication_was_not_hidden_in_the_days_of_float16() -> None:
     old, new, sequence = (
         backend_of(row(**changes))
         for changes in ({"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16", "sequence_parallel": "y"})
     )
     assert (old.overlap_gradients, new.overlap_gradients) == (False, True)
+    assert (old.overlap, new.overlap) == (False, True)
+    assert backend_of(row(precision="fp16", sequence_parallel="y")).overlap
+    assert backend_of(row(precision="fp32", hardware="TPU v4")).overlap
     assert (new.overlap_products, sequence.overlap_products) == (False, True)
 
 
