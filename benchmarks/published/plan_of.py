@@ -61,7 +61,7 @@ def fuses_attention(row: Row) -> bool:
 
 def is_torch(row: Row) -> bool:
     """Whether the run used PyTorch's own FSDP; its attention kernels were FlashAttention-2, written for the A100."""
-    return "full_shard" in row.sharding.lower() or "fsdp2" in row.sharding.lower()
+    return re.search(r"full_shard|fsdp2\b", row.sharding.lower()) is not None  # FSDP256 is a degree
 
 
 def runs_eagerly(row: Row) -> bool:
