@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,6 @@ class PredictedRun:
 
     plan: al.Plan
     seconds: float
-    planning_seconds: float
 
     def breakdown(self) -> dict[str, Any]:
         """Where the predicted time goes: seconds per step on one device, and what the plan was."""
@@ -48,7 +46,6 @@ class PredictedRun:
             "bubble_fraction": prediction.bubble_fraction,
             "peak_gigabytes": max(prediction.peak_bytes) / 1e9,
             "flops_per_device": prediction.flops_per_device,
-            "planning_seconds": self.planning_seconds,
         }
 
 
@@ -73,13 +70,11 @@ class Predictor:
                     "micro_batch, or degrees whose replicas do."
                 )
             return min((self.predict(replace(row, micro_batch=size)) for size in sizes), key=lambda run: run.seconds)
-        started = time.perf_counter()
         try:
             plan = self._plan(row, self.change_cluster(cluster_of(row)), self.change_backend(backend_of(row)))
         except (AlpaLiteError, ValueError) as error:  # of plans, clusters, and models whose sizes do not fit
             raise RowError(str(error)) from error
-        took = time.perf_counter() - started
-        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds, planning_seconds=took)
+        return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds)
 
     def _plan(self, row: Row, cluster: Cluster, backend: Backend) -> al.Plan:
         sharding = sharding_of(row)
