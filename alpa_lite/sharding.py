@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, permutations
 from math import gcd, prod
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -383,13 +384,19 @@ class Walks:
 def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
     """The one graph of the specs of arrays that can be split as this shape can.
 
-    No axis is used twice, so that only common divisors of a dim and the number of devices matter. Those not asked
-    for lately are made anew, with new numbers.
+    No axis is used twice, so that only common divisors of a dim and the number of devices matter. Those that nobody
+    holds and that were not asked for lately are made anew, with new numbers: on many axes they are large.
     """
     devices = prod(size for _, size in sizes_items)
     return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)
 
 
-@lru_cache(maxsize=256)
+_GRAPHS: WeakValueDictionary[object, SpecGraph] = WeakValueDictionary()
+
+
+@lru_cache(maxsize=16)
 def _spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
-    return SpecGraph(shape, dict(sizes_items))
+    graph = _GRAPHS.get((shape, sizes_items))
+    if graph is None:
+        graph = _GRAPHS[shape, sizes_items] = SpecGraph(shape, dict(sizes_items))
+    return graph

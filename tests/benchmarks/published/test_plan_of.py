@@ -81,7 +81,9 @@ def test_who_has_fused_attention(changes: dict[str, str], fused: bool) -> None:
     assert backend_of(row(**changes)).fused_attention == fused
 
 
-@pytest.mark.parametrize(("zero_fsdp", "ported"), [("FSDP FULL_SHARD", True), ("FSDP2 8", True), ("FSDP8", False), ("FSDP256", False)])
+@pytest.mark.parametrize(
+    ("zero_fsdp", "ported"), [("FSDP FULL_SHARD", True), ("FSDP2 8", True), ("FSDP8", False), ("FSDP256", False)]
+)
 def test_who_has_attention_kernels_of_an_earlier_generation(zero_fsdp: str, ported: bool) -> None:
     assert backend_of(row(zero_fsdp=zero_fsdp, precision="bf16")).ported_attention == ported
 
