@@ -100,13 +100,25 @@ class Restriction:
             return Split.NEVER
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
 
+    @property
+    def state_axes(self) -> frozenset[str]:
+        """The axes that split state as a whole, wherever it is split."""
+        return frozenset(a for a, role in self.roles.items() if role in (AxisRole.BATCH, AxisRole.CONTEXT))
+
+    def sums_at_once(self, specs: Sequence[Spec]) -> list[Spec]:
+        """Of specs of values without a batch those that are partial sums over all state axes that they leave, or none.
+
+        A gradient is a sum over what splits samples and over what splits their positions alike.
+        """
+        return [s for s in specs if not self.state_axes & set(s.partial) or self.state_axes <= s.axes | set(s.partial)]
+
     def on_one_dim(self, specs: Sequence[Spec]) -> list[Spec]:
         """Of specs of values without a batch those where all axes that split state as a whole split one dim.
 
         On which dims they lie changes no cost, so that other specs only multiply. All specs are kept where those could
         not use as many axes.
         """
-        state = [axis for axis, role in self.roles.items() if role in (AxisRole.BATCH, AxisRole.CONTEXT)]
+        state = self.state_axes
 
         def used(spec: Spec) -> int:
             return len(spec.axes.intersection(state))

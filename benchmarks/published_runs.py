@@ -28,6 +28,8 @@ from benchmarks.published.row import RowError, measured_seconds, parse_row, read
 from benchmarks.published.score import Outcome, Score, score
 
 Cells = Mapping[str, str]
+#: Rows that a process is given at a time: many enough to share what was traced, few enough to share the work.
+_BATCH = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,9 @@ def _predict(cells: Cells, predictor: Predictor) -> Prediction:
 
 
 def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) -> Iterator[Prediction]:
-    """Predictions of all rows, as they come; rows of one model go to one process, which traces it once."""
-    batches = [list(batch) for _, batch in groupby(rows, key=lambda cells: (cells["group"], cells["model"]))]
+    """Predictions of all rows, as they come; a few rows of one model go to one process, which traces it once."""
+    models = [list(batch) for _, batch in groupby(rows, key=lambda cells: (cells["group"], cells["model"]))]
+    batches = [model[i : i + _BATCH] for model in models for i in range(0, len(model), _BATCH)]
     context = get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         for found in pool.map(predict_rows, batches, [ablation] * len(batches)):

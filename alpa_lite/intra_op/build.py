@@ -377,13 +377,14 @@ class Builder:
         specs = self.catalogue.value_specs(value, batch_dim, split=split)
         # Where gradients must be stored split, they are scattered trip by trip.
         if sums and (split is not Split.MUST or value.rank == 0):
-            specs += tuple(
+            sums_of = [
                 Spec(spec.dims, axes)
                 for spec in self.catalogue.value_specs(value, batch_dim, split=Split.NEVER)
                 for number in range(1, len(self.sizes) + 1)
                 for axes in combinations(sorted(self.sizes), number)
                 if not spec.axes & set(axes)
-            )
+            ]
+            specs += tuple(sums_of if value.rank == 0 else self.catalogue.restriction.sums_at_once(sums_of))
         offer = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
             self.computed.add(offer.node)
