@@ -40,7 +40,8 @@ class Hybrid(Planner):
     zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
     replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are outermost.
     context: devices that share the positions of each sequence (context parallelism), beside "data".
-    expert: of "data", how many devices may hold different experts: they split the batch or whatever else is cheaper.
+    expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a contraction
+        that its weights share with all its arrays.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
     equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
     """
