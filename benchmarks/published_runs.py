@@ -8,6 +8,7 @@ The columns are those that `benchmarks.published.row` reads; the scoring rule is
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ class Prediction:
 
 def predict_rows(batch: Sequence[Cells], ablation: str) -> list[Prediction]:
     """Predictions of some rows, in a process of their own."""
+    # Planning makes many small objects that stay: to look through them less often saves a fifth of the time.
+    gc.set_threshold(100_000, 50, 100)
     predictor = ABLATIONS[ablation](Predictor())
     return [_predict(cells, predictor) for cells in batch]
 
