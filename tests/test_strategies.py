@@ -157,6 +157,15 @@ def test_expert_axes_split_the_batch_or_the_experts_that_weights_share_with_toke
         assert {c for (c,) in choices} == _batch_factor(dense)
 
 
+def test_gradients_wait_for_all_state_axes_at_once() -> None:
+    roles = {"d": AxisRole.BATCH, "c": AxisRole.CONTEXT, "m": AxisRole.MODEL}
+    restriction = Restriction(roles=roles)
+    whole, model, both = Spec(((), ())), Spec(((), ()), ("m",)), Spec(((), ()), ("c", "d"))
+    on_a_dim = Spec((("c",), ()), ("d", "m"))
+    specs = [whole, model, both, on_a_dim, Spec(((), ()), ("d",)), Spec(((), ("m",)), ("c",))]
+    assert restriction.sums_at_once(specs) == [whole, model, both, on_a_dim]
+
+
 def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None:
     roles = {"d": AxisRole.BATCH, "c": AxisRole.CONTEXT, "m": AxisRole.MODEL}
     restriction = Restriction(roles=roles, optimizer=Split.MUST)
