@@ -100,7 +100,7 @@ def make_layers(
         flops = np.zeros(max(index.values()) + 1)
         for op in forward:
             flops[index[op.id]] += _flops(graph, op) + 1.0
-        if by_loops:
+        if by_loops:  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
             flops /= 100 * flops.sum()
             flops[[index[loop] for loop in forward_loops(step)]] += 1.0
         layers = cluster_contiguous(flops, flows, count, imbalance=imbalance)

@@ -267,12 +267,7 @@ def reshard(
     """
     if source == target:
         return ()
-    return cheapest_walks(source, shape, sizes, item_bytes).to(target)
-
-
-def cheapest_walks(source: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4) -> Walks:
-    """The cheapest walk to every spec that can be reached from `source`; see `reshard`."""
-    return spec_graph(shape, tuple(sizes.items())).walks(source, prod(shape) * item_bytes)
+    return spec_graph(shape, tuple(sizes.items())).walks(source, prod(shape) * item_bytes).to(target)
 
 
 def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
@@ -318,7 +313,7 @@ class SpecGraph:
         return self._moves[number]
 
     def walks(self, source: Spec, array_bytes: int) -> Walks:
-        """The cheapest walks from a spec for arrays of this size."""
+        """The cheapest walk to every spec that can be reached from `source`, for arrays of this size; see `reshard`."""
         key = (source, _bytes_that_matter(array_bytes, self.sizes))
         if key not in self._walks:
             self._walks[key] = Walks(self, *key)

@@ -115,7 +115,7 @@ class Restriction:
     def on_one_dim(self, specs: Sequence[Spec]) -> list[Spec]:
         """Of specs of values without a batch those where all axes that split state as a whole split one dim.
 
-        On which dims they lie changes no cost, so that other specs only multiply. All specs are kept where those could
+        What they send is the same on any dims, so that other specs only multiply. All specs are kept where those could
         not use as many axes.
         """
         state = self.state_axes

@@ -56,7 +56,7 @@ def fuses_attention(row: Row) -> bool:
     if not is_recent(row):
         return False
     older = device_name(row.hardware).startswith(("v100", "a100", "a10", "a40", "t4", "tpu-v2", "tpu-v3", "rtx-3090"))
-    return not older or row.precision.endswith("-te") or "full_shard" in row.sharding.lower()
+    return not older or row.precision.endswith("-te") or is_torch(row)
 
 
 def is_torch(row: Row) -> bool:
