@@ -100,6 +100,10 @@ class Restriction:
             return Split.NEVER
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
 
+    def on(self, axes: Iterable[str]) -> Restriction:
+        """The same without roles of other axes: an axis of one device takes no part in anything."""
+        return replace(self, roles={axis: self.role(axis) for axis in axes})
+
     @property
     def state_axes(self) -> frozenset[str]:
         """The axes that split state as a whole, wherever it is split."""

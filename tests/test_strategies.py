@@ -164,6 +164,8 @@ def test_gradients_wait_for_all_state_axes_at_once() -> None:
     on_a_dim = Spec((("c",), ()), ("d", "m"))
     specs = [whole, model, both, on_a_dim, Spec(((), ()), ("d",)), Spec(((), ("m",)), ("c",))]
     assert restriction.sums_at_once(specs) == [whole, model, both, on_a_dim]
+    data = Spec(((), ()), ("d",))
+    assert restriction.on(("d", "m")).sums_at_once([whole, data]) == [whole, data], "an axis of one device is no axis"
 
 
 def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None:

@@ -57,8 +57,8 @@ class Catalogue:
     def __init__(self, pricer: Pricer, restriction: Restriction) -> None:
         """Start empty."""
         self.pricer = pricer
-        self.restriction = restriction
         self.sizes: Mapping[str, int] = dict(pricer.sizes)
+        self.restriction = restriction.on(self.sizes)
         self._leaders: dict[object, Options] = {}
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
