@@ -8,27 +8,18 @@ A spec names, for each tensor dim, the mesh axes that split it (major first), an
 Resharding is a walk over specs by elementary moves (moves): all_gather takes the minor-most axis off a dim, slice
 puts an unused axis on a dim (free), all_to_all moves the minor-most axis from one dim to another, all_reduce and
 reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements), addend makes a
-partial sum of a scalar (free). The cheapest walk by bytes sent per device is found once and
-cached (reshard).
+partial sum of a scalar (free). `walks.reshard` finds the cheapest.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count, permutations
-from math import gcd, prod
-from weakref import WeakValueDictionary
+from itertools import permutations
+from math import prod
 
 import numpy as np
-
-#: What one more collective weighs against bytes when two walks are compared: prefers fewer, larger steps.
-STEP_BYTES = 1024.0
-
-#: More steps than any cheapest walk has: each axis is gathered, scattered or moved a few times at most.
-_MAX_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +179,8 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:
     local = 1.0 / num_shards(spec, sizes)
     for dims in _arranged(blocks, free, tuple(sizes.items())):
         if dims != spec.dims:
-            axes, pairs = _permutation(spec.dims, dims, sizes)
+            changed = tuple((old, new) for old, new in zip(spec.dims, dims, strict=True) if old != new)
+            axes, pairs = _permutation(changed, tuple(sizes.items()))
             yield Step(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
 
 
@@ -213,15 +205,16 @@ def _arrangements(
                 yield from ((axes, *others) for others in _arrangements(counts[1:], rest, sizes))
 
 
+@lru_cache(maxsize=10_000)
 def _permutation(
-    source: tuple[tuple[str, ...], ...], target: tuple[tuple[str, ...], ...], sizes: Mapping[str, int]
+    changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], sizes_items: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
     """The mesh axes that matter, and for each group along them who sends to whom.
 
-    A device sends its block to one that needs it; copies along axes unused in the source go to the copies wanted along
-    axes unused in the target.
+    `changed`: of dims that change, the axes that split them before and after. A device sends its block to one that
+    needs it; copies along axes unused in the source go to the copies wanted along axes unused in the target.
     """
-    changed = [(old, new) for old, new in zip(source, target, strict=True) if old != new]
+    sizes = dict(sizes_items)
     involved = {a for old, new in changed for a in (*old, *new)}
     axes = tuple(a for a in sizes if a in involved)
     used = [tuple(a for side in changed for a in side[i]) for i in (0, 1)]
@@ -255,143 +248,3 @@ def sent_bytes_factor(step: Step, sizes: Mapping[str, int]) -> float:
     n = sizes[step.axis]
     share = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
     return share[step.kind] * (n - 1) / n * step.bytes_factor
-
-
-def reshard(
-    source: Spec, target: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4
-) -> tuple[Step, ...] | None:
-    """Cheapest walk of elementary moves from `source` to `target`; None when there is none.
-
-    A partial sum can be resolved, but only a scalar made one. A walk costs the bytes sent per device + `STEP_BYTES` a
-    collective.
-    """
-    if source == target:
-        return ()
-    return spec_graph(shape, tuple(sizes.items())).walks(source, prod(shape) * item_bytes).to(target)
-
-
-def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
-    """The bytes of an array, or fewer that lead to the same walks.
-
-    With D devices the `sent_bytes_factor`s of walks differ by 1 / D at least. Where that times the bytes outweighs as
-    many steps as a walk can have, walks are ordered by what they send and then by their steps, whatever the size. Sizes
-    that are powers of two make the sums exact; others are left as they are.
-    """
-    devices = prod(sizes.values())
-    enough = devices * round(STEP_BYTES) * _MAX_STEPS
-    exact = devices & (devices - 1) == 0 and array_bytes < 1 << 44
-    return min(array_bytes, enough) if exact else array_bytes
-
-
-class SpecGraph:
-    """The specs of arrays of one shape, numbered as they are met, and the moves between them; see `spec_graph`."""
-
-    def __init__(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """Start without specs."""
-        self.shape = shape
-        self.sizes = sizes
-        self.specs: list[Spec] = []
-        self._numbers: dict[Spec, int] = {}
-        self._moves: dict[int, tuple[tuple[Step, int, float, float], ...]] = {}
-        self._walks: dict[tuple[Spec, int], Walks] = {}
-
-    def number(self, spec: Spec) -> int:
-        """The number of a spec."""
-        number = self._numbers.get(spec)
-        if number is None:
-            number = self._numbers[spec] = len(self.specs)
-            self.specs.append(spec)
-        return number
-
-    def moves(self, number: int) -> tuple[tuple[Step, int, float, float], ...]:
-        """Moves from a spec: the step, where it leads, its `sent_bytes_factor`, and what it weighs besides."""
-        if number not in self._moves:
-            steps = moves(self.specs[number], self.shape, self.sizes)
-            self._moves[number] = tuple(
-                (step, self.number(step.spec), sent_bytes_factor(step, self.sizes), _weight(step)) for step in steps
-            )
-        return self._moves[number]
-
-    def walks(self, source: Spec, array_bytes: int) -> Walks:
-        """The cheapest walk to every spec that can be reached from `source`, for arrays of this size; see `reshard`."""
-        key = (source, _bytes_that_matter(array_bytes, self.sizes))
-        if key not in self._walks:
-            self._walks[key] = Walks(self, *key)
-        return self._walks[key]
-
-
-def _weight(step: Step) -> float:
-    """A local step costs a little too, so that a walk never wanders through pointless ones."""
-    return 1.0 if step.is_local else STEP_BYTES
-
-
-class Walks:
-    """The cheapest walks from one spec, by Dijkstra's algorithm, which goes no farther than it is asked for."""
-
-    def __init__(self, graph: SpecGraph, source: Spec, array_bytes: int) -> None:
-        """Nothing is found yet."""
-        self.graph = graph
-        self.source = graph.number(source)
-        self.array_bytes = array_bytes
-        self._partial = frozenset(source.partial)
-        self._best: dict[int, float] = {self.source: 0.0}
-        self._came: dict[int, tuple[int, Step]] = {}
-        self._done: set[int] = set()
-        self._queue: list[tuple[float, int, int]] = [(0.0, 0, self.source)]
-        self._discovered = count(1)  # breaks ties in order of discovery
-
-    def to(self, target: Spec) -> tuple[Step, ...] | None:
-        """The steps to a spec; None when it cannot be reached."""
-        return self.to_number(self.graph.number(target))
-
-    def to_number(self, number: int) -> tuple[Step, ...] | None:
-        """The steps to the spec of this number in the graph; None when it cannot be reached."""
-        if not self._finds(number):
-            return None
-        steps: list[Step] = []
-        while number != self.source:
-            number, step = self._came[number]
-            steps.append(step)
-        return tuple(reversed(steps))
-
-    def _finds(self, number: int) -> bool:
-        """Search until the cheapest walk to a spec is known; False when there is none."""
-        if self.graph.shape and not self._partial.issuperset(self.graph.specs[number].partial):
-            return False  # only scalars are made partial sums
-        while number not in self._done and self._queue:
-            cost, _, spec = heapq.heappop(self._queue)
-            if cost <= self._best[spec]:
-                self._done.add(spec)
-                self._look_around(cost, spec)
-        return number in self._done
-
-    def _look_around(self, cost: float, spec: int) -> None:
-        best, came = self._best, self._came
-        for step, target, sent, weight in self.graph.moves(spec):
-            total = cost + sent * self.array_bytes + weight
-            known = best.get(target)
-            if known is None or total < known:
-                best[target] = total
-                came[target] = (spec, step)
-                heapq.heappush(self._queue, (total, next(self._discovered), target))
-
-
-def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
-    """The one graph of the specs of arrays that can be split as this shape can.
-
-    No axis is used twice, so that only common divisors of a dim and the number of devices matter. Those that nobody
-    holds and that were not asked for lately are made anew, with new numbers: on many axes they are large.
-    """
-    devices = prod(size for _, size in sizes_items)
-    return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)
-
-
-_GRAPHS: WeakValueDictionary[object, SpecGraph] = WeakValueDictionary()
-
-
-@lru_cache(maxsize=16)
-def _spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
-    graph = _GRAPHS.get((shape, sizes_items))
-    if graph is None:
-        graph = _GRAPHS[shape, sizes_items] = SpecGraph(shape, dict(sizes_items))
-    return graph

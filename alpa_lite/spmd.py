@@ -22,7 +22,8 @@ from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
-from alpa_lite.sharding import Spec, Step, addend, replicated, reshard, sent_bytes_factor
+from alpa_lite.sharding import Spec, Step, addend, replicated, sent_bytes_factor
+from alpa_lite.walks import reshard
 
 A = TypeVar("A")
 

@@ -17,8 +17,9 @@ from itertools import permutations, product
 from alpa_lite.graph.ir import Value
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import Rule
-from alpa_lite.sharding import Spec, divides, reshard
+from alpa_lite.sharding import Spec, divides
 from alpa_lite.spmd import can_split, linear_group, raw_result_specs
+from alpa_lite.walks import reshard
 
 
 class AxisRole(Enum):

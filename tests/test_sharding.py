@@ -16,22 +16,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.sharding import (
-    STEP_BYTES,
     Spec,
-    SpecGraph,
     Step,
-    Walks,
     divides,
     local_shape,
     moves,
     num_shards,
     replicated,
-    reshard,
     sent_bytes_factor,
     spec_from_json,
-    spec_graph,
     spec_to_json,
 )
+from alpa_lite.walks import STEP_BYTES, SpecGraph, Walks, reshard, spec_graph
 
 Sizes = Mapping[str, int]
 Place = tuple[tuple[str, int], ...]
@@ -339,3 +335,22 @@ def test_walks_of_large_arrays_are_those_that_their_own_bytes_lead_to(
             assert found == exhausted.to(target), (source, target)
             reachable = set(target.partial) <= set(source.partial) and divides(target, shape, sizes)
             assert (found is not None) == reachable
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 4}])
+def test_walks_to_all_specs_are_priced_as_their_steps(sizes: dict[str, int]) -> None:
+    shape, names = (8, 6, 4), tuple(sizes)
+    graph = SpecGraph(shape, sizes)
+
+    def price(step: Step) -> float:
+        return {"slice": 0.0, "all_gather": 3.0, "all_to_all": 5.0}.get(step.kind, 7.0) * sizes[step.axes[0]]
+
+    summed = Walks(graph, Spec(((), names[1:], ()), names[:1]), prod(shape) * 4)
+    walks = Walks(graph, Spec(((names[0],), (), ())), prod(shape) * 4)
+    specs = all_specs(shape, sizes, partial=True)
+    numbers = [graph.number(spec) for spec in specs]
+    for found in (summed, walks):
+        seconds = found.seconds(price)
+        for spec, number in zip(specs, numbers, strict=True):
+            steps = found.to(spec)
+            assert seconds[number] == (sum(map(price, steps)) if steps is not None else np.inf)

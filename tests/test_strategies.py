@@ -11,7 +11,7 @@ import pytest
 from alpa_lite.graph.ir import Value
 from alpa_lite.rules import FactorKind, Rule, rule_of
 from alpa_lite.rules.registry import OpView
-from alpa_lite.sharding import Spec, divides, reshard
+from alpa_lite.sharding import Spec, divides
 from alpa_lite.spmd import operand_specs, raw_result_specs
 from alpa_lite.strategies import (
     FREE_CHOICE,
@@ -25,6 +25,7 @@ from alpa_lite.strategies import (
     placements,
     resolutions,
 )
+from alpa_lite.walks import reshard
 
 MESHES: list[dict[str, int]] = [{"x": 1}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3}]
 

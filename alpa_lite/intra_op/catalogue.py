@@ -23,9 +23,10 @@ from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, local_bytes
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import rule_of_op
-from alpa_lite.sharding import Spec, SpecGraph, spec_graph
+from alpa_lite.sharding import Spec
 from alpa_lite.spmd import placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
+from alpa_lite.walks import SpecGraph, spec_graph
 
 #: Additions, which may take partial sums and resolve them once.
 ADDITIONS = ("add", "add_any")
@@ -64,7 +65,7 @@ class Catalogue:
         self._followers: dict[object, Options] = {}
         self._sums: dict[object, SumOptions] = {}
         self._graphs: dict[tuple[int, ...], SpecGraph] = {}
-        self._moves: dict[object, dict[int, float]] = {}
+        self._moves: dict[object, FloatArray] = {}
         self._numbers: dict[object, NDArray[np.int64]] = {}
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
@@ -212,35 +213,29 @@ class Catalogue:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        return self._moves_from(value, source, (self._graph(value).number(target),))[0]
+        return float(self._moves_from(value, source, self._spec_numbers(value, (target,)))[0])
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
         key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
         if key not in self._tables:
-            targets, graph = self._spec_numbers(value, demanded), self._graph(value)
-            sources, rows = np.unique(self._spec_numbers(value, offered), return_inverse=True)
-            unique, columns = np.unique(targets, return_inverse=True)
-            wanted = tuple(unique.tolist())
-            numbers: list[int] = sources.tolist()
-            table = np.array([self._moves_from(value, graph.specs[source], wanted) for source in numbers])
-            self._tables[key] = frozen(table[np.ix_(rows, columns)])
+            targets = self._spec_numbers(value, demanded)
+            rows = {spec: self._moves_from(value, spec, targets) for spec in dict.fromkeys(offered)}
+            self._tables[key] = frozen(np.array([rows[spec] for spec in offered]))
         return self._tables[key]
 
-    def _moves_from(self, value: Value, source: Spec, targets: Sequence[int]) -> list[float]:
+    def _moves_from(self, value: Value, source: Spec, targets: NDArray[np.int64]) -> FloatArray:
         """Seconds from a spec to others, given by their numbers; infinite when there is no way."""
-        known = self._moves.setdefault((value.shape, value.dtype, source), {})
-        missing = [target for target in targets if target not in known]
-        if missing:
+        key = (value.shape, value.dtype, source)
+        if key not in self._moves:
             walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
-            for target in missing:
-                steps = walks.to_number(target)
-                found = [self.pricer.step_seconds(step, size) for step in steps] if steps is not None else [math.inf]
-                known[target] = sum(found, start=0.0)
-        return [known[target] for target in targets]
+            self._moves[key] = walks.seconds(lambda step: self.pricer.step_seconds(step, size))
+        known = self._moves[key]
+        # Specs that were numbered later cannot be reached.
+        return np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
 
     def _graph(self, value: Value) -> SpecGraph:
-        """Held on to, since `_moves` goes by its numbers."""
+        """Held on to, since `_moves` and `_numbers` go by its numbers."""
         if value.shape not in self._graphs:
             self._graphs[value.shape] = spec_graph(value.shape, tuple(self.sizes.items()))
         return self._graphs[value.shape]

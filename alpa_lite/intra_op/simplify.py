@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.intra_op.dominance import drop_dominated
 from alpa_lite.intra_op.memory import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.reductions import Alive, Step, Workspace
@@ -106,7 +107,10 @@ def simplify(
         done("degree 1")
         if work.changed_edges or work.changed:
             continue
-        _drop_dominated_stale(work)
+        for node in sorted(work.stale):
+            if node in work.costs and not work.infeasible:
+                drop_dominated(work, node)
+        work.stale.clear()
         done("dominated")
         if not (work.changed_edges or work.changed):
             work.changed = dict.fromkeys(work.costs)
@@ -285,78 +289,6 @@ def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray
         table, best = tables(left, work.edges[node][second])
         work.remove_node(node, best=best, neighbours=neighbours)
         work.add_edge(first, second, table)
-
-
-# ------------------------------------------------------------------------------------------------------------ dominance
-
-
-def _drop_dominated_stale(work: Workspace) -> None:
-    for node in sorted(work.stale):
-        if node in work.costs and not work.infeasible:
-            drop_dominated(work, node)
-    work.stale.clear()
-
-
-def drop_dominated(work: Workspace, node: int) -> None:
-    """Take away strategies that another beats whatever the neighbours choose.
-
-    A pair (i, j) is dropped early when an upper bound of Goldstein's sum is negative: that with min_k C(i, k) -
-    min_k C(j, k) for each neighbour, or with C(i, k) - C(j, k) at the k of the least C(i, k) (``_difference_bound``).
-    """
-    costs = work.costs[node]
-    matrices = list(work.edges[node].values())
-    least = [matrix.min(axis=1) for matrix in matrices]
-    total = sum(least, costs)
-    if costs.size == 1 or not np.isfinite(total).all():
-        return
-    slack = _ROUNDING * sum(float(np.abs(part).max()) for part in (costs, *least))
-    possible = total[:, None] - total[None, :] >= -slack
-    np.fill_diagonal(possible, val=False)
-    alive = work.alive_of(node)
-    if alive is not None:
-        for used in alive.bytes:
-            possible &= used[None, :] <= used[:, None]
-    bound = costs[:, None] - costs[None, :]
-    for matrix, low in zip(matrices, least, strict=True):
-        bound += _difference_bound(matrix, low)
-    possible &= bound >= -slack
-    worse, better = np.nonzero(possible)
-    upper = total[worse] - total[better]
-    exact = costs[worse] - costs[better]
-    for matrix, low in zip(matrices, least, strict=True):
-        if worse.size == 0:
-            return
-        change = _least_difference(matrix, worse, better)
-        upper = upper + (change - (low[worse] - low[better]))
-        exact = exact + change
-        open_pairs = upper >= -slack
-        worse, better, upper, exact = worse[open_pairs], better[open_pairs], upper[open_pairs], exact[open_pairs]
-    work.keep(node, _undominated(costs.size, worse=worse[exact >= 0], better=better[exact >= 0]))
-
-
-def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:
-    """For each i and j an upper bound of min_k matrix[i, k] - matrix[j, k]: that at the k of the least matrix[i, k]."""
-    return least[:, None] - matrix[:, matrix.argmin(axis=1)].T
-
-
-def _least_difference(matrix: FloatArray, worse: IntArray, better: IntArray) -> FloatArray:
-    """min_k matrix[worse, k] - matrix[better, k], a few pairs at a time; where both are inf, k does not count."""
-    size = max(1, _CHUNK_ENTRIES // matrix.shape[1])
-    parts: list[FloatArray] = []
-    for begin in range(0, worse.size, size):
-        with np.errstate(invalid="ignore"):
-            change = matrix[worse[begin : begin + size]] - matrix[better[begin : begin + size]]
-        parts.append(np.fmin.reduce(change, axis=1))
-    return np.concatenate(parts)
-
-
-def _undominated(count: int, *, worse: IntArray, better: IntArray) -> NDArray[np.bool_]:
-    """What stays when each strategy with a better one that is still there goes; of equals, the last stays."""
-    kept = np.ones(count, dtype=np.bool_)
-    for first, second in zip(worse.tolist(), better.tolist(), strict=True):
-        if kept[second]:
-            kept[first] = False
-    return kept
 
 
 # --------------------------------------------------------------------------------------------------------------- result

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from alpa_lite.lower.emit import boundary_spec, move
-from alpa_lite.sharding import Spec, reshard
+from alpa_lite.sharding import Spec
+from alpa_lite.walks import reshard
 from tests.test_sharding import all_specs
 
 MESHES = [{"x": 8}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}]

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
+from alpa_lite.intra_op.dominance import drop_dominated
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
+from alpa_lite.intra_op.reductions import Workspace
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.flat import flat_problem
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
+from alpa_lite.sharding import Spec
+from alpa_lite.walks import SpecGraph
 
 
 def compile_kernels() -> None:
-    """Run every kernel on a problem of two nodes; numba keeps what it compiles on disk."""
+    """Run every kernel on a graph of two specs or a problem of two nodes; numba keeps what it compiles on disk."""
+    SpecGraph((2,), {"x": 2}).walks(Spec(((),)), 8).seconds(lambda step: step.bytes_factor)
     problem = Problem.of(
         node_costs=[np.array([0.0, 1.0])] * 2,
         edges=[Edge(source=0, target=1, costs=np.array([[0.0, 1.0], [2.0, 0.0]]))],
         usages=[Usage(node=node, bytes=np.array([2.0, 1.0]), start=0, end=1) for node in range(2)],
         limit_bytes=3.0,
     )
+    drop_dominated(Workspace.load(problem), 0)
     flat = flat_problem(problem)
     dual = Dual(flat=flat)
     dual.run(40, upper=2.0)  # memory gets its prices after the first few
