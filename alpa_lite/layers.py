@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.clustering import cluster_contiguous
 from alpa_lite.errors import PlanError
@@ -22,6 +23,8 @@ from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
 from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
+
+FloatArray = NDArray[np.float64]
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -70,11 +73,17 @@ def forward_loops(step: StepGraph) -> tuple[int, ...]:
 
 
 def make_layers(
-    step: StepGraph, num_layers: int | None = None, *, imbalance: float = 0.3, by_loops: bool = False
+    step: StepGraph,
+    num_layers: int | None = None,
+    *,
+    imbalance: float = 0.3,
+    by_loops: bool = False,
+    shares: Sequence[float] = (),
 ) -> Layers:
     """Cluster the forward ops into `num_layers` layers and let all other ops follow.
 
-    No layer has more than `1 + imbalance` times the average FLOPs, if that is possible; `by_loops`: of the loops.
+    No layer has more than `1 + imbalance` times the average FLOPs, if that is possible; `by_loops`: of the loops. With
+    `shares`, one for each layer, the FLOPs of layers are to be in proportion to them.
 
     Raises `PlanError` when there are fewer forward ops than layers.
     """
@@ -103,6 +112,8 @@ def make_layers(
         if by_loops:  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
             flops /= 100 * flops.sum()
             flops[[index[loop] for loop in forward_loops(step)]] += 1.0
+        if shares:
+            flops = _in_shares(flops, shares)
         layers = cluster_contiguous(flops, flows, count, imbalance=imbalance)
         for op in forward:
             of_op[op.id] = layers[index[op.id]]
@@ -111,6 +122,13 @@ def make_layers(
     _gradient_layers(step, of_op, homes)
     _update_layers(step, of_op, homes)
     return Layers(num_layers=count, of_op=tuple(of_op), of_input=_input_layers(step, of_op, homes))
+
+
+def _in_shares(flops: FloatArray, shares: Sequence[float]) -> FloatArray:
+    """FLOPs stretched so that layers with the shares of the given ones have one each."""
+    ends = np.concatenate([[0.0], np.cumsum(flops)])
+    borders = np.concatenate([[0.0], np.cumsum(shares)]) * (ends[-1] / sum(shares))
+    return np.diff(np.interp(ends, borders, np.arange(borders.size)))
 
 
 def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int]:

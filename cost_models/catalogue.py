@@ -32,6 +32,7 @@ _PLAUSIBLE: Mapping[str, tuple[float, float, str]] = {
     "bandwidth_bytes_per_second": (1e6, 1e14, "bytes per second: 25 Gb/s is 25e9 / 8"),
     "latency_seconds": (0.0, 0.5, "seconds: 7 us is 7e-6"),
     "ramp_seconds": (0.0, 0.5, "seconds: 50 us is 50e-6"),
+    "skew_seconds": (0.0, 0.5, "seconds: 6 ms is 6e-3"),
     "launch_seconds": (0.0, 0.5, "seconds: 5 us is 5e-6"),
     "dispatch_seconds": (0.0, 10.0, "seconds: 100 us is 100e-6"),
 }

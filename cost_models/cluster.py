@@ -11,6 +11,7 @@ and `Cluster.at` gives the cluster as a range of its devices sees it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -131,6 +132,15 @@ class Cluster:
         """Devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
+    @property
+    def skew_seconds(self) -> float:
+        """What a step waits for the last host: the skew of `inter_host` for each doubling of the hosts.
+
+        Hosts read samples, launch programs and are interrupted each at their own times, and every step joins them. The
+        latest of N alike is later than the mean by an amount that grows with log N.
+        """
+        return self.inter_host.skew_seconds * math.log2(self.num_hosts)
+
     def at(self, first_device: int, num_devices: int) -> Cluster:
         """The cluster as `num_devices` devices from `first_device` on see it, their hosts taken as equal.
 
@@ -233,6 +243,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         base,
         latency_seconds=max(link.latency_seconds for link in links),
         ramp_seconds=max(link.ramp_seconds for link in links),
+        skew_seconds=max(link.skew_seconds for link in links),
         in_network_reduction=all(link.in_network_reduction for link in links),
     )
 

@@ -51,6 +51,8 @@ class Link:
         latency_seconds: of one message, software included.
         efficiency: part of the bandwidth that large transfers reach, above 0 and at most 1.
         ramp_seconds: what a large transfer loses until it runs at that rate.
+        skew_seconds: by how much the hosts that it joins end a step apart, per doubling of their number
+            (`Cluster.skew_seconds`).
         num_cards: equal parts of the bandwidth of a host, its network cards. A device alone reaches its share of
             them: of 8 cards for 8 devices one, of 1 card for 8 devices that one.
         efficiency_by_members: other efficiencies for groups of so many members, where the links between devices are
@@ -66,6 +68,7 @@ class Link:
     latency_seconds: float
     efficiency: float = 1.0
     ramp_seconds: float = 0.0
+    skew_seconds: float = 0.0
     num_cards: int = 1
     efficiency_by_members: MemberEfficiency = ()
     torus: tuple[int, ...] = ()
@@ -75,7 +78,7 @@ class Link:
         bandwidth, advice = self.bandwidth_bytes_per_second, "give it in bytes (not bits) per second and direction"
         what = "Link.bandwidth_bytes_per_second"
         require_amount(what, bandwidth, advice=advice, positive=True, error=ClusterError)
-        for key in ("latency_seconds", "ramp_seconds"):
+        for key in ("latency_seconds", "ramp_seconds", "skew_seconds"):
             require_amount(f"Link.{key}", getattr(self, key), advice="give it in seconds", error=ClusterError)
         require_count("Link.num_cards", self.num_cards, advice="count the cards of a host", error=ClusterError)
         pairs = dict(self.efficiency_by_members).items()
@@ -140,6 +143,8 @@ class Link:
         }
         if self.ramp_seconds:
             data["ramp_seconds"] = self.ramp_seconds
+        if self.skew_seconds:
+            data["skew_seconds"] = self.skew_seconds
         if self.num_cards > 1:
             data["num_cards"] = self.num_cards
         if self.member_efficiencies:

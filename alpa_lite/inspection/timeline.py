@@ -96,7 +96,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
 
     Every task pays one dispatch, as in the plan's own prediction. A plan keeps the sum of its transfers, so each
     boundary between stages gets an equal share: with three stages or more the makespan can differ a little from
-    `plan.prediction.step_seconds`.
+    `plan.prediction.step_seconds`, which also holds what the step waits for the last host.
     """
     stages, count = plan.stages, plan.num_microbatches
     dispatch = dispatch_seconds(plan.cluster)

@@ -6,13 +6,15 @@ With f_s the forward FLOPs of stage s, the cut between pieces is taken if
     max f <= (1 + UNEVEN) · mean f,  or  max f <= the least that stages of whole trips can have      `_is_even`
 
 and if no argument comes in rows that several stages read: only writing out parts those (`alpa_lite.stacks`). Who writes
-a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`).
+a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`). Stages may also
+have unequal shares of the FLOPs; then f_s is taken in relation to the share of stage s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, gcd
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Graph, Op
@@ -35,14 +37,28 @@ class Cut:
     layers: Layers
 
 
-def cut_into_stages(request: PlanRequest, microbatches: Sequence[int], count: int, *, by_loops: bool = False) -> Cut:
+def cut_into_stages(
+    request: PlanRequest,
+    microbatches: Sequence[int],
+    count: int,
+    *,
+    by_loops: bool = False,
+    shares: Sequence[float] = (),
+) -> Cut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
-    Stages have about equal FLOPs, or `by_loops` equal numbers of the loops of the forward pass.
+    Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or `by_loops` equal numbers of the loops of the
+    forward pass.
 
-    Raises PlanError when the model is too short or has other loops, and what tracing raises for a number that the user
-    asked for.
+    Raises PlanError when the model is too short or has other loops or there are not as many positive shares as stages,
+    and what tracing raises for a number that the user asked for.
     """
+    if shares and (len(shares) != count or min(shares) <= 0 or by_loops):
+        raise PlanError(
+            f"The shares {tuple(shares)} were asked for, but there are {count} stages"
+            + (" of equally many loops" if by_loops else "")
+            + f'. Give {count} numbers above 0, and cut by "flops".'
+        )
     if by_loops and count > 1:
         step = request.best_step(microbatches, unroll=0)
         if (loops := len(forward_loops(step))) == 0 or loops % count:
@@ -52,30 +68,39 @@ def cut_into_stages(request: PlanRequest, microbatches: Sequence[int], count: in
             )
         return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, by_loops=True))
     if count > 1:
-        kept = _between_loops(request, microbatches, count)
+        kept = _between_loops(request, microbatches, count, shares)
         if kept is not None:
             return kept
-    step = request.best_step(microbatches, unroll=count if count > 1 else 0)
+    step = request.best_step(microbatches, unroll=num_pieces(shares or (1,) * count) if count > 1 else 0)
     try:
-        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1))
+        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, shares=shares))
     except PlanError as error:
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
-def _between_loops(request: PlanRequest, microbatches: Sequence[int], count: int) -> Cut | None:
+def num_pieces(shares: Sequence[float]) -> int:
+    """Into how many equal pieces a loop is cut, so that runs of them can have these shares, or about these."""
+    if all(float(share).is_integer() for share in shares):
+        return round(sum(shares)) // gcd(*map(int, shares))
+    return ceil(2 * sum(shares) / min(shares))
+
+
+def _between_loops(
+    request: PlanRequest, microbatches: Sequence[int], count: int, shares: Sequence[float]
+) -> Cut | None:
     """The cut that keeps all loops; None where it is worse than one through them."""
     try:
         step = request.best_step(microbatches, unroll=0)
-        layers = make_layers(step, count, imbalance=0.1)
+        layers = make_layers(step, count, imbalance=0.1, shares=shares)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
         return None  # what is wrong with it is said when it is asked for written out
-    if not _is_even(step, layers) or _reads_rows_apart(step, layers):
+    if not _is_even(step, layers, shares) or _reads_rows_apart(step, layers):
         return None
     return Cut(step=step, layers=layers)
 
 
-def _is_even(step: StepGraph, layers: Layers) -> bool:
-    """True when writing out the loops could hardly give more even stages."""
+def _is_even(step: StepGraph, layers: Layers, shares: Sequence[float]) -> bool:
+    """True when writing out the loops could hardly give stages that are closer to their shares."""
     forward = [op for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD]
     flops = op_flops(step)
     totals = [0.0] * layers.num_layers
@@ -86,6 +111,9 @@ def _is_even(step: StepGraph, layers: Layers) -> bool:
         count = int(wiring.trips) if wiring is not None and wiring.scanned else 1
         trips += [flops[op.id] / count] * count
     mean = sum(totals) / len(totals)
+    if shares:
+        whole = sum(totals) / sum(shares)
+        return all(total <= (1 + UNEVEN) * share * whole for total, share in zip(totals, shares, strict=True))
     return max(totals) <= (1 + UNEVEN) * mean or max(totals) <= least_largest(trips, len(totals)) * _ROUNDING
 
 

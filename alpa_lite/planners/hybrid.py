@@ -1,6 +1,6 @@
 """Hybrid: pipeline × data × tensor parallelism with fixed degrees, as Megatron-LM and DeepSpeed combine them.
 
-The cluster is cut into `pipeline` parts of equal size; every part is a logical mesh data × model. Axis "data" splits
+The cluster is cut into `pipeline` parts; every part is a logical mesh data × model. Axis "data" splits
 the batch and nothing else, axis "model" never splits the batch; which dims of which weights the "model" axis splits is
 left to the integer program, which finds Megatron's column/row pattern from the graph. Classic manual plans are special
 cases: see `data_parallel`, `megatron`, `pipeline`, `zero`.
@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import cycle
+from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
@@ -31,6 +32,7 @@ from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_micr
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
 from alpa_lite.strategies import AxisRole, Restriction, Split
+from cost_models import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Hybrid(Planner):
         that its weights share with all its arrays.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
     equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
+    shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
+    devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
     """
 
     pipeline: int = 1
@@ -56,6 +60,8 @@ class Hybrid(Planner):
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
     equal: Literal["flops", "loops"] = "flops"
+    shares: tuple[float, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -75,12 +81,14 @@ class Hybrid(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
-        mesh = self.mesh(request)
-        microbatches = self.default_microbatches(request.batch_size, mesh)
-        cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=self.equal == "loops")
+        places = self.places(request)
+        microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
+        by_loops = self.equal == "loops"
+        cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
         step, layers = cut.step, cut.layers
         tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
-        check_batch(self, step, mesh)
+        for _, mesh in places:
+            check_batch(self, step, mesh)
         step = read_originals_across(step, layers.of_op)
         costs = StageCosts(
             step=step,
@@ -91,19 +99,17 @@ class Hybrid(Planner):
         )
         solved: dict[int, StageSolution] = {}
         for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
-            solved |= self._solve(costs, request, part, tasks[part], mesh, step.num_microbatches)
-        submeshes = [equal_submesh(request, part, self.pipeline) for part in range(self.pipeline)]
+            solved |= self._solve(costs, request, *places[part], tasks[part], step.num_microbatches)
         stages = [
-            PlacedStage(first=i, last=i, submesh=submeshes[i % self.pipeline], mesh=mesh, solution=solved[i])
-            for i in range(self.num_stages)
+            PlacedStage(first=i, last=i, submesh=submesh, mesh=mesh, solution=solved[i])
+            for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
         ]
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
-    def default_microbatches(self, batch_size: int | None, mesh: LogicalMesh) -> Sequence[int]:
-        """One without a pipeline, else enough to fill it; each micro-batch must divide over the data axis."""
+    def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
+        """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""
         if self.pipeline == 1 or batch_size is None:
             return (1,)
-        data = batch_ways(mesh)
         wanted = (4 * self.pipeline, 2 * self.pipeline, self.pipeline, 2)
         return (*(m for m in wanted if batch_size % (m * data) == 0), 1)
 
@@ -123,8 +129,29 @@ class Hybrid(Planner):
             scatter_sums=self.sequence_parallel,
         )
 
+    def places(self, request: PlanRequest) -> list[tuple[Submesh, LogicalMesh]]:
+        """Submesh and logical mesh of each part of the pipeline."""
+        if not self.devices:
+            mesh = self.mesh(request)
+            sizes = [request.cluster.num_devices // self.pipeline] * self.pipeline
+            return [(submesh, mesh) for submesh in submeshes_of(request.cluster, sizes)]
+        total, rest = request.cluster.num_devices, self.context * self.model
+        if len(self.devices) != self.pipeline or sum(self.devices) != total or self.data is not None:
+            raise PlanError(
+                f"devices = {self.devices} was asked for with pipeline = {self.pipeline} and data = {self.data} on "
+                f"{request.cluster.name}, which has {total}. Give as many numbers as the pipeline has parts, whose sum "
+                f"is {total}, and leave out data."
+            )
+        if any(number % rest for number in self.devices):
+            raise PlanError(
+                f"devices = {self.devices} was asked for, but a part is split into {self.context} context × "
+                f"{self.model} model devices. Give multiples of {rest}."
+            )
+        submeshes = submeshes_of(request.cluster, self.devices)
+        return [(submesh, self._mesh(submesh.num_devices // rest)) for submesh in submeshes]
+
     def mesh(self, request: PlanRequest) -> LogicalMesh:
-        """The logical mesh of every stage."""
+        """The logical mesh of every stage, where they have equally many devices."""
         total = request.cluster.num_devices
         rest = self.pipeline * self.context * self.model
         data = self.data if self.data is not None else max(1, total // rest)
@@ -135,6 +162,9 @@ class Hybrid(Planner):
                 f"devices were asked for, but {request.cluster.name} has {total}. Choose degrees whose product is "
                 f"{total}."
             )
+        return self._mesh(data)
+
+    def _mesh(self, data: int) -> LogicalMesh:
         if data % (self.replicas * self.expert):
             raise PlanError(
                 f"{self.replicas} replicas × {self.expert} expert devices lie within the {data} data-parallel devices, "
@@ -154,13 +184,12 @@ class Hybrid(Planner):
         self,
         costs: StageCosts,
         request: PlanRequest,
-        part: int,
-        tasks: Sequence[Task],
+        submesh: Submesh,
         mesh: LogicalMesh,
+        tasks: Sequence[Task],
         microbatches: int,
     ) -> Mapping[int, StageSolution]:
         """The stages of one part of the cluster, which share its memory."""
-        submesh = equal_submesh(request, part, self.pipeline)
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
             return costs.solution(stage, stage, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
@@ -202,28 +231,30 @@ class Hybrid(Planner):
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
             changes.append(Change(text=text, planner=replace(self, zero=3), request=request))
-        data = self.mesh(request).axis_sizes.get("data", 1)
+        data = 1 if self.devices else self.mesh(request).axis_sizes.get("data", 1)
         if data % 2 == 0:
             wider = replace(self, model=self.model * 2, data=data // 2)
             text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
             changes.append(Change(text=text, planner=wider, request=request))
-        advice = cheapest_fit(changes, more_hosts(replace(self, data=None), request))
+        advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
         return f"{sentence} {show_shortage(shortage)}{advice}"
 
 
-def equal_submesh(request: PlanRequest, index: int, count: int) -> Submesh:
-    """Stage number `index` of `count` equal parts of the cluster."""
-    cluster = request.cluster
-    size = cluster.num_devices // count
-    per_host = cluster.devices_per_host
-    if size <= per_host and per_host % size == 0:
-        return Submesh(first_device=index * size, num_hosts=1, devices_per_host=size)
-    if size % per_host == 0:
-        return Submesh(first_device=index * size, num_hosts=size // per_host, devices_per_host=per_host)
-    raise PlanError(
-        f"{count} equal stages of {size} devices do not tile {cluster.num_hosts} hosts of {per_host} devices. "
-        "Choose a number of stages whose size divides a host or is a multiple of it."
-    )
+def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
+    """Consecutive parts of these numbers of devices: each lies within a host, or has whole hosts."""
+    found, first, per_host = list[Submesh](), 0, cluster.devices_per_host
+    for size in sizes:
+        if first % per_host + size <= per_host:
+            found.append(Submesh(first_device=first, num_hosts=1, devices_per_host=size))
+        elif first % per_host == 0 and size % per_host == 0:
+            found.append(Submesh(first_device=first, num_hosts=size // per_host, devices_per_host=per_host))
+        else:
+            raise PlanError(
+                f"Stages of {', '.join(map(str, sizes))} devices do not tile {cluster.num_hosts} hosts of {per_host} "
+                "devices. Choose stages that lie within a host or have whole hosts."
+            )
+        first += size
+    return found
 
 
 def batch_ways(mesh: LogicalMesh) -> int:

@@ -222,7 +222,7 @@ def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: 
 def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
-    """Simulate the schedule on the stages' times; add the update, and what dispatching the tasks takes beside."""
+    """Simulate the schedule on the stages' times; add the update, the skew of hosts, and what dispatching takes."""
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
@@ -260,7 +260,7 @@ def predict(
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     dispatched = model.launch_seconds() * min(len(tasks), beside) * max(map(len, tasks))
     return Prediction(
-        step_seconds=max(dispatched, timeline.makespan_seconds + update + gathering),
+        step_seconds=max(dispatched, timeline.makespan_seconds + update + gathering) + request.cluster.skew_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
         transfer_seconds=2.0 * m * sum(transfers) + gathering,

@@ -25,10 +25,10 @@ def _without_efficiency_curve(cluster: Cluster) -> Cluster:
 
 
 def _without_latency(cluster: Cluster) -> Cluster:
-    """Neither kernels nor messages take time to start."""
+    """Neither kernels nor messages take time to start, and hosts end their steps together."""
 
     def prompt(link: Link) -> Link:
-        return replace(link, latency_seconds=0.0, ramp_seconds=0.0)
+        return replace(link, latency_seconds=0.0, ramp_seconds=0.0, skew_seconds=0.0)
 
     return replace(
         cluster,

@@ -62,7 +62,7 @@ class Predictor:
 
         A row without a micro-batch size gets the fastest of a few: tables leave out what was tuned.
         """
-        if row.micro_batch is None and row.global_batch is not None:
+        if row.num_microbatches is None and row.global_batch is not None:
             sizes = [size for size in MICROBATCHES if row.global_batch % (row.data * size) == 0]
             if not sizes:
                 raise RowError(
@@ -80,7 +80,7 @@ class Predictor:
         sharding = sharding_of(row)
         planner = Hybrid(
             pipeline=row.pipeline,
-            data=row.data,
+            data=None if row.stage_devices else row.data,
             model=row.model,
             context=row.context,
             expert=expert_devices(row),
@@ -89,6 +89,8 @@ class Predictor:
             sequence_parallel=row.sequence_parallel,
             schedule=schedule_of(row),
             equal="loops" if loops_of(row) > 1 else "flops",
+            shares=row.blocks,
+            devices=row.stage_devices,
         )
         traced = self._traced_step(row)
         request = PlanRequest(

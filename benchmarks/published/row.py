@@ -74,12 +74,17 @@ class Row:
     recompute: str
     precision: str
     schedule: str
+    blocks: tuple[int, ...]
+    stage_devices: tuple[int, ...]
+    stated_microbatches: int | None
     notes: str
     measured_seconds: float | None
 
     @property
     def num_microbatches(self) -> int | None:
         """Micro-batches per step of one replica; None where the table does not say."""
+        if self.stated_microbatches is not None:
+            return self.stated_microbatches
         if self.global_batch is None or self.micro_batch is None:
             return 1 if self.global_batch is None else None
         return max(1, round(self.global_batch / (self.data * self.micro_batch)))
@@ -114,6 +119,9 @@ def parse_row(cells: Mapping[str, str]) -> Row:
     data = max(1, devices // (model * pipeline * context))
     billions = _amount(cells, "params_B")
     heads = 0 if image else _count(cells, "heads")
+    notes = cells.get("notes") or ""
+    blocks, stage_devices = _stages(notes)
+    microbatches = re.search(r"(\d+) micro-batches per step", notes)
     return Row(
         id=cells["id"],
         group=cells["group"],
@@ -149,7 +157,10 @@ def parse_row(cells: Mapping[str, str]) -> Row:
         recompute=cells.get("act_recompute", "").strip(),
         precision=cells["precision"].strip().lower(),
         schedule=cells.get("schedule", "").strip(),
-        notes=cells.get("notes", ""),
+        blocks=blocks,
+        stage_devices=stage_devices,
+        stated_microbatches=int(microbatches[1]) if microbatches else None,
+        notes=notes,
         measured_seconds=measured_seconds(cells),
     )
 
@@ -191,6 +202,14 @@ def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tupl
     if len(numbers) == 1 or "+" not in cells[column]:
         return numbers[0], 0
     return (numbers[1], numbers[0]) if order == "last" else (numbers[0], numbers[1])
+
+
+def _stages(notes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks and devices of each stage: "3 stages 8/5/3 blocks on 2,1,1 GPUs"-like text; () where nothing is said."""
+    found = re.search(r"stages ([\d/]+) blocks(?: on ([\d,]+) GPUs)?", notes)
+    if not found:
+        return (), ()
+    return tuple(map(int, found[1].split("/"))), tuple(map(int, (found[2] or "").replace(",", " ").split()))
 
 
 def _experts(text: str) -> Experts | None:

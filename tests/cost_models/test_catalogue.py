@@ -32,7 +32,12 @@ def test_every_link_loads_and_names_its_sources(name: str):
     link = link_from_json({"link": name, "bandwidth_bytes_per_second": 5e10}, name)
     assert link.bandwidth_bytes_per_second == 5e10
     assert set(link_sources(name)) == set(data) - {"sources", "notes"}
-    assert 0 < link.latency_seconds <= 1e-4 and 0 <= link.ramp_seconds < 1e-3 and 0.5 < link.efficiency <= 1
+    assert (
+        0 < link.latency_seconds <= 1e-4
+        and 0 <= link.ramp_seconds < 1e-3
+        and 0 <= link.skew_seconds < 0.1
+        and 0.5 < link.efficiency <= 1
+    )
 
 
 def test_no_device_or_link_is_there_for_nothing():

@@ -85,6 +85,11 @@ def test_num_hosts_multiplies_the_devices(cluster: Cluster):
         load_cluster("p3.16xlarge", num_hosts=0)
 
 
+def test_a_step_waits_longer_for_the_last_of_more_hosts():
+    waits = [load_cluster("dgx-a100", num_hosts=n).skew_seconds for n in (1, 2, 4, 64)]
+    assert waits == pytest.approx([0.0, 0.006, 0.012, 0.036])
+
+
 def test_a_file_of_ones_own(cluster: Cluster, tmp_path: Path):
     path = tmp_path / "Mine.json"
     path.write_text(json.dumps({**cluster.to_json(), "sources": {"all": "made up"}, "notes": "toy"}))

@@ -76,6 +76,7 @@ def test_a_link_survives_json():
     link = make_link(
         efficiency=0.7,
         ramp_seconds=1e-4,
+        skew_seconds=1e-3,
         num_cards=4,
         efficiency_by_members={2: 0.5},
         torus=(4, 4),
@@ -86,6 +87,7 @@ def test_a_link_survives_json():
         latency_seconds=0.1,
         efficiency=0.7,
         ramp_seconds=1e-4,
+        skew_seconds=1e-3,
         num_cards=4,
         efficiency_by_members={2: 0.5},
         torus=(4, 4),
@@ -100,6 +102,7 @@ def test_a_link_survives_json():
         ({"bandwidth_bytes_per_second": 0}, "bandwidth_bytes_per_second is 0, .* give it in bytes"),
         ({"latency_seconds": -1}, "latency_seconds is -1"),
         ({"ramp_seconds": math.inf}, "ramp_seconds is inf"),
+        ({"skew_seconds": -1}, "skew_seconds is -1"),
         ({"efficiency": 0}, "efficiency is 0"),
         ({"efficiency": 1.5}, "efficiency is 1.5, but it is a fraction of at most 1"),
         ({"efficiency_by_members": {2: 2.0}}, r"efficiency_by_members\[2\] is 2.0, but it is a fraction"),

@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase
 from alpa_lite.planners import Hybrid
-from alpa_lite.planners.cutting import least_largest
+from alpa_lite.planners.cutting import least_largest, num_pieces
 from alpa_lite.schedule import Interleaved1F1B
 
 WIDTH, BATCH = 64, 64
@@ -51,11 +51,15 @@ def _struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 @cache
 def _plan(
-    lengths: tuple[int, ...], pipeline: int, chunks: int = 1, equal: Literal["flops", "loops"] = "flops"
+    lengths: tuple[int, ...],
+    pipeline: int,
+    chunks: int = 1,
+    equal: Literal["flops", "loops"] = "flops",
+    shares: tuple[float, ...] = (),
 ) -> tuple[al.Plan, Any]:
     step, weights = _loops(lengths)
     traced = al.parallelize(step).trace(weights, _struct(BATCH, WIDTH))
-    planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks), equal=equal)
+    planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks), equal=equal, shares=shares)
     plan = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=4).last_plan
     return plan, traced.step(4, unroll=plan.unrolled).step
 
@@ -114,6 +118,31 @@ def test_stages_of_equally_many_loops(lengths: tuple[int, ...], pipeline: int, p
 def test_too_few_loops_are_a_sentence() -> None:
     with pytest.raises(PlanError, match=r"2 stages of equally many loops .* has 3 loops .* multiple of 2 calls"):
         _plan((2, 2, 2), 2, equal="loops")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares", "per_stage"),
+    [((1, 5), (1, 5), [[1], [5]]), ((3, 1, 2), (4, 2), [[3, 1], [2]]), ((2, 2, 2), (1, 2), [[2], [2, 2]])],
+)
+def test_stages_of_unequal_shares(lengths: tuple[int, ...], shares: tuple[float, ...], per_stage: list[Any]) -> None:
+    plan, step = _plan(lengths, 2, shares=shares)
+    assert _loops_per_stage(plan, step, Phase.FORWARD) == per_stage
+
+
+def test_loops_are_written_out_where_shares_part_them() -> None:
+    plan, _ = _plan((8,), 2, shares=(3, 1))
+    rows = [sorted(name.removeprefix("weights/0/up") for name in stage.specs if "up" in name) for stage in plan.stages]
+    assert rows == [["[0:2]", "[2:4]", "[4:6]"], ["[6:8]"]]
+
+
+def test_shares_need_as_many_pieces_as_have_them_as_sums() -> None:
+    assert [num_pieces(shares) for shares in ((1, 1, 1), (4, 4), (6, 4, 2), (2.0, 1.0), (0.5, 0.25))] == [3, 2, 6, 3, 6]
+
+
+@pytest.mark.parametrize(("shares", "equal"), [((1,), "flops"), ((1, 0), "flops"), ((1, 2), "loops")])
+def test_shares_that_cannot_be_are_a_sentence(shares: tuple[float, ...], equal: Literal["flops", "loops"]) -> None:
+    with pytest.raises(PlanError, match=r"The shares .* but there are 2 stages.* Give 2 numbers above 0"):
+        _plan((2, 2), 2, equal=equal, shares=shares)
 
 
 def test_rows_that_several_stages_read_are_parted() -> None:

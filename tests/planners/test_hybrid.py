@@ -10,6 +10,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
+from alpa_lite.planners.hybrid import submeshes_of
 from tests.end_to_end.transformers import WIDE, Training, plan
 
 TRAINING = Training(model=WIDE, batch_size=64)
@@ -131,6 +132,10 @@ def test_names_say_the_degrees() -> None:
         (Hybrid(context=3), r"2 data × 3 context × 1 model = 6 devices"),
         (Hybrid(data=8, replicas=3), r"3 replicas × 1 expert devices lie within the 8 data-parallel devices"),
         (Hybrid(data=8, expert=4, replicas=4), r"4 replicas × 4 expert devices .* does not divide that number"),
+        (Hybrid(pipeline=2, devices=(4, 2)), r"devices = \(4, 2\) .* whose sum is 8, and leave out data"),
+        (Hybrid(pipeline=3, devices=(4, 4)), r"as many numbers as the pipeline has parts"),
+        (Hybrid(pipeline=2, devices=(4, 4), data=4), r"and data = 4 .* leave out data"),
+        (Hybrid(pipeline=2, devices=(3, 5), model=2), r"split into 1 context × 2 model devices\. Give multiples of 2"),
         (Megatron(tensor=3), r"2 data × 3 model = 6 devices"),
     ],
     ids=lambda value: value.name if isinstance(value, Planner) else "",
@@ -138,6 +143,29 @@ def test_names_say_the_degrees() -> None:
 def test_degrees_that_do_not_divide_are_refused(planner: Planner, message: str) -> None:
     with pytest.raises(al.errors.PlanError, match=message):
         plan(TRAINING, planner)
+
+
+def test_parts_of_a_pipeline_may_have_unequal_numbers_of_devices() -> None:
+    planner = Hybrid(pipeline=3, devices=(4, 2, 2), shares=(2, 1, 1), model=2)
+    found = plan(Training(model=replace(WIDE, num_layers=4), batch_size=64), planner, num_microbatches=8)
+    assert [list(stage.submesh.devices) for stage in found.stages] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    meshes = [dict(stage.mesh_shape.axis_sizes) for stage in found.stages]
+    assert meshes == [{"data": 2, "model": 2}, {"model": 2}, {"model": 2}]
+    rows = [sum("w_up[" in name and "params" in name for name in stage.specs) for stage in found.stages]
+    assert rows == [2, 1, 1], "twice the layers on twice the devices"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"), [((8, 16), True), ((4, 4, 8, 8), True), ((6, 2, 16), True), ((4, 8, 12), False)]
+)
+def test_parts_lie_within_hosts_or_have_whole_ones(sizes: tuple[int, ...], fits: bool) -> None:
+    cluster = al.cluster("p3.16xlarge", num_hosts=3)
+    if fits:
+        parts = submeshes_of(cluster, sizes)
+        assert [device for part in parts for device in part.devices] == list(range(24))
+        return
+    with pytest.raises(al.errors.PlanError, match=r"Stages of 4, 8, 12 devices do not tile 3 hosts of 8 devices"):
+        submeshes_of(cluster, sizes)
 
 
 def test_replicas_count_among_what_splits_the_batch() -> None:

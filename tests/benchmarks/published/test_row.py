@@ -78,6 +78,16 @@ def test_micro_batches_follow_from_batches_and_replicas(global_batch: Any, micro
     assert row(global_batch=global_batch, micro_batch=micro_batch).num_microbatches == count
 
 
+def test_notes_may_say_how_stages_are_cut() -> None:
+    """Not all have equally many blocks, or equally many devices; then the micro-batches follow from nothing else."""
+    notes = "PP-DP baseline plan: 3 stages 8/5/3 blocks on 2,1,1 GPUs; 32 micro-batches per step"
+    found = row(notes=notes, pp=3, n_devices=4, micro_batch="")
+    assert (found.blocks, found.stage_devices, found.num_microbatches) == ((8, 5, 3), (2, 1, 1), 32)
+    plan = row(notes="4 stages 6/5/3/2 blocks, 1 GPU each", pp=4)
+    assert (plan.blocks, plan.stage_devices, plan.num_microbatches) == ((6, 5, 3, 2), (), 8)
+    assert (row().blocks, row().stage_devices, row().stated_microbatches) == ((), (), None)
+
+
 def test_one_of_two_batches_is_enough() -> None:
     assert row(global_batch="", micro_batch=2).batch_size == 16
     assert row(micro_batch="").num_microbatches is None
