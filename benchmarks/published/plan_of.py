@@ -131,6 +131,14 @@ def schedule_of(row: Row) -> Schedule:
     return OneFOneB()
 
 
+def devices_of_stages(row: Row) -> tuple[int, ...]:
+    """Devices of each stage, () where all have equally many: as the row says; what degrees leave goes to the first."""
+    if row.stage_devices or row.num_devices % row.pipeline == 0:
+        return row.stage_devices
+    each, left = divmod(row.num_devices, row.pipeline)
+    return tuple(each + (stage < left) for stage in range(row.pipeline))
+
+
 def loops_of(row: Row) -> int:
     """The loops that the layers are written as: one for each stage, or one where stages are not alike.
 

@@ -13,7 +13,14 @@ from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
-from benchmarks.published.plan_of import backend_of, expert_devices, loops_of, schedule_of, sharding_of
+from benchmarks.published.plan_of import (
+    backend_of,
+    devices_of_stages,
+    expert_devices,
+    loops_of,
+    schedule_of,
+    sharding_of,
+)
 from benchmarks.published.row import Row, RowError
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
@@ -77,10 +84,10 @@ class Predictor:
         return PredictedRun(plan=plan, seconds=plan.prediction.step_seconds)
 
     def _plan(self, row: Row, cluster: Cluster, backend: Backend) -> al.Plan:
-        sharding = sharding_of(row)
+        sharding, devices = sharding_of(row), devices_of_stages(row)
         planner = Hybrid(
             pipeline=row.pipeline,
-            data=None if row.stage_devices else row.data,
+            data=None if devices else row.data,
             model=row.model,
             context=row.context,
             expert=expert_devices(row),
@@ -89,8 +96,8 @@ class Predictor:
             sequence_parallel=row.sequence_parallel,
             schedule=schedule_of(row),
             equal="loops" if loops_of(row) > 1 else "flops",
-            shares=row.blocks,
-            devices=row.stage_devices,
+            shares=row.blocks or devices,
+            devices=devices,
         )
         traced = self._traced_step(row)
         request = PlanRequest(

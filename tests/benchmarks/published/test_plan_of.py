@@ -11,6 +11,7 @@ from benchmarks.published.plan_of import (
     Sharding,
     backend_of,
     chunks_of,
+    devices_of_stages,
     expert_devices,
     loops_of,
     recompute_of,
@@ -101,6 +102,12 @@ def test_who_has_attention_kernels_of_an_earlier_generation(zero_fsdp: str, port
 def test_loops(changes: dict[str, Any], loops: int) -> None:
     """One for each stage, if stages can hold whole periods of layers."""
     assert loops_of(row(**changes)) == loops
+
+
+def test_devices_that_stages_cannot_share_alike_go_to_the_first() -> None:
+    assert devices_of_stages(row(n_devices=8, pp=4)) == ()
+    assert devices_of_stages(row(n_devices=8, pp=3)) == (3, 3, 2)
+    assert devices_of_stages(row(n_devices=4, pp=3, notes="3 stages 8/5/3 blocks on 1,2,1 GPUs")) == (1, 2, 1)
 
 
 def test_communication_was_not_hidden_in_the_days_of_float16() -> None:
