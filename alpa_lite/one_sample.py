@@ -29,7 +29,7 @@ _SHOWING, _CHECKING = (2, 3), 5
 
 def program_of(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> GraphWithEquations:
     """The program of a jaxpr of the step; loops over samples are never written out."""
-    return sink_free_values(from_jaxpr(jaxpr, traced.names, unroll=unroll > 0, kept=over_samples))
+    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=unroll, kept=over_samples))
 
 
 def in_parts(traced: Traced, program: GraphWithEquations, unroll: int) -> PartedProgram:

@@ -28,6 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Part
+from alpa_lite.graph.wiring import parts_of, wiring_of
 from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
 
 _COMBINERS = {"sum": primitives.add_p, "max": primitives.max_p, "min": primitives.min_p}
@@ -65,7 +66,7 @@ class _Rewriter:
         self.program, self.graph, self.num_parts = program, program.graph, num_parts
         inputs = self.graph.inputs
         self.eligible = {v for i, v in enumerate(inputs) if i >= len(batched) or not batched[i]}
-        self.seeds = _seeds(self.graph)
+        self.seeds = self._seeds()
         self.lengths = {self.graph.values[v].shape[0] for v in self.seeds}
         self.known: dict[int, _Standing] = {}
         self.rules: dict[int, Rule] = {}
@@ -81,9 +82,22 @@ class _Rewriter:
 
     def bounds(self, length: int) -> list[tuple[int, int]]:
         """First and last + 1 row of each part."""
-        count = next(c for c in range(min(self.num_parts, length), length + 1) if length % c == 0)
-        rows = length // count
-        return [(i * rows, (i + 1) * rows) for i in range(count)]
+        return parts_of(length, self.num_parts)
+
+    def _seeds(self) -> set[int]:
+        """Values of which every row is read with others of its part alone."""
+        read: dict[int, set[tuple[int, int]]] = {}
+        for op in self.graph.ops:
+            rows = _rows_read(self.graph, op)
+            if rows is not None:
+                read.setdefault(op.operands[0], set()).add(rows)
+
+        def in_parts(length: int, found: set[tuple[int, int]]) -> bool:
+            bounds = self.bounds(length)
+            inside = all(any(a <= start and stop <= b for a, b in bounds) for start, stop in found)
+            return inside and len({row for rows in found for row in range(*rows)}) == length > 1
+
+        return {v for v, found in read.items() if in_parts(self.graph.values[v].shape[0], found)}
 
     def standing(self, v: int) -> _Standing:
         """Whether the value is cut; remembered."""
@@ -241,13 +255,12 @@ class _Rewriter:
         )
 
     def _rewrite(self, op: Op) -> None:
-        row, factor = _row_read(self.graph, op), self._reduced_factor(op)
-        if row is not None and self.standing(op.operands[0]) is _Standing.PARTED:
+        rows, factor = _rows_read(self.graph, op), self._reduced_factor(op)
+        if rows is not None and self.standing(op.operands[0]) is _Standing.PARTED:
             source = op.operands[0]
             bounds = self.bounds(self.graph.values[source].shape[0])
-            j = next(j for j, (start, stop) in enumerate(bounds) if start <= row < stop)
-            place = row - bounds[j][0]
-            self.whole[op.results[0]] = self._rows(self._part(source, j), (place, place + 1), op)
+            j, first = next((j, a) for j, (a, b) in enumerate(bounds) if a <= rows[0] and rows[1] <= b)
+            self.whole[op.results[0]] = self._rows(self._part(source, j), (rows[0] - first, rows[1] - first), op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)
         else:
@@ -277,7 +290,9 @@ class _Rewriter:
             elif _joins_rows(op):
                 pieces = [p for p, end in zip(op.operands, self._piece_ends(op), strict=True) if start < end <= stop]
                 part, operands = replace(value, shape=(stop - start, *value.shape[1:])), [*map(self._whole, pieces)]
-                (self.parts[v, j],) = self._emit(op, self.program.equations[op.id], operands, [part])
+                alone = op.primitive == "concatenate" and len(pieces) == 1
+                emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
+                self.parts[v, j] = emitted[0]
             else:
                 factor = self._row_factor(op, v)
                 assert factor is not None
@@ -344,24 +359,26 @@ class _Rewriter:
         return made
 
 
-def _seeds(graph: Graph) -> set[int]:
-    """Values of which every row is read by itself."""
-    rows: dict[int, set[int]] = {}
-    for op in graph.ops:
-        row = _row_read(graph, op)
-        if row is not None:
-            rows.setdefault(op.operands[0], set()).add(row)
-    return {v for v, read in rows.items() if len(read) == graph.values[v].shape[0] > 1}
+def _rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """First and last + 1 of the rows that an op takes out of its operand's leading dim: one, or those of a loop.
 
-
-def _row_read(graph: Graph, op: Op) -> int | None:
-    """The row that an op takes out of its operand's leading dim; None when it does anything else."""
+    None when it does anything else.
+    """
     if op.primitive != "slice":
         return None
     (operand,), (result,) = graph.operands(op), graph.results(op)
-    if operand.rank == 0 or result.shape != (1, *operand.shape[1:]) or operand.shape[0] < 2:
+    if operand.rank == 0 or result.shape[1:] != operand.shape[1:] or operand.shape[0] < 2:
         return None
-    return int(op.params["start_indices"][0])
+    if result.shape[0] != 1 and not any(_scans(graph.ops[c], result.id) for c in graph.consumers[result.id]):
+        return None
+    start, strides = int(op.params["start_indices"][0]), op.params["strides"]
+    return None if strides is not None and strides[0] != 1 else (start, start + result.shape[0])
+
+
+def _scans(op: Op, value: int) -> bool:
+    """True for loops that take the value row by row."""
+    wiring = wiring_of(op)
+    return wiring is not None and any(op.operands[i] == value for i in wiring.scanned)
 
 
 def _joins_rows(op: Op) -> bool:

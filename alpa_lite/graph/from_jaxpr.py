@@ -25,6 +25,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.wiring import MAX_TRIPS, parts_of
 
 _CALLS = {
     "jit",
@@ -46,27 +47,25 @@ _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
 _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
-#: Longer loops are never unrolled: they are loops over time or samples, not over layers.
-MAX_UNROLLED = 128
-
 
 def from_jaxpr(
     closed: Any,
     input_names: Sequence[str],
     *,
-    unroll: bool = False,
+    num_parts: int = 0,
     kept: frozenset[int] = frozenset(),
     source: str = "",
 ) -> GraphWithEquations:
     """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
 
-    `unroll` writes out the loops over layers (scans with contractions in their body, at most `MAX_UNROLLED` trips), so
-    that their layers can go to different pipeline stages; those numbered in `kept` are left (`loops_over_samples`).
+    Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become at least `num_parts`
+    loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 they stay as
+    they are, as do those numbered in `kept` (`loops_over_samples`).
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
-    builder = _Builder(unroll=unroll, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept}, bodies={})
+    builder = _Builder(num_parts=num_parts, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept}, bodies={})
     result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
-    return without_dead_ops(result) if unroll else result
+    return without_dead_ops(result) if num_parts else result
 
 
 def _converted(
@@ -109,13 +108,13 @@ def _scans(jaxpr: Any) -> list[Any]:
 class _Builder:
     """Collects values and ops while jaxprs are walked."""
 
-    def __init__(self, *, unroll: bool, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
-        self.unroll = unroll
+    def __init__(self, *, num_parts: int, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
+        self.num_parts = num_parts
         self.kept = kept
         # By identity of the jaxpr and the source of ops without a line; shared with the builders of bodies.
         self.bodies = bodies
-        # Values that are a stack of others, so that a later loop over the stack reads its elements directly.
-        self.stacks: dict[int, list[int]] = {}
+        # Values that parts of a loop made, one after the other, so that parts of a later loop read them directly.
+        self.pieces: dict[int, list[int]] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -199,10 +198,24 @@ class _Builder:
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name, params = eqn.primitive.name, dict(eqn.params)
-        if name == "scan" and self.unroll and id(eqn) not in self.kept and _is_over_layers(params):
-            return self.unrolled_scan(eqn, operands, stack=stack, source=source)
+        if name == "scan" and self.num_parts and id(eqn) not in self.kept and _is_over_layers(params):
+            return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
             return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
+        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], stack=stack, source=source)
+
+    def with_bodies(
+        self,
+        eqn: Any,
+        params: dict[str, Any],
+        operands: list[int],
+        avals: Sequence[Any],
+        *,
+        stack: str,
+        source: str,
+    ) -> list[int]:
+        """A loop or a conditional with these parameters and results."""
+        name = eqn.primitive.name
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
         known = [self.body(c, source) for c in closed]
         # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
@@ -217,7 +230,7 @@ class _Builder:
                 operands = operands[:place] + values + operands[place:]
             bodies = [k.of_loop for k in known]
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
-        avals, effectful = [v.aval for v in eqn.outvars], bool(eqn.effects)
+        effectful = bool(eqn.effects)
         return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
 
     def body(self, closed: Any, source: str) -> _Body:
@@ -226,7 +239,7 @@ class _Builder:
         if key not in self.bodies:
             jaxpr = _jax.prune(_jax.open_jaxpr(closed))
             names = [f"body input {i}" for i in range(len(jaxpr.invars))]
-            builder = _Builder(unroll=False, kept=set(), bodies=self.bodies)
+            builder = _Builder(num_parts=0, kept=set(), bodies=self.bodies)
             program = _converted(builder, closed, jaxpr, names, source, is_body=True)
             self.bodies[key] = _Body(closed=closed, program=program, of_loop=_captured_first(program))
         return self.bodies[key]
@@ -245,33 +258,47 @@ class _Builder:
         graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
         return dataclasses.replace(branch, graph=graph, constants=())
 
-    def unrolled_scan(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
-        params = eqn.params
-        split, length = params["num_consts"] + params["num_carry"], params["length"]
+    def scan_in_parts(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        """One loop for each part of the trips; the body itself where a part is one trip."""
+        params, place = eqn.params, {"stack": stack, "source": source}
+        split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
-        columns: list[list[int]] = []
-        for i in reversed(range(length)) if params["reverse"] else range(length):
-            slices = [self.element(x, i, stack=stack, source=source) for x in xs]
-            results = self.call(params["jaxpr"], [*consts, *carry, *slices], stack=stack, source=source)
+        bounds = parts_of(params["length"], self.num_parts)
+        trips = bounds[0][1]
+        made: list[list[int]] = []
+        for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
+            rows = [self.piece(x, bounds, number, **place) for x in xs]
+            if trips == 1:
+                results = self.call(params["jaxpr"], [*consts, *carry, *rows], **place)
+            else:
+                some = {**params, "length": trips}
+                avals = [v.aval for v in eqn.outvars]
+                for i in range(params["num_carry"], len(avals)):
+                    avals[i] = _jax.struct((trips, *avals[i].shape[1:]), str(avals[i].dtype))
+                results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, **place)
             carry = results[: params["num_carry"]]
-            columns.append(results[params["num_carry"] :])
+            made.append(results[params["num_carry"] :])
         if params["reverse"]:
-            columns.reverse()
-        stacked = [self.stack_of(list(column), stack=stack, source=source) for column in zip(*columns, strict=True)]
-        return carry + stacked
+            made.reverse()
+        return carry + [self.joined(list(pieces), stacked=trips == 1, **place) for pieces in zip(*made, strict=True)]
 
-    def element(self, value: int, index: int, *, stack: str, source: str) -> int:
-        """Op for `value[index]`; the element itself when the value is a known stack."""
-        if value in self.stacks:
-            return self.stacks[value][index]
+    def piece(self, value: int, bounds: list[tuple[int, int]], number: int, *, stack: str, source: str) -> int:
+        """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
+        if value in self.pieces and len(self.pieces[value]) == len(bounds):
+            return self.pieces[value][number]
+        if bounds == [(0, self.values[value].shape[0])] and bounds[0][1] > 1:
+            return value
         v = self.values[value]
-        return self.call(_element_jaxpr(v.shape, v.dtype, index), [value], stack=stack, source=source)[0]
+        return self.call(_rows_jaxpr(v.shape, v.dtype, *bounds[number]), [value], stack=stack, source=source)[0]
 
-    def stack_of(self, elements: list[int], *, stack: str, source: str) -> int:
-        v = self.values[elements[0]]
-        jaxpr = _stack_jaxpr(v.shape, v.dtype, len(elements))
-        result = self.call(jaxpr, elements, stack=stack, source=source)[0]
-        self.stacks[result] = elements
+    def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
+        """Op that puts pieces one after the other, or stacks them."""
+        if len(pieces) == 1 and not stacked:
+            return pieces[0]
+        v = self.values[pieces[0]]
+        jaxpr = _join_jaxpr(v.shape, v.dtype, len(pieces), stacked)
+        result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
+        self.pieces[result] = pieces
         return result
 
     def append(
@@ -318,16 +345,20 @@ class _Body:
 
 
 @lru_cache(maxsize=10_000)
-def _element_jaxpr(shape: tuple[int, ...], dtype: str, index: int) -> Any:
-    """`x[index]` of an array."""
-    take = partial(jax.lax.index_in_dim, index=index, axis=0, keepdims=False)
+def _rows_jaxpr(shape: tuple[int, ...], dtype: str, start: int, stop: int) -> Any:
+    """`x[start:stop]` of an array; `x[start]` if that is one row."""
+    if stop == start + 1:
+        take = partial(jax.lax.index_in_dim, index=start, axis=0, keepdims=False)
+    else:
+        take = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=0)
     return jax.make_jaxpr(take)(_jax.struct(shape, dtype))
 
 
 @lru_cache(maxsize=1_000)
-def _stack_jaxpr(shape: tuple[int, ...], dtype: str, count: int) -> Any:
-    """`count` arrays of one shape, stacked."""
-    return jax.make_jaxpr(lambda *parts: jax.numpy.stack(parts))(*[_jax.struct(shape, dtype)] * count)
+def _join_jaxpr(shape: tuple[int, ...], dtype: str, count: int, stacked: bool) -> Any:
+    """`count` arrays of one shape, one after the other along their first dim or along a new one."""
+    join = jax.numpy.stack if stacked else jax.numpy.concatenate
+    return jax.make_jaxpr(lambda *parts: join(parts))(*[_jax.struct(shape, dtype)] * count)
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:
@@ -347,7 +378,7 @@ def _refuse_order(eqn: Any, source: str) -> None:
 
 
 def _is_over_layers(params: Mapping[str, Any]) -> bool:
-    return params["length"] <= MAX_UNROLLED and _has_contraction(params["jaxpr"])
+    return params["length"] <= MAX_TRIPS and _has_contraction(params["jaxpr"])
 
 
 def _has_contraction(closed: Any) -> bool:

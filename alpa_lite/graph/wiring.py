@@ -17,6 +17,9 @@ from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
 
+#: Longer loops are never cut: they are loops over time or samples, not over layers.
+MAX_TRIPS = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
@@ -76,6 +79,13 @@ def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[
         carried={},
         trips=1.0 / num_branches,
     )
+
+
+def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
+    """First and last + 1 of each of at least `num_parts` equal parts of a loop or a stack, or of as many as it has."""
+    count = next(c for c in range(min(num_parts, length), length + 1) if length % c == 0)
+    size = length // count
+    return [(i * size, (i + 1) * size) for i in range(count)]
 
 
 def reached_results(op: Op, wiring: Wiring, outside: set[int]) -> set[int]:

@@ -1,30 +1,31 @@
-"""Where a pipeline cuts a step: between the loops over layers as they are written, or through them, written out.
+"""Where a pipeline cuts a step: between the loops over layers as they are written, or between parts of these loops.
 
-Written out, a loop multiplies the step by its trips; so a model that comes in enough pieces is cut between them.
-With f_s the forward FLOPs of stage s, the cut between pieces is taken if
+With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken if
 
-    max f <= (1 + UNEVEN) · mean f,  or  max f <= the least that stages of whole trips can have      `_is_even`
+    max f / w <= (1 + UNEVEN) · Σ f / Σ w,  or  max f / w <= the least that stages of whole trips can have   `_is_even`
 
-and if no argument comes in rows that several stages read: only writing out parts those (`alpa_lite.stacks`). Who writes
-a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`). Stages may also
-have unequal shares of the FLOPs; then f_s is taken in relation to the share of stage s.
+and if no argument comes in rows that several stages read: only loops in parts have them in parts (`alpa_lite.stacks`).
+Else loops are cut into more parts, since each multiplies the step: as many as stages, twice as many, and so on. Who
+writes a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, gcd
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
-from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.graph.wiring import MAX_TRIPS, wiring_of
 from alpa_lite.layers import Layers, forward_loops, make_layers, op_flops
 from alpa_lite.planners.planner import PlanRequest
 
+IMBALANCE = 0.1
+"""By how much a stage may exceed its share for the sake of smaller cuts."""
+
 UNEVEN = 0.15
-"""By how much the largest stage of a cut between loops may exceed the mean."""
+"""By how much the largest stage of a cut between loops may exceed its share."""
 
 _ROUNDING = 1 + 1e-6
 
@@ -67,40 +68,36 @@ def cut_into_stages(
                 f'layers. Write the layers as a multiple of {count} calls of lax.scan, or cut by "flops".'
             )
         return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, by_loops=True))
-    if count > 1:
-        kept = _between_loops(request, microbatches, count, shares)
-        if kept is not None:
-            return kept
-    step = request.best_step(microbatches, unroll=num_pieces(shares or (1,) * count) if count > 1 else 0)
+    if count == 1:
+        step = request.best_step(microbatches, unroll=0)
+        return Cut(step=step, layers=make_layers(step, 1))
+    shares = shares or (1.0,) * count
     try:
-        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, shares=shares))
+        step = request.best_step(microbatches, unroll=0)
+        layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)
+        if _is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
+            return Cut(step=step, layers=layers)
+    except (NonAdditiveError, BatchError, TraceError, PlanError):
+        pass  # what is wrong with it is said when it is asked for in parts
+    try:
+        return _in_parts(request, microbatches, shares)
     except PlanError as error:
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
-def num_pieces(shares: Sequence[float]) -> int:
-    """Into how many equal pieces a loop is cut, so that runs of them can have these shares, or about these."""
-    if all(float(share).is_integer() for share in shares):
-        return round(sum(shares)) // gcd(*map(int, shares))
-    return ceil(2 * sum(shares) / min(shares))
-
-
-def _between_loops(
-    request: PlanRequest, microbatches: Sequence[int], count: int, shares: Sequence[float]
-) -> Cut | None:
-    """The cut that keeps all loops; None where it is worse than one through them."""
-    try:
-        step = request.best_step(microbatches, unroll=0)
-        layers = make_layers(step, count, imbalance=0.1, shares=shares)
-    except (NonAdditiveError, BatchError, TraceError, PlanError):
-        return None  # what is wrong with it is said when it is asked for written out
-    if not _is_even(step, layers, shares) or _reads_rows_apart(step, layers):
-        return None
-    return Cut(step=step, layers=layers)
+def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float]) -> Cut:
+    """The cut with loops in as many parts as it takes; at last they are written out."""
+    num_parts = len(shares)
+    while True:
+        step = request.best_step(microbatches, unroll=num_parts)
+        layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
+        if num_parts >= MAX_TRIPS or _is_even(step, layers, shares):
+            return Cut(step=step, layers=layers)
+        num_parts = min(2 * num_parts, MAX_TRIPS)
 
 
 def _is_even(step: StepGraph, layers: Layers, shares: Sequence[float]) -> bool:
-    """True when writing out the loops could hardly give stages that are closer to their shares."""
+    """True when more parts of loops could hardly give stages that are closer to their shares."""
     forward = [op for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD]
     flops = op_flops(step)
     totals = [0.0] * layers.num_layers
@@ -108,32 +105,38 @@ def _is_even(step: StepGraph, layers: Layers, shares: Sequence[float]) -> bool:
     for op in forward:
         totals[layers.of_op[op.id] or 0] += flops[op.id]
         wiring = wiring_of(op)
-        count = int(wiring.trips) if wiring is not None and wiring.scanned else 1
+        cuttable = wiring is not None and wiring.scanned and wiring.trips <= MAX_TRIPS
+        count = int(wiring.trips) if wiring is not None and cuttable else 1
         trips += [flops[op.id] / count] * count
-    mean = sum(totals) / len(totals)
-    if shares:
-        whole = sum(totals) / sum(shares)
-        return all(total <= (1 + UNEVEN) * share * whole for total, share in zip(totals, shares, strict=True))
-    return max(totals) <= (1 + UNEVEN) * mean or max(totals) <= least_largest(trips, len(totals)) * _ROUNDING
+    if len(trips) == len(forward):
+        return True  # there is nothing to cut through
+    largest = max(total / share for total, share in zip(totals, shares, strict=True))
+    even = (1 + UNEVEN) * sum(totals) / sum(shares)
+    return largest <= even or largest <= least_largest(trips, shares) * _ROUNDING
 
 
-def least_largest(sizes: Sequence[float], count: int) -> float:
-    """The least that the largest sum of `count` consecutive runs of `sizes` can be (by bisection)."""
-    low, high = max(max(sizes, default=0.0), sum(sizes) / count), sum(sizes)
+def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:
+    """The least x so that `sizes` are consecutive runs, one per share, of sums of at most x · share (by bisection)."""
+    low, high = sum(sizes) / sum(shares), sum(sizes) / shares[0]
+    if _fit(sizes, shares, low * _ROUNDING):
+        return low
     while high > low * _ROUNDING:
         middle = (low + high) / 2
-        low, high = (low, middle) if _num_runs(sizes, middle) <= count else (middle, high)
+        low, high = (low, middle) if _fit(sizes, shares, middle) else (middle, high)
     return high
 
 
-def _num_runs(sizes: Sequence[float], limit: float) -> int:
-    """How many consecutive runs of at most `limit` in sum there must be."""
-    runs, total = 1, 0.0
+def _fit(sizes: Sequence[float], shares: Sequence[float], limit: float) -> bool:
+    """Whether runs of at most limit · share hold all sizes; filling them up in turn never needs more of them."""
+    run, room = 0, limit * shares[0]
     for size in sizes:
-        total += size
-        if total > limit:
-            runs, total = runs + 1, size
-    return runs
+        while size > room:
+            run += 1
+            if run == len(shares):
+                return False
+            room = limit * shares[run]
+        room -= size
+    return True
 
 
 def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:

@@ -18,10 +18,10 @@ from tests.end_to_end.cases import MODELS, make_batch
 from tests.end_to_end.programs import PROGRAMS
 
 
-def _convert(fun: Any, *args: Any, unroll: bool = False) -> GraphWithEquations:
+def _convert(fun: Any, *args: Any, num_parts: int = 0) -> GraphWithEquations:
     leaves, tree = jax.tree.flatten(args)
     closed = jax.make_jaxpr(lambda *flat: fun(*jax.tree.unflatten(tree, flat)))(*leaves)
-    return from_jaxpr(closed, [f"leaf {i}" for i in range(len(leaves))], unroll=unroll)
+    return from_jaxpr(closed, [f"leaf {i}" for i in range(len(leaves))], num_parts=num_parts)
 
 
 def evaluate(program: GraphWithEquations, inputs: Sequence[Any]) -> list[Any]:
@@ -59,14 +59,14 @@ def test_graphs_of_all_programs_compute_what_the_function_computes(name: str) ->
         assert np.shape(a) == b.shape and np.allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_loops_over_layers_can_be_written_out(unroll: bool) -> None:
+@pytest.mark.parametrize("num_parts", [0, 128])
+def test_loops_over_layers_can_be_written_out(num_parts: int) -> None:
     model = MODELS["gpt_scan"]
     args = model.init(jax.random.key(0)), make_batch(model, 0)
     step = jax.value_and_grad(model.loss_fn)
-    converted = _convert(step, *args, unroll=unroll)
+    converted = _convert(step, *args, num_parts=num_parts)
     assert_well_formed(converted.graph)
-    assert ("scan" in {op.primitive for op in converted.graph.ops}) != unroll
+    assert ("scan" in {op.primitive for op in converted.graph.ops}) != bool(num_parts)
     got = jax.jit(lambda *leaves: evaluate(converted, leaves))(*jax.tree.leaves(args))
     for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -77,21 +77,38 @@ def test_long_loops_and_loops_without_contractions_stay_loops() -> None:
     count = lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=3)[0]  # noqa: E731
     long = lambda x: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=1000)[0]  # noqa: E731
     for fun in (count, long):
-        assert [op.primitive for op in _convert(fun, w, unroll=True).graph.ops] == ["scan"]
+        assert [op.primitive for op in _convert(fun, w, num_parts=128).graph.ops] == ["scan"]
 
 
+@pytest.mark.parametrize(("num_parts", "loops"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 0), (12, 0)])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_unrolling_keeps_the_order_of_scanned_values(reverse: bool) -> None:
+def test_loops_in_parts_keep_the_order_of_scanned_values(reverse: bool, num_parts: int, loops: int) -> None:
     w = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 
     def fun(c: Any, xs: Any) -> Any:
         body = lambda c, x: (jnp.tanh(c @ w + x), (c, x * 2))  # noqa: E731
         return jax.lax.scan(body, c, xs, reverse=reverse)
 
-    args = np.ones((4, 4), np.float32), np.arange(12, dtype=np.float32).reshape(3, 4)
-    got = evaluate(_convert(fun, *args, unroll=True), args)
+    args = np.ones((4, 4), np.float32), np.arange(48, dtype=np.float32).reshape(12, 4)
+    converted = _convert(fun, *args, num_parts=num_parts)
+    assert_well_formed(converted.graph)
+    lengths = [op.params["length"] for op in converted.graph.ops if op.primitive == "scan"]
+    assert lengths == [12 // loops] * loops if loops else not lengths
+    got = evaluate(converted, args)
     for a, b in zip(got, jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
         assert np.allclose(a, b, rtol=1e-6)
+
+
+def test_the_backward_loop_reads_what_the_forward_loop_saved_part_by_part() -> None:
+    """Nothing that only the parts hand to each other is put together."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0])
+
+    args = np.ones((6, 4, 4), np.float32), np.ones((2, 4), np.float32)
+    ops = [op.primitive for op in _convert(jax.grad(loss), *args, num_parts=3).graph.ops]
+    # The weights are read by parts in both passes, and their gradients put together.
+    assert ops.count("scan") == 6 and ops.count("slice") <= 6 and ops.count("concatenate") == 1
 
 
 def test_calls_are_inlined_and_keep_their_source_lines() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase
 from alpa_lite.planners import Hybrid
-from alpa_lite.planners.cutting import least_largest, num_pieces
+from alpa_lite.planners.cutting import least_largest
 from alpa_lite.schedule import Interleaved1F1B
 
 WIDTH, BATCH = 64, 64
@@ -86,22 +86,25 @@ def test_even_loops_are_kept_and_dealt_out(pipeline: int, chunks: int, per_stage
 
 
 @pytest.mark.parametrize(
-    ("lengths", "pipeline", "kept"),
+    ("lengths", "pipeline", "num_parts", "per_stage"),
     [
-        ((8,), 2, False),
-        ((2, 2, 2, 2), 8, False),
-        ((2, 2, 2), 2, False),
-        ((4, 2), 2, False),
-        ((2, 1), 2, True),  # three layers are no more even on two stages however they are cut
-        ((7, 8), 2, True),
-        ((3, 3), 1, True),
+        ((2, 1), 2, 0, [[2], [1]]),  # three layers are no more even on two stages however they are cut
+        ((7, 8), 2, 0, [[7], [8]]),
+        ((3, 3), 1, 0, [[3, 3]]),
+        ((8,), 2, 2, [[4], [4]]),
+        ((6, 6, 6), 2, 2, [[3] * 3] * 2),
+        ((2, 2, 2), 2, 2, [[], []]),  # parts of one layer are no loops
+        ((2, 2, 2, 2), 8, 8, [[]] * 8),
+        ((12, 4), 2, 4, [[3, 3, 3], [3]]),  # in two parts each they would be 12 + 4
+        ((4, 2), 2, 4, [[], []]),
     ],
 )
-def test_loops_are_written_out_where_that_is_more_even(lengths: tuple[int, ...], pipeline: int, kept: bool) -> None:
+def test_loops_are_cut_where_that_is_more_even(
+    lengths: tuple[int, ...], pipeline: int, num_parts: int, per_stage: list[list[int]]
+) -> None:
     plan, step = _plan(lengths, pipeline)
-    assert plan.unrolled == (0 if kept else pipeline)
-    loops = _loops_per_stage(plan, step, Phase.FORWARD)
-    assert sorted(length for stage in loops for length in stage) == (sorted(lengths) if kept else [])
+    assert plan.unrolled == num_parts
+    assert _loops_per_stage(plan, step, Phase.FORWARD) == per_stage
 
 
 @pytest.mark.parametrize(
@@ -129,14 +132,11 @@ def test_stages_of_unequal_shares(lengths: tuple[int, ...], shares: tuple[float,
     assert _loops_per_stage(plan, step, Phase.FORWARD) == per_stage
 
 
-def test_loops_are_written_out_where_shares_part_them() -> None:
-    plan, _ = _plan((8,), 2, shares=(3, 1))
+def test_loops_are_cut_where_shares_part_them() -> None:
+    plan, step = _plan((8,), 2, shares=(3, 1))
+    assert _loops_per_stage(plan, step, Phase.FORWARD) == [[2, 2, 2], [2]]
     rows = [sorted(name.removeprefix("weights/0/up") for name in stage.specs if "up" in name) for stage in plan.stages]
     assert rows == [["[0:2]", "[2:4]", "[4:6]"], ["[6:8]"]]
-
-
-def test_shares_need_as_many_pieces_as_have_them_as_sums() -> None:
-    assert [num_pieces(shares) for shares in ((1, 1, 1), (4, 4), (6, 4, 2), (2.0, 1.0), (0.5, 0.25))] == [3, 2, 6, 3, 6]
 
 
 @pytest.mark.parametrize(("shares", "equal"), [((1,), "flops"), ((1, 0), "flops"), ((1, 2), "loops")])
@@ -166,7 +166,8 @@ def test_rows_that_several_stages_read_are_parted() -> None:
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
 def test_least_largest_is_that_of_the_best_cut(sizes: list[int], data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, len(sizes)))
-    cuts = ([0, *inner, len(sizes)] for inner in combinations(range(1, len(sizes)), count - 1))
-    best = min(max(sum(sizes[a:b]) for a, b in pairwise(cut)) for cut in cuts)
-    assert least_largest(sizes, count) == pytest.approx(best, rel=1e-5)
+    shares = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=len(sizes)))
+    cuts = combinations_with_replacement(range(len(sizes) + 1), len(shares) - 1)
+    runs = ([sum(sizes[a:b]) for a, b in pairwise((0, *cut, len(sizes)))] for cut in cuts)
+    best = min(max(total / share for total, share in zip(run, shares, strict=True)) for run in runs)
+    assert least_largest(sizes, shares) == pytest.approx(best, rel=1e-5)
