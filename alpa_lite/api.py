@@ -62,11 +62,11 @@ class TracedFunction:
     options: Options
     _steps: dict[tuple[int, int], TracedStep] = field(default_factory=dict[tuple[int, int], TracedStep], repr=False)
 
-    def step(self, num_microbatches: int = 1, *, unroll: int = 0) -> TracedStep:
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0) -> TracedStep:
         """The step cut into phases, remembered; see `split_step`."""
-        key = (num_microbatches, unroll)
+        key = (num_microbatches, loop_parts)
         if key not in self._steps:
-            self._steps[key] = split_step(self.traced, num_microbatches, unroll=unroll)
+            self._steps[key] = split_step(self.traced, num_microbatches, loop_parts=loop_parts)
         return self._steps[key]
 
     def plan(
@@ -89,8 +89,8 @@ class TracedFunction:
         if num_microbatches not in ("auto", 1):
             self.step(int(num_microbatches))  # says what is wrong with the user's number before any search
 
-        def step_at(m: int, unroll: int) -> StepGraph:
-            return self.step(m, unroll=unroll).step
+        def step_at(m: int, loop_parts: int) -> StepGraph:
+            return self.step(m, loop_parts=loop_parts).step
 
         return PlanRequest(
             function=traced.name,
@@ -119,7 +119,7 @@ class PlannedFunction:
     def lower(self) -> LoweredFunction:
         """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
         plan = self.last_plan
-        step = self.function.step(plan.num_microbatches, unroll=plan.unrolled)
+        step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
         plan.verify(step.step)
         step = replace(step, step=read_originals_across(step.step, plan.op_layers))
         return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))

@@ -54,12 +54,16 @@ def _flops(graph: Graph, op: Op) -> float:
 
 def default_num_layers(step: StepGraph) -> int:
     """Number of layers when the user gives none: by the number of forward contractions."""
-    heavy = sum(
-        1
-        for op in step.graph.ops
-        if step.phases[op.id] is Phase.FORWARD and rule_of_op(step.graph, op.id).work_kind != "elementwise"
-    )
-    return max(1, min(MAX_LAYERS, heavy // CONTRACTIONS_PER_LAYER))
+    heavy = sum(_contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD)
+    return max(1, min(MAX_LAYERS, int(heavy) // CONTRACTIONS_PER_LAYER))
+
+
+def _contractions(graph: Graph, op: Op) -> float:
+    """How many contractions an op runs."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        return wiring.trips * sum(_contractions(body, o) for body in op.bodies for o in body.ops)
+    return float(rule_of_op(graph, op.id).work_kind != "elementwise")
 
 
 def forward_loops(step: StepGraph) -> tuple[int, ...]:

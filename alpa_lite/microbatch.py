@@ -52,10 +52,10 @@ class TracedStep:
     constants: tuple[Any, ...]
 
 
-def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> TracedStep:
+def split_step(traced: Traced, num_microbatches: int, *, loop_parts: int = 0) -> TracedStep:
     """The step cut into phases for `num_microbatches`.
 
-    `unroll` writes out loops over layers, with what they scan in at least so many parts; 0 keeps the loops.
+    Loops over layers are cut into at least `loop_parts` loops, with what they scan; 0 keeps them as they are.
 
     Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
     the meaning of the step.
@@ -67,7 +67,7 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
     problem = traced.batch_problem
     for size in sizes:
         try:
-            full, other = _at_two_sizes(traced, size, unroll)
+            full, other = _at_two_sizes(traced, size, loop_parts)
             batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
         except Exception as error:
             if num_microbatches > 1:
@@ -75,25 +75,25 @@ def split_step(traced: Traced, num_microbatches: int, *, unroll: int = 0) -> Tra
             problem = f"The batch was lost: {error}"
         else:
             verify(full.program.graph)
-            return _with_batch(traced, full, other, batch, num_microbatches, unroll)
-    own = in_parts(traced, program_of(traced, traced.jaxpr, unroll, frozenset()), unroll)
-    return _at_one_size(traced, own, unroll, problem)
+            return _with_batch(traced, full, other, batch, num_microbatches, loop_parts)
+    own = in_parts(traced, program_of(traced, traced.jaxpr, loop_parts, frozenset()), loop_parts)
+    return _at_one_size(traced, own, loop_parts, problem)
 
 
-def _at_two_sizes(traced: Traced, size: int, unroll: int) -> tuple[PartedProgram, PartedProgram]:
+def _at_two_sizes(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
     """The programs at the full batch and at another size, which are the same program."""
     if size == 1 and not traces_alike(traced, size):
-        programs = extrapolated(traced, unroll)
-        full, other = (in_parts(traced, programs[n], unroll) for n in (traced.require_batch(), 1))
+        programs = extrapolated(traced, loop_parts)
+        full, other = (in_parts(traced, programs[n], loop_parts) for n in (traced.require_batch(), 1))
     else:
         jaxprs = traced.jaxpr, traced.at_batch_size(size)
-        over_samples = loops_over_samples(*jaxprs) if unroll else frozenset[int]()
-        full, other = (in_parts(traced, program_of(traced, j, unroll, over_samples), unroll) for j in jaxprs)
+        over_samples = loops_over_samples(*jaxprs) if loop_parts else frozenset[int]()
+        full, other = (in_parts(traced, program_of(traced, j, loop_parts, over_samples), loop_parts) for j in jaxprs)
     check_same_structure(full.program.graph, other.program.graph)
     return full, other
 
 
-def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str) -> TracedStep:
+def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:
     """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
     # The batch may enter a body that several loops share in another way in each.
     graph = with_own_bodies(verify(full.program.graph))
@@ -102,7 +102,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
     known: dict[Graph, dict[int, int | None]] = {}
     if traced.batch_size == 1:
         try:
-            known, problem = batch_of_one(traced, full, unroll), ""
+            known, problem = batch_of_one(traced, full, loop_parts), ""
         except Exception as error:  # the user's function may raise anything at another size
             problem = f"{problem} {error}"
     batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
@@ -122,7 +122,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, unroll: int, problem: str)
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
-        unrolled=unroll,
+        loop_parts=loop_parts,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
 
@@ -145,7 +145,7 @@ def _with_batch(
     other: PartedProgram,
     batch: tuple[int | None, ...],
     num_microbatches: int,
-    unroll: int,
+    loop_parts: int,
 ) -> TracedStep:
     whole, small = full.program.graph, other.program.graph
     loop, feedbacks = loop_ops(whole, batch)
@@ -171,7 +171,7 @@ def _with_batch(
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
-        unrolled=unroll,
+        loop_parts=loop_parts,
     )
     return TracedStep(step=step, equations=chosen.program.equations, constants=full.program.constants)
 

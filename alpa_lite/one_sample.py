@@ -1,4 +1,4 @@
-"""Programs of a step at a batch size, in parts where loops over layers are written out; also for batches of one sample.
+"""Programs of a step at a batch size, in parts where loops over layers are cut; also for batches of one sample.
 
 JAX writes another program for dims of size 1. What that means for the two uses of a batch of one:
 
@@ -27,15 +27,15 @@ from alpa_lite.trace import Traced
 _SHOWING, _CHECKING = (2, 3), 5
 
 
-def program_of(traced: Traced, jaxpr: Any, unroll: int, over_samples: frozenset[int]) -> GraphWithEquations:
-    """The program of a jaxpr of the step; loops over samples are never written out."""
-    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=unroll, kept=over_samples))
+def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
+    """The program of a jaxpr of the step; loops over samples are never cut."""
+    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, kept=over_samples))
 
 
-def in_parts(traced: Traced, program: GraphWithEquations, unroll: int) -> PartedProgram:
-    """A program with its stacked arrays in parts, if loops were written out."""
-    if unroll > 0:
-        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], unroll)
+def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int) -> PartedProgram:
+    """A program with its stacked arrays in parts, if loops were cut."""
+    if loop_parts > 0:
+        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], loop_parts)
     return PartedProgram(
         program=program,
         input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
@@ -61,7 +61,7 @@ def _alike(jaxpr: Any, other: Any) -> bool:
     )
 
 
-def extrapolated(traced: Traced, unroll: int) -> dict[int, GraphWithEquations]:
+def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquations]:
     """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from.
 
     The full batch is among them unless it is one sample itself.
@@ -69,17 +69,17 @@ def extrapolated(traced: Traced, unroll: int) -> dict[int, GraphWithEquations]:
     full = traced.require_batch()
     sizes = (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
     jaxprs = [traced.at_batch_size(size) for size in sizes]
-    over_samples = loops_over_samples(*jaxprs[:2]) if unroll else frozenset[int]()
+    over_samples = loops_over_samples(*jaxprs[:2]) if loop_parts else frozenset[int]()
     programs = {
-        size: program_of(traced, jaxpr, unroll, over_samples) for size, jaxpr in zip(sizes, jaxprs, strict=True)
+        size: program_of(traced, jaxpr, loop_parts, over_samples) for size, jaxpr in zip(sizes, jaxprs, strict=True)
     }
     return {1: at_one_sample(programs), **programs}
 
 
-def batch_of_one(traced: Traced, own: PartedProgram, unroll: int) -> dict[Graph, dict[int, int | None]]:
+def batch_of_one(traced: Traced, own: PartedProgram, loop_parts: int) -> dict[Graph, dict[int, int | None]]:
     """Per graph and body of a step traced at one sample, the batch dims of the values that larger batches have too."""
-    programs = extrapolated(traced, unroll)
-    made, larger = (in_parts(traced, programs[size], unroll) for size in (1, _SHOWING[0]))
+    programs = extrapolated(traced, loop_parts)
+    made, larger = (in_parts(traced, programs[size], loop_parts) for size in (1, _SHOWING[0]))
     one, two = made.program.graph, larger.program.graph
     check_same_structure(one, two)
     dims = {one: batch_dims(one, two, allow_pairs=True)}

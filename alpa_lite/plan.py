@@ -165,8 +165,8 @@ class SolverReport:
 class Plan:
     """A complete decision.
 
-    `op_layers[i]` is the layer of op i (None: repeated where it is read); `unrolled` in how many parts at least loops
-    over layers are written out (0: they are kept).
+    `op_layers[i]` is the layer of op i (None: repeated where it is read); `loop_parts` into how many parts at least
+    loops over layers are cut (0: they are kept).
     """
 
     name: str
@@ -177,7 +177,7 @@ class Plan:
     num_layers: int
     op_layers: tuple[int | None, ...]
     input_layers: tuple[int, ...]
-    unrolled: int
+    loop_parts: int
     cluster: Cluster
     prediction: Prediction
     solver: SolverReport

@@ -1,10 +1,11 @@
-"""Stacked arrays: what a loop over layers reads row by row, cut into parts of a few rows that can live apart.
+"""Stacked arrays: what loops over layers read row by row, cut into parts of a few rows that can live apart.
 
 A model that scans over its layers keeps the weights of all layers in single arrays [layers, ...], and with them their
-gradients and optimizer state. Once the loop is written out, so that a pipeline can cut it, each part of these arrays
+gradients and optimizer state. Once the loop is cut into parts, for the stages of a pipeline, each part of these arrays
 belongs with its layers. `part_stacks` rewrites the graph: arrays become several inputs and outputs, one per part.
 
-    seeds        values of which every row is read by itself; concatenations along the leading dim      (_seeds)
+    seeds        values of which every row is read by itself or by the loop of its part; concatenations
+                 along the leading dim                                                              (_seeds)
     parted       what such values are computed from, or combined with element by element               (_standing)
     part(x, j)   rows of part j: an input of its own, the pieces of a concatenation, the op of x on
                  the parts j of its operands, or a slice of what is whole                               (_part)

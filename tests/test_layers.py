@@ -21,10 +21,10 @@ from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
 
 
 @cache
-def _step_of(model: str, *, num_microbatches: int = 4, unroll: int = 2) -> StepGraph:
+def _step_of(model: str, *, num_microbatches: int = 4, loop_parts: int = 2) -> StepGraph:
     training = Training(model=model, optimizer="adamw+clip")
     args = training.start(), make_batch(MODELS[model], 0), jax.random.key(0)
-    return split_step(trace(training.step(), args), num_microbatches, unroll=unroll).step
+    return split_step(trace(training.step(), args), num_microbatches, loop_parts=loop_parts).step
 
 
 def _small_step() -> StepGraph:
@@ -107,8 +107,8 @@ def test_more_layers_than_forward_ops_are_refused() -> None:
 
 
 def test_flops_count_loops_by_their_trips() -> None:
-    looped, unrolled = (sum(op_flops(_step_of("gpt_scan", unroll=u))) for u in (0, 2))
-    assert looped == pytest.approx(unrolled, rel=0.05)
+    whole, in_parts = (sum(op_flops(_step_of("gpt_scan", loop_parts=u))) for u in (0, 2))
+    assert whole == pytest.approx(in_parts, rel=0.05)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

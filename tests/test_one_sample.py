@@ -46,11 +46,11 @@ def _scopes(step: StepGraph) -> list[tuple[Graph, tuple[int | None, ...]]]:
     return [(step.graph, step.batch_dims), *((body, scope.batch_dims) for body, scope in step.bodies.items())]
 
 
-@pytest.mark.parametrize("unroll", [0, 2])
+@pytest.mark.parametrize("loop_parts", [0, 2])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_a_batch_of_one_is_known_wherever_there_are_positions(recompute: Recompute, unroll: int) -> None:
+def test_a_batch_of_one_is_known_wherever_there_are_positions(recompute: Recompute, loop_parts: int) -> None:
     """In both directions and inside bodies; what a reduction drops it from, or what never had it, has none."""
-    step = split_step(_traced(recompute, 1), 1, unroll=unroll).step
+    step = split_step(_traced(recompute, 1), 1, loop_parts=loop_parts).step
     assert step.batch_size == 1 and not step.batch_problem
     seen = 0
     for graph, dims in _scopes(step):
@@ -84,7 +84,7 @@ def test_a_batch_of_one_keeps_its_own_program() -> None:
 
 def test_micro_batches_of_one_have_the_program_of_larger_ones() -> None:
     traced = _traced("full", 4)
-    one, two = (split_step(traced, m, unroll=2).step for m in (4, 2))
+    one, two = (split_step(traced, m, loop_parts=2).step for m in (4, 2))
     assert [op.primitive for op in one.graph.ops] == [op.primitive for op in two.graph.ops]
     assert one.batch_dims == two.batch_dims and one.phases == two.phases and one.full_shapes == two.full_shapes
     for v, w, dim in zip(one.graph.values, two.graph.values, one.batch_dims, strict=True):

@@ -194,9 +194,9 @@ def test_names_and_lines_do_not_count() -> None:
 
 def test_a_plan_verifies_its_step_and_cluster() -> None:
     made = planned("mlp", "hybrid")
-    plan, step = made.last_plan, made.function.step(4, unroll=made.last_plan.unrolled).step
+    plan, step = made.last_plan, made.function.step(4, loop_parts=made.last_plan.loop_parts).step
     plan.verify(step, eager_cluster())
     with pytest.raises(MismatchError, match="fingerprint"):
-        plan.verify(made.function.step(2, unroll=plan.unrolled).step)
+        plan.verify(made.function.step(2, loop_parts=plan.loop_parts).step)
     with pytest.raises(MismatchError, match="4"):
         plan.verify(step, dataclasses.replace(eager_cluster(), devices_per_host=4))

@@ -59,11 +59,11 @@ class StepGraph:
     phases       for each op its phase
     bodies       the same of the values of each body of control flow, at any depth
     local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
-    input_parts  what each graph input is; stacked arguments come in parts where loops were written out
+    input_parts  what each graph input is; stacked arguments come in parts where loops do
     output_parts what each graph output is
     aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
     batch_problem  why there is no batch size
-    unrolled     in how many parts at least loops over layers were written out; 0 when they were kept
+    loop_parts     into how many parts at least loops over layers were cut; 0 when they were kept
     """
 
     graph: Graph
@@ -78,7 +78,7 @@ class StepGraph:
     output_parts: tuple[Part, ...]
     aliases: Mapping[int, int]
     batch_problem: str = ""
-    unrolled: int = 0
+    loop_parts: int = 0
 
     def runs_of(self, op: Op) -> int:
         """How often an op runs per step."""

@@ -80,7 +80,7 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
 
 def _different_steps(plan: Plan, other: Plan) -> bool:
     """Whether the plans surely belong to different code or shapes; micro-batches change the fingerprint as well."""
-    alike = (plan.num_microbatches, plan.unrolled) == (other.num_microbatches, other.unrolled)
+    alike = (plan.num_microbatches, plan.loop_parts) == (other.num_microbatches, other.loop_parts)
     return alike and plan.fingerprint != other.fingerprint
 
 

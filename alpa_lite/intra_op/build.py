@@ -179,7 +179,7 @@ class Builder:
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
-        # Zeros are a partial sum too: the first addition of a loop that was written out.
+        # Zeros are a partial sum too: the first addition of a loop whose body runs once.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
     def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:

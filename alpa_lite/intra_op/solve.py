@@ -20,6 +20,9 @@ from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import Walk
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
+RELATIVE_GAP = 1e-3
+"""How close to the best a stage must be proven to be: prices are not that good, and the last bit takes longest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSolution:
@@ -60,7 +63,7 @@ def solve_stage(
     """Choose the sharding of every op of a stage."""
     pricer, builder = catalogue.pricer, Builder(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
-    solution = (solver or Portfolio()).solve(problem, time_limit_seconds=time_limit_seconds)
+    solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
         return StageSolution(
             choice=None,

@@ -133,7 +133,7 @@ def candidate_steps(request: PlanRequest, num_layers: int, problems: list[AlpaLi
     # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
     for m in request.microbatch_choices((1,) if request.cluster.shared_processor else MICROBATCHES):
         try:
-            # Loops over layers are written out where a pipeline may cut them.
+            # Loops over layers are cut where a pipeline may cut them.
             yield request.step_at(m, num_layers if m > 1 else 0)
         except (NonAdditiveError, TraceError) as error:
             if request.num_microbatches != "auto":

@@ -61,7 +61,7 @@ def cut_into_stages(
             + f'. Give {count} numbers above 0, and cut by "flops".'
         )
     if by_loops and count > 1:
-        step = request.best_step(microbatches, unroll=0)
+        step = request.best_step(microbatches, loop_parts=0)
         if (loops := len(forward_loops(step))) == 0 or loops % count:
             raise PlanError(
                 f"{count} stages of equally many loops were asked for, but the forward pass has {loops} loops over "
@@ -69,11 +69,11 @@ def cut_into_stages(
             )
         return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, by_loops=True))
     if count == 1:
-        step = request.best_step(microbatches, unroll=0)
+        step = request.best_step(microbatches, loop_parts=0)
         return Cut(step=step, layers=make_layers(step, 1))
     shares = shares or (1.0,) * count
     try:
-        step = request.best_step(microbatches, unroll=0)
+        step = request.best_step(microbatches, loop_parts=0)
         layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)
         if _is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
             return Cut(step=step, layers=layers)
@@ -89,7 +89,7 @@ def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequenc
     """The cut with loops in as many parts as it takes; at last they are written out."""
     num_parts = len(shares)
     while True:
-        step = request.best_step(microbatches, unroll=num_parts)
+        step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
         if num_parts >= MAX_TRIPS or _is_even(step, layers, shares):
             return Cut(step=step, layers=layers)

@@ -42,7 +42,7 @@ class OnMesh(Planner):
         """Raises `PlanError` when the axes do not cover the cluster, `InfeasibleError` when nothing fits."""
         started = time.perf_counter()
         mesh, cluster = self._mesh(request), request.cluster
-        step = request.best_step((1,), unroll=0)
+        step = request.best_step((1,), loop_parts=0)
         layers = make_layers(step, 1)
         roles = {axis: AxisRole.BATCH for axis in self.batch if axis in mesh.axis_sizes}
         costs = StageCosts(

@@ -29,8 +29,9 @@ from cost_models.interface import CostModel
 class PlanRequest:
     """A step to plan for a cluster.
 
-    step_at(num_microbatches, unroll)   the step cut into phases; `unroll` > 0 writes out loops over layers, with what
-                                        they scan in at least so many parts
+    step_at(num_microbatches, loop_parts)
+                                        the step cut into phases; with `loop_parts` > 0 loops over layers are cut into
+                                        at least so many, with what they scan
     num_arguments                       how many arrays the step takes; the others are captured by the function
     num_microbatches                    a number, or "auto"
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
@@ -61,16 +62,16 @@ class PlanRequest:
         size = self.batch_size
         return tuple(dict.fromkeys(m for m in default if m >= 1 and size % m == 0)) or (1,)
 
-    def best_step(self, default: Sequence[int], *, unroll: int) -> StepGraph:
+    def best_step(self, default: Sequence[int], *, loop_parts: int) -> StepGraph:
         """The step at the first number of micro-batches that works; errors count only for the user's own number."""
         choices = self.microbatch_choices(default)
         for m in choices:
             try:
-                return self.step_at(m, unroll)
+                return self.step_at(m, loop_parts)
             except (NonAdditiveError, BatchError, TraceError):
                 if self.num_microbatches != "auto":
                     raise
-        return self.step_at(1, unroll)
+        return self.step_at(1, loop_parts)
 
 
 class Planner(ABC):
@@ -120,7 +121,7 @@ def assemble(
         num_layers=layers.num_layers,
         op_layers=layers.of_op,
         input_layers=layers.of_input,
-        unrolled=step.unrolled,
+        loop_parts=step.loop_parts,
         cluster=request.cluster,
         prediction=predict(request, step, layers, stages, schedule),
         solver=SolverReport(
@@ -131,7 +132,7 @@ def assemble(
         ),
         opaque=opaque_uses(step),
         undivided=_undivided(request, step, layers, stages),
-        fingerprint=fingerprint(request.step_at(step.num_microbatches, step.unrolled)),
+        fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
 
 

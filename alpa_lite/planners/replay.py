@@ -28,6 +28,6 @@ class Replay(Planner):
                 f"This plan is for {count} micro-batches, but num_microbatches={wanted} was given. "
                 "Leave it out, or make a new plan for that number."
             )
-        step = request.step_at(self.saved.num_microbatches, self.saved.unrolled)
+        step = request.step_at(self.saved.num_microbatches, self.saved.loop_parts)
         self.saved.verify(step, request.cluster)
         return self.saved

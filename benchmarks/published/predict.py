@@ -102,7 +102,7 @@ class Predictor:
         traced = self._traced_step(row)
         request = PlanRequest(
             function=row.id,
-            step_at=lambda m, unroll: traced.step(m, unroll=unroll).step,
+            step_at=lambda m, loop_parts: traced.step(m, loop_parts=loop_parts).step,
             num_arguments=len(traced.traced.leaves),
             batch_size=traced.traced.batch_size,
             cluster=cluster,

@@ -149,4 +149,4 @@ def test_loops_that_are_even_pieces_run_as_they_are(devices: Any) -> None:
 
     parallel = al.parallelize(step, cluster=eager_cluster(), planner=_interleaved(2, 2), num_microbatches=4)
     assert_same(parallel(weights, x), jax.jit(step)(weights, x))
-    assert parallel.last_plan.unrolled == 0 and parallel.last_plan.stages_together == ((0, 2), (1, 3))
+    assert parallel.last_plan.loop_parts == 0 and parallel.last_plan.stages_together == ((0, 2), (1, 3))

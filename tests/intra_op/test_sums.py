@@ -59,7 +59,7 @@ def test_the_first_micro_batch_costs_no_other_reductions() -> None:
 
 def masks(training: Training, found: al.Plan) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and spec of the dropout masks that a loop hands to the backward pass."""
-    graph = traced(training).step(found.num_microbatches, unroll=found.unrolled).step.graph
+    graph = traced(training).step(found.num_microbatches, loop_parts=found.loop_parts).step.graph
     stage = found.stages[0]
     return [
         (graph.values[v].shape, spec)

@@ -61,7 +61,7 @@ def _plan(
     traced = al.parallelize(step).trace(weights, _struct(BATCH, WIDTH))
     planner = Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks), equal=equal, shares=shares)
     plan = traced.plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=4).last_plan
-    return plan, traced.step(4, unroll=plan.unrolled).step
+    return plan, traced.step(4, loop_parts=plan.loop_parts).step
 
 
 def _loops_per_stage(plan: al.Plan, step: Any, phase: Phase) -> list[list[int]]:
@@ -76,7 +76,7 @@ def _loops_per_stage(plan: al.Plan, step: Any, phase: Phase) -> list[list[int]]:
 @pytest.mark.parametrize(("pipeline", "chunks", "per_stage"), [(4, 1, 1), (2, 1, 2), (2, 2, 1)])
 def test_even_loops_are_kept_and_dealt_out(pipeline: int, chunks: int, per_stage: int) -> None:
     plan, step = _plan((2, 2, 2, 2), pipeline, chunks)
-    assert plan.unrolled == 0
+    assert plan.loop_parts == 0
     wanted = [[2] * per_stage] * (pipeline * chunks)
     assert _loops_per_stage(plan, step, Phase.FORWARD) == _loops_per_stage(plan, step, Phase.BACKWARD) == wanted
     # Each stage holds the weights of its own loops.
@@ -103,7 +103,7 @@ def test_loops_are_cut_where_that_is_more_even(
     lengths: tuple[int, ...], pipeline: int, num_parts: int, per_stage: list[list[int]]
 ) -> None:
     plan, step = _plan(lengths, pipeline)
-    assert plan.unrolled == num_parts
+    assert plan.loop_parts == num_parts
     assert _loops_per_stage(plan, step, Phase.FORWARD) == per_stage
 
 
@@ -160,7 +160,7 @@ def test_rows_that_several_stages_read_are_parted() -> None:
 
     args = _struct(4, WIDTH, WIDTH), _struct(BATCH, WIDTH)
     plan = al.plan(step, *args, cluster=al.cluster("p3.16xlarge"), planner=Hybrid(pipeline=2), num_microbatches=4)
-    assert plan.unrolled == 2
+    assert plan.loop_parts == 2
     assert [sorted(stage.specs) for stage in plan.stages] == [["weights[0:2]", "x"], ["weights[2:4]"]]
 
 

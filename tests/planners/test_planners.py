@@ -68,7 +68,7 @@ CASES = [case for case in CASES if case not in TOO_WIDE]
 @pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
 def test_every_op_has_its_layer_and_every_layer_its_stage(model: str, planner: str, cluster: str) -> None:
     plan = plan_for(model, planner, cluster)
-    step = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step
+    step = traced(model).step(plan.num_microbatches, loop_parts=plan.loop_parts).step
     assert len(plan.op_layers) == len(step.graph.ops) and len(plan.input_layers) == len(step.graph.inputs)
     for op, layer in zip(step.graph.ops, plan.op_layers, strict=True):
         assert (layer is None) == (step.phases[op.id] is Phase.INVARIANT), op
@@ -87,7 +87,7 @@ def test_every_op_has_its_layer_and_every_layer_its_stage(model: str, planner: s
 @pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
 def test_every_placed_op_is_on_the_stage_of_its_layer(model: str, planner: str, cluster: str) -> None:
     plan = plan_for(model, planner, cluster)
-    step = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step
+    step = traced(model).step(plan.num_microbatches, loop_parts=plan.loop_parts).step
     placed = Counter(
         op_id
         for stage in plan.stages
@@ -115,7 +115,7 @@ def test_submeshes_tile_the_cluster(model: str, planner: str, cluster: str) -> N
 @pytest.mark.parametrize(("model", "planner", "cluster"), CASES)
 def test_specs_fit_their_arrays_and_meshes(model: str, planner: str, cluster: str) -> None:
     plan = plan_for(model, planner, cluster)
-    graph = traced(model).step(plan.num_microbatches, unroll=plan.unrolled).step.graph
+    graph = traced(model).step(plan.num_microbatches, loop_parts=plan.loop_parts).step.graph
     for stage in plan.stages:
         sizes = stage.mesh_shape.axis_sizes
         placed = [(v, spec) for v, spec in stage.inputs.items()]
@@ -249,7 +249,7 @@ def test_pipelines_balance_their_stages(num_stages: int) -> None:
 def _request(**changes: Any) -> PlanRequest:
     defaults: dict[str, Any] = {
         "function": "f",
-        "step_at": lambda m, unroll: (m, unroll),
+        "step_at": lambda m, loop_parts: (m, loop_parts),
         "num_arguments": 0,
         "batch_size": 12,
         "cluster": eager_cluster(),
@@ -266,14 +266,14 @@ def test_choices_of_micro_batches() -> None:
 
 
 def test_the_first_number_that_works_is_taken() -> None:
-    def step_at(m: int, unroll: bool) -> Any:
+    def step_at(m: int, loop_parts: bool) -> Any:
         if m > 4:
             raise al.errors.NonAdditiveError("no sum")
         return m
 
-    assert _request(step_at=step_at).best_step((12, 6, 4, 2), unroll=True) == 4
+    assert _request(step_at=step_at).best_step((12, 6, 4, 2), loop_parts=True) == 4
     with pytest.raises(al.errors.NonAdditiveError):
-        _request(step_at=step_at, num_microbatches=12).best_step((4,), unroll=True)
+        _request(step_at=step_at, num_microbatches=12).best_step((4,), loop_parts=True)
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()])
