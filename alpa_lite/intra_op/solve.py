@@ -20,7 +20,7 @@ from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import Walk
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
-RELATIVE_GAP = 1e-3
+RELATIVE_GAP = 5e-3
 """How close to the best a stage must be proven to be: prices are not that good, and the last bit takes longest."""
 
 

@@ -3,7 +3,8 @@
     for each number of micro-batches m                                   (candidate_steps)
         layers        cluster the forward ops                            (layers.make_layers)
         stage costs   integer program per layer range × submesh × shape  (inter_op.stage_costs)
-        stage DP      min Σ t_i + (m - 1) max t_i                        (inter_op.stage_dp)
+        stage DP      min Σ t_i + (m - 1) max t_i, on the costs that
+                      its answer depends on                              (inter_op.stage_search, stage_dp)
     the best of these and of the manual plans, priced alike
 
 The result is never priced worse than any manual plan that the search knows.
@@ -20,9 +21,9 @@ import numpy as np
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
-from alpa_lite.inter_op.stage_costs import StageCosts, StageOptions, stage_options
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageAssignment
-from alpa_lite.inter_op.stage_dp import solve as solve_stages
+from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.layers import MAX_LAYERS, Layers, make_layers
 from alpa_lite.mesh import place
 from alpa_lite.plan import Plan
@@ -107,16 +108,12 @@ class Auto(Planner):
             cost_model=request.cost_model,
             progress=request.progress,
         )
-        options = stage_options(costs, self.schedule, _inflow_seconds(request, step, layers))
-        found = solve_stages(
-            options.table,
-            num_devices=request.cluster.num_devices,
-            num_microbatches=step.num_microbatches,
-            serialized=request.cluster.shared_processor,
-        )
+        inflow = _inflow_seconds(request, step, layers)
+        search = StageSearch(costs=costs, schedule=self.schedule, inflow_seconds=inflow)
+        found = search.run()
         if not found.stages:
             raise InfeasibleError(_infeasible(request, costs))
-        stages = _placed(request, costs, options, found.stages)
+        stages = _placed(request, search, found.stages)
         return assemble(self.name, request, step, layers, stages, self.schedule, started)
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
@@ -150,17 +147,19 @@ def _inflow_seconds(request: PlanRequest, step: StepGraph, layers: Layers) -> np
     return np.array(seconds)
 
 
-def _placed(
-    request: PlanRequest, costs: StageCosts, options: StageOptions, assignments: Sequence[StageAssignment]
-) -> list[PlacedStage]:
+def _placed(request: PlanRequest, search: StageSearch, assignments: Sequence[StageAssignment]) -> list[PlacedStage]:
     cluster = request.cluster
-    kinds = [options.kinds[a.submesh] for a in assignments]
+    kinds = [search.kinds[a.submesh] for a in assignments]
     submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
     stages: list[PlacedStage] = []
     for assignment, submesh in zip(assignments, submeshes, strict=True):
-        chosen = options.configurations[assignment.submesh][assignment.configuration]
-        first, last, mesh = assignment.first_layer, assignment.last_layer, chosen.mesh
-        solution = costs.solution(first, last, submesh, mesh, in_flight=chosen.in_flight)
+        first, last, kind, number = (
+            assignment.first_layer,
+            assignment.last_layer,
+            assignment.submesh,
+            assignment.configuration,
+        )
+        mesh, solution = search.configuration(kind, number).mesh, search.solution(first, last, kind, number)
         stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
     return stages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Any
 
 import alpa_lite as al
@@ -69,6 +70,8 @@ class Predictor:
 
         A row without a micro-batch size gets the fastest of a few: tables leave out what was tuned.
         """
+        if unequal := devices_of_stages(row):
+            row = replace(row, data=lcm(*(max(1, n // (row.model * row.context)) for n in unequal)))
         if row.num_microbatches is None and row.global_batch is not None:
             sizes = [size for size in MICROBATCHES if row.global_batch % (row.data * size) == 0]
             if not sizes:

@@ -9,7 +9,6 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -117,7 +116,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
     image = family == "wresnet"
     devices, model, pipeline = _count(cells, "n_devices"), _count(cells, "tp", 1), _count(cells, "pp", 1)
     context = _count(cells, "cp", 1)
-    data = ceil(devices / (model * pipeline * context))
+    data = max(1, devices // (model * pipeline * context))
     billions = _amount(cells, "params_B")
     heads = 0 if image else _count(cells, "heads")
     notes = cells.get("notes") or ""
