@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_costs import AXIS_NAMES, StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
+from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
@@ -71,20 +72,13 @@ def _in_flight(costs: StageCosts, schedule: Schedule, following: int) -> int:
     return schedule.in_flight(0, following + 1, costs.step.num_microbatches)
 
 
-@dataclass(kw_only=True)
 class StageSearch:
-    """The stage DP on one step: estimates become costs where its answer depends on them; see the module.
+    """The stage DP on one step: estimates become costs where its answer depends on them; see the module."""
 
-    `inflow_seconds[i]`: time to receive what layer i reads from earlier layers.
-    """
-
-    costs: StageCosts
-    schedule: Schedule
-    inflow_seconds: NDArray[np.float64]
-
-    def __post_init__(self) -> None:
-        """Estimate all stages that can occur."""
-        cluster, self.num_layers = self.costs.cost_model.cluster, self.costs.layers.num_layers
+    def __init__(self, costs: StageCosts, schedule: Schedule, inflow_seconds: NDArray[np.float64]) -> None:
+        """Estimate all stages that can occur. `inflow_seconds[i]`: to receive what layer i reads from earlier ones."""
+        self.costs, self.schedule, self.inflow_seconds = costs, schedule, inflow_seconds
+        cluster, self.num_layers = costs.cost_model.cluster, costs.layers.num_layers
         self.kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
         self.shapes = [
             [shape for shape in logical_shapes(*kind) if _batch_divides(self.costs.step, shape)] for kind in self.kinds
@@ -145,12 +139,17 @@ class StageSearch:
                     mesh = self.configuration(k, c).mesh
                     found = self.costs.solution(layer, layer, self._submesh(k), mesh, limit_bytes=math.inf)
                     if found.choice is not None:
-                        alone[layer] = _seconds(self.costs, found, 0.0)
+                        alone[layer] = _work_seconds(self.costs, found)
                 for first, last in ranges:
-                    estimate = alone[first : last + 1].sum() + 2 * float(self.inflow_seconds[first])
+                    estimate = self._overhead(first) + alone[first : last + 1].sum()
                     if np.isfinite(estimate):
                         self.seconds[first, last, k, c] = estimate
                         self.following[first, last, k, c] = self.num_layers - 1
+
+    def _overhead(self, first: int) -> float:
+        """Seconds per micro-batch to dispatch a stage's tasks and to receive what comes in, on both ways."""
+        count = 2 + 1 / self.costs.step.num_microbatches
+        return count * dispatch_seconds(self.costs.cost_model.cluster) + 2 * float(self.inflow_seconds[first])
 
     def _solve(self, first: int, last: int, kind: int, number: int) -> None:
         """Put the cost of a stage in the place of its estimate."""
@@ -158,12 +157,13 @@ class StageSearch:
         solution = self.solution(*entry)
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
-        if solution.choice is None:
+        if solution.status is Status.INFEASIBLE:
             # Nor does what holds more layers fit, or more micro-batches in flight.
             around = np.s_[: first + 1, last:, kind, number::shapes]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
+        if solution.choice is None:
             return
-        self.seconds[entry] = _seconds(self.costs, solution, float(self.inflow_seconds[first]))
+        self.seconds[entry] = self._overhead(first) + _work_seconds(self.costs, solution)
         self.following[entry] = _stages_that_may_follow(self.costs, self.schedule, solution)
         tighter = (first, last, kind, number + shapes)
         if number < shapes and len(self.held) > 1 and self.following[entry] < self.num_layers - 1:
@@ -179,11 +179,10 @@ def _worthwhile(cluster: Cluster, first: int, last: int, num_layers: int, device
     return cluster.shared_processor or balanced(flops_share, devices / cluster.num_devices)
 
 
-def _seconds(costs: StageCosts, solution: StageSolution, inflow: float) -> float:
-    """A stage's time per micro-batch: both passes, their dispatch, what comes in, and its part of the update."""
-    launch = dispatch_seconds(costs.cost_model.cluster)
-    loop = solution.forward_seconds + solution.backward_seconds + 2 * launch + 2 * inflow
-    return loop + (solution.update_seconds + launch) / costs.step.num_microbatches
+def _work_seconds(costs: StageCosts, solution: StageSolution) -> float:
+    """What a stage does per micro-batch: both passes, and its part of the update."""
+    loop = solution.forward_seconds + solution.backward_seconds
+    return loop + solution.update_seconds / costs.step.num_microbatches
 
 
 def _stages_that_may_follow(costs: StageCosts, schedule: Schedule, solution: StageSolution) -> int:

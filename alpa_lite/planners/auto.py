@@ -108,8 +108,7 @@ class Auto(Planner):
             cost_model=request.cost_model,
             progress=request.progress,
         )
-        inflow = _inflow_seconds(request, step, layers)
-        search = StageSearch(costs=costs, schedule=self.schedule, inflow_seconds=inflow)
+        search = StageSearch(costs, self.schedule, _inflow_seconds(request, step, layers))
         found = search.run()
         if not found.stages:
             raise InfeasibleError(_infeasible(request, costs))
