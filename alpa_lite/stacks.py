@@ -94,11 +94,15 @@ class _Rewriter:
                 read.setdefault(op.operands[0], set()).add(rows)
 
         def in_parts(length: int, found: set[tuple[int, int]]) -> bool:
-            bounds = self.bounds(length)
-            inside = all(any(a <= start and stop <= b for a, b in bounds) for start, stop in found)
+            inside = all(self.part_with(length, rows) is not None for rows in found)
             return inside and len({row for rows in found for row in range(*rows)}) == length > 1
 
         return {v for v, found in read.items() if in_parts(self.graph.values[v].shape[0], found)}
+
+    def part_with(self, length: int, rows: tuple[int, int]) -> int | None:
+        """The part that has these rows; None when no part has all of them."""
+        bounds = self.bounds(length)
+        return next((j for j, (a, b) in enumerate(bounds) if a <= rows[0] and rows[1] <= b), None)
 
     def standing(self, v: int) -> _Standing:
         """Whether the value is cut; remembered."""
@@ -258,10 +262,7 @@ class _Rewriter:
     def _rewrite(self, op: Op) -> None:
         rows, factor = _rows_read(self.graph, op), self._reduced_factor(op)
         if rows is not None and self.standing(op.operands[0]) is _Standing.PARTED:
-            source = op.operands[0]
-            bounds = self.bounds(self.graph.values[source].shape[0])
-            j, first = next((j, a) for j, (a, b) in enumerate(bounds) if a <= rows[0] and rows[1] <= b)
-            self.whole[op.results[0]] = self._rows(self._part(source, j), (rows[0] - first, rows[1] - first), op)
+            self.whole[op.results[0]] = self._rows_of(op.operands[0], rows, op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)
         else:
@@ -324,6 +325,15 @@ class _Rewriter:
         for part in parts[1:]:
             (total,) = self._emit(op, equation, [total, part], [value])
         return total
+
+    def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
+        """Some rows of a value in parts."""
+        length = self.graph.values[v].shape[0]
+        j = self.part_with(length, rows)
+        if j is None:
+            return self._rows(self._whole(v), rows, op)
+        first = self.bounds(length)[j][0]
+        return self._rows(self._part(v, j), (rows[0] - first, rows[1] - first), op)
 
     def _rows(self, source: int, rows: tuple[int, int], op: Op) -> int:
         """Some rows of a new value."""

@@ -79,12 +79,19 @@ def _rows_by_number(state: Any, x: Any) -> Any:
     return (params, opt_state), value
 
 
+def _loop_across_parts(p: Any, x: Any) -> Any:
+    """A loop over some rows of what comes in parts, which no part has all of."""
+    decayed, _ = jax.lax.scan(lambda total, row: (0.5 * total + jnp.sin(row), None), jnp.zeros(D), (2 * p["b"])[1:5])
+    return _loss(p, x, _body) + 1e-2 * jnp.sum(decayed)
+
+
 STEPS: dict[str, Callable[..., Any]] = {
     "scan": _train(lambda p, x: _loss(p, x, _body)),
     "reverse": _train(lambda p, x: _loss(p, x, _body, reverse=True)),
     "cast": _train(lambda p, x: _loss(p, x, _body, jnp.bfloat16)),
     "remat": _train(lambda p, x: _loss(p, x, jax.checkpoint(_body))),
     "read whole too": _train(_weight_read_whole_too),
+    "loop across parts": _train(_loop_across_parts),
     "neighbours correlated": _train(_neighbours_correlated),
     "rows by number": _rows_by_number,
 }

@@ -63,7 +63,7 @@ class StepGraph:
     output_parts what each graph output is
     aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
     batch_problem  why there is no batch size
-    loop_parts     into how many parts at least loops over layers were cut; 0 when they were kept
+    loop_parts   into how many parts at least loops over layers were cut; 0 when they were kept
     """
 
     graph: Graph
