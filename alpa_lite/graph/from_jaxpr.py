@@ -59,8 +59,8 @@ def from_jaxpr(
     """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
 
     Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become at least `num_parts`
-    loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 they stay as
-    they are, as do those numbered in `kept` (`loops_over_samples`).
+    loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 or 1 they stay
+    as they are, as do those numbered in `kept` (`loops_over_samples`).
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
     builder = _Builder(num_parts=num_parts, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept}, bodies={})
@@ -198,7 +198,7 @@ class _Builder:
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name, params = eqn.primitive.name, dict(eqn.params)
-        if name == "scan" and self.num_parts and id(eqn) not in self.kept and _is_over_layers(params):
+        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and _is_over_layers(params):
             return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
             return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
@@ -286,15 +286,11 @@ class _Builder:
         """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
         if value in self.pieces and len(self.pieces[value]) == len(bounds):
             return self.pieces[value][number]
-        if bounds == [(0, self.values[value].shape[0])] and bounds[0][1] > 1:
-            return value
         v = self.values[value]
         return self.call(_rows_jaxpr(v.shape, v.dtype, *bounds[number]), [value], stack=stack, source=source)[0]
 
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
         """Op that puts pieces one after the other, or stacks them."""
-        if len(pieces) == 1 and not stacked:
-            return pieces[0]
         v = self.values[pieces[0]]
         jaxpr = _join_jaxpr(v.shape, v.dtype, len(pieces), stacked)
         result = self.call(jaxpr, pieces, stack=stack, source=source)[0]

@@ -81,7 +81,7 @@ class StageCosts:
     ) -> StageSolution:
         """The best sharding of some layers on a logical mesh, within `limit_bytes` (None: the memory of a device).
 
-        `math.inf`: whatever memory it takes; then the peak is not told.
+        `math.inf`: whatever memory it takes.
         """
         view, kind = self._view(first, last), (submesh.num_hosts, submesh.devices_per_host, mesh)
         limit = float(self.cost_model.cluster.device.memory_bytes) if limit_bytes is None else limit_bytes

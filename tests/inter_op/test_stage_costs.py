@@ -19,19 +19,22 @@ SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)
 MESH = LogicalMesh(axis_names=("x",), shape=(4,))
 
 
+def chain_step(weights: Any, x: Any) -> Any:
+    """A training step of equal layers, written out."""
+
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
 def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
-    def step(weights: Any, x: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            h = x
-            for w in weights:
-                h = jnp.tanh(h @ w)
-            return jnp.mean(h**2)
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
-    traced = al.parallelize(step).trace(weights, jax.ShapeDtypeStruct((512, 256), jnp.float32))
+    traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((512, 256), jnp.float32))
     graph = traced.step(4).step
     cluster = al.cluster("p3.16xlarge")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,14 @@ from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.layers import make_layers
 from alpa_lite.schedule import OneFOneB
 from cost_models.composed import ComposedCostModel
+from tests.inter_op.test_stage_costs import chain_step
 
 WIDTH, BATCH = 1024, 4096
 
 
-def _step(weights: Any, x: Any) -> Any:
-    def loss(weights: Any) -> Any:
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
-
 def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
-    step = al.parallelize(_step).trace(weights, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)).step(8).step
+    step = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)).step(8).step
     cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
     costs = StageCosts(
