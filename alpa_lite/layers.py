@@ -21,14 +21,14 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
-from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.graph.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.rules.graph_facts import free_values, rule_of_op
 
 FloatArray = NDArray[np.float64]
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
-MAX_LAYERS = 8
+MAX_LAYERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,44 @@ def default_num_layers(step: StepGraph) -> int:
     """Number of layers when the user gives none: by the number of forward contractions."""
     heavy = sum(_contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD)
     return max(1, min(MAX_LAYERS, int(heavy) // CONTRACTIONS_PER_LAYER))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Into how many parts at least loops over layers are cut, and how many layers are made."""
+
+    loop_parts: int
+    num_layers: int
+
+    @staticmethod
+    def into(count: int) -> Cut:
+        """So many layers, and loops in no more parts than these need."""
+        return Cut(loop_parts=count if count > 1 else 0, num_layers=count)
+
+
+def natural_cut(step: StepGraph) -> Cut:
+    """Layers that fall on equal parts of the loops over layers, if these do most of the work; see `MAX_LAYERS`.
+
+    `step` has its loops whole.
+    """
+    flops = op_flops(step)
+    loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
+    total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
+    if 2 * sum(flops[op] for op in loops) < total:
+        count = default_num_layers(step)
+        return Cut(loop_parts=count if loops else 0, num_layers=count)
+    longest = max(_trips(step, op) for op in loops)
+    all_trips = sum(_trips(step, op) for op in loops)
+    wanted = max(1, MAX_LAYERS * longest // all_trips)
+    parts = max(d for d in range(1, wanted + 1) if longest % d == 0)
+    if 2 * parts <= wanted and longest <= 2 * wanted:
+        parts = longest  # a number with few divisors
+    return Cut(loop_parts=parts, num_layers=sum(len(parts_of(_trips(step, op), parts)) for op in loops))
+
+
+def _trips(step: StepGraph, op: int) -> int:
+    wiring = wiring_of(step.graph.ops[op])
+    return int(wiring.trips) if wiring is not None else 1
 
 
 def _contractions(graph: Graph, op: Op) -> float:

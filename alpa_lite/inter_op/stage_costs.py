@@ -15,11 +15,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
-from alpa_lite.intra_op.solve import StageSolution, solve_stage
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, solve_stage
+from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
@@ -53,14 +57,30 @@ class Solved:
     solution: StageSolution
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tight:
+    """Layers that do not fit: the least bytes per device that they were found to need, and why."""
+
+    first: int
+    last: int
+    peak_bytes: float
+    shortage: Shortage
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Solves stages of one step on demand and remembers them."""
+    """Solves stages of one step on demand and remembers them.
+
+    `seeks_peaks`: whether to look for the least memory that a stage could do with where it does not fit, which takes
+    longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
+    """
 
     step: StepGraph
     layers: Layers
     cost_model: CostModel
     restriction: Restriction | None = None
+    seeks_peaks: bool = True
+    relative_gap: float = RELATIVE_GAP
     progress: Callable[[str], None] = field(default=lambda _: None)
     _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
     _solved: dict[tuple[object, Kind], list[Solved]] = field(
@@ -91,7 +111,7 @@ class StageCosts:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
             finite = limit if math.isfinite(limit) else None
-            solution = solve_stage(view, catalogue, limit_bytes=finite, in_flight=in_flight)
+            solution = solve_stage(view, catalogue, limit_bytes=finite, in_flight=in_flight, solver=self._solver)
             found = Solved(view=view, kind=kind, in_flight=in_flight, limit_bytes=limit, solution=solution)
             known.append(found)
         solved = found.solution
@@ -99,6 +119,15 @@ class StageCosts:
             return solved
         peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    @property
+    def _solver(self) -> Portfolio:
+        peak_seconds = {} if self.seeks_peaks else {"peak_seconds": 0.0}
+        return Portfolio(relative_gap=self.relative_gap, **peak_seconds)
+
+    def structures(self) -> list[object]:
+        """For each layer an object that stands for its structure: equal for layers that are alike."""
+        return [self._structure(self._view(layer, layer)) for layer in range(self.layers.num_layers)]
 
     def _view(self, first: int, last: int) -> StageView:
         if (first, last) not in self._views:
@@ -124,29 +153,46 @@ class StageCosts:
         limit = float(self.cost_model.cluster.device.memory_bytes)
         return explain_shortage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
 
-    def leanest_shortage(self, first: int, last: int) -> Shortage | None:
-        """The same where these layers come closest to fitting; None if they fit somewhere, or were not tried."""
-        tried = [s for s in self._within_memory() if (s.view.first, s.view.last) == (first, last)]
-        if not tried or any(s.solution.choice is not None for s in tried):
-            return None
-        leanest = min(tried, key=lambda s: s.solution.peak_bytes)
-        hosts, devices, mesh = leanest.kind
-        submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
-        return self.shortage(first, last, submesh, mesh, in_flight=leanest.in_flight)
+    def tightest(self) -> Tight | None:
+        """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
 
-    def least_peaks(self) -> dict[tuple[int, int], float]:
-        """For the shortest stages tried the least bytes per device of any solution, feasible or not."""
-        shortest = min((s.view.last - s.view.first for s in self._within_memory()), default=0)
-        least: dict[tuple[int, int], float] = {}
+        None when nothing was tried, or something of each fitted.
+        """
+        failed: dict[tuple[int, int], Solved] = {}
+        fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
         for solved in self._within_memory():
             key = (solved.view.first, solved.view.last)
-            if key[1] - key[0] == shortest:
-                least[key] = min(solved.solution.peak_bytes, least.get(key, float("inf")))
-        return least
+            if key not in fitted and (key not in failed or _devices(solved.kind) > _devices(failed[key].kind)):
+                failed[key] = solved
+        if not failed:
+            return None
+        held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
+        first, last = min(failed, key=lambda key: (key[1] - key[0], held[key[0]] - held[key[1] + 1]))
+        solved = failed[first, last]
+        hosts, devices, mesh = solved.kind
+        submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
+        needs = replace(self, seeks_peaks=True, _solved={}).solution(
+            first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
+        )
+        shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight)
+        return Tight(first=first, last=last, peak_bytes=needs.peak_bytes, shortage=shortage)
 
     def _within_memory(self) -> list[Solved]:
         """What was solved within a limit."""
         return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
+
+
+def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
+    """[layers]: bytes of the arguments without a batch that live in each layer, over all devices."""
+    totals = np.zeros(layers.num_layers)
+    for v, home in zip(step.graph.inputs, layers.of_input, strict=True):
+        if step.batch_dims[v] is None:
+            totals[home] += step.graph.values[v].bytes
+    return totals
+
+
+def _devices(kind: Kind) -> int:
+    return kind[0] * kind[1]
 
 
 def _fits(solved: Solved, in_flight: int, limit_bytes: float) -> bool:

@@ -1,8 +1,11 @@
-"""The search for stages: the stage DP on estimates that become costs where they matter.
+"""The search for stages: the stage DP on guesses that become costs where they matter.
 
-    estimate    of a stage: the sum of what its layers take, each solved by itself with memory to spare    `_estimate`
-    search      the best stages by what is known; those that were only estimated are solved; again, until
-                the best stages are solved ones                                                            `run`
+    guess       of a layer on a logical mesh, per micro-batch                                    (`survey.Survey`)
+    estimate    of a layer: what it takes when solved by itself with memory to spare             `_estimate`
+    of a stage  the sum of its layers' guesses or estimates, and what it receives and dispatches `_refresh`
+    cost        of a stage: solved as a whole, within the memory of a device                     `_solve`
+    search      the best stages by what is known; a stage of guessed layers is estimated, one of
+                estimated layers is solved; again, until the best stages are solved ones         `run`
 
 Solving a whole stage is what takes time; few of those that can occur are ever near the best. What is solved takes its
 memory into account, and what its layers hand to each other.
@@ -11,186 +14,247 @@ memory into account, and what its layers hand to each other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.inter_op.stage_costs import AXIS_NAMES, StageCosts
-from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
+from alpa_lite.inter_op.space import Space, flops_shares
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_dp import StageAssignment, StageChoice, StageTable, solve
 from alpa_lite.intra_op.problem import Status
-from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import Layers, op_flops
-from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.mesh import LogicalMesh
 from alpa_lite.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from cost_models.cluster import Cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """A logical shape, and how many micro-batches in flight the sharding must leave room for."""
-
-    shape: tuple[int, ...]
-    in_flight: int
-
-    @property
-    def mesh(self) -> LogicalMesh:
-        """The logical mesh with the search's axis names."""
-        return LogicalMesh(axis_names=AXIS_NAMES[len(self.shape)], shape=self.shape)
-
-
-#: A stage may have at most this many times its devices' share of the FLOPs, and at least the inverse of its square.
-IMBALANCE = 2.0
-
-
-def balanced(flops_share: float, device_share: float) -> bool:
-    """True for stages that can be part of a good pipeline: the slowest stage sets its pace."""
-    return device_share / IMBALANCE**2 <= flops_share <= device_share * IMBALANCE
-
-
-def _flops_shares(step: StepGraph, layers: Layers) -> np.ndarray:
-    """Each layer's part of the FLOPs of the loop."""
-    totals = np.zeros(layers.num_layers)
-    for flops, layer, phase in zip(op_flops(step), layers.of_op, step.phases, strict=True):
-        if layer is not None and phase.in_loop:
-            totals[layer] += flops
-    return totals / max(1.0, totals.sum())
-
-
-def _batch_divides(step: StepGraph, shape: tuple[int, ...]) -> bool:
-    """A 2-D mesh needs a batch that its first axis can split."""
-    if len(shape) == 1:
-        return True
-    return step.batch_size is not None and step.batch_size // step.num_microbatches % shape[0] == 0
-
-
-def _in_flight(costs: StageCosts, schedule: Schedule, following: int) -> int:
-    """Micro-batches in flight on a stage that is followed by so many others."""
-    return schedule.in_flight(0, following + 1, costs.step.num_microbatches)
-
-
 class StageSearch:
-    """The stage DP on one step: estimates become costs where its answer depends on them; see the module."""
+    """The stage DP on one step: guesses become costs where its answer depends on them; see the module.
 
-    def __init__(self, costs: StageCosts, schedule: Schedule, inflow_seconds: NDArray[np.float64]) -> None:
-        """Estimate all stages that can occur. `inflow_seconds[i]`: to receive what layer i reads from earlier ones."""
-        self.costs, self.schedule, self.inflow_seconds = costs, schedule, inflow_seconds
-        cluster, self.num_layers = costs.cost_model.cluster, costs.layers.num_layers
-        self.kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
-        self.shapes = [
-            [shape for shape in logical_shapes(*kind) if _batch_divides(self.costs.step, shape)] for kind in self.kinds
-        ]
-        # Micro-batches in flight on the last stage, and on the first of many.
-        self.held = sorted({_in_flight(self.costs, self.schedule, n) for n in (0, self.num_layers - 1)})
-        size = (self.num_layers, self.num_layers, len(self.kinds), max(map(len, self.shapes)) * len(self.held))
-        self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=int)
+    A configuration of a stage is a logical shape and how many micro-batches in flight its sharding leaves room for.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        schedule: Schedule,
+        inflow_seconds: NDArray[np.float64],
+        space: Space,
+        guess: NDArray[np.float64],
+        following: NDArray[np.int64],
+        *,
+        num_stages: int | None = None,
+        coarse: Callable[[int], StageCosts] | None = None,
+        uneven_seconds: float = 0.0,
+    ) -> None:
+        """Nothing is solved yet.
+
+        inflow_seconds  [layers]: to receive what a layer reads from earlier ones, per micro-batch
+        guess           [layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot run
+        following       [layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for none
+        num_stages      how many stages to make; None for the best number
+        coarse          the same step in so many layers: there equal stages are one layer each, with loops that are
+                        cut no further than they must be; None where that changes nothing
+        uneven_seconds  what a step takes longer whose stages are not alike
+        """
+        self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
+        self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
+        self.coarse, self.uneven_seconds = coarse, uneven_seconds
+        self.alone, self.estimated = guess.copy(), np.zeros(guess.shape, dtype=np.bool_)
+        self.held = self._levels()
+        size = (self.num_layers, self.num_layers, len(space.kinds), space.most_shapes * len(self.held))
+        self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.solved = np.zeros(size, dtype=np.bool_)
-        self._estimate(cluster)
+        self._possible = space.worthwhile(flops_shares(costs.step, costs.layers)) & (following >= 0)
+        self._at_best = following[..., None]
+        self._refresh()
 
     def run(self) -> StageChoice:
         """The best stages, all of them solved."""
-        cluster = self.costs.cost_model.cluster
-        devices = tuple(hosts * per_host for hosts, per_host in self.kinds)
+        solved = self._best_solved()
         while True:
-            found = solve(
-                StageTable(seconds=self.seconds, max_following_stages=self.following, submesh_devices=devices),
-                num_devices=cluster.num_devices,
-                num_microbatches=self.costs.step.num_microbatches,
-                serialized=cluster.shared_processor,
-            )
+            found = self.best_known()
+            if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
+                return solved
             entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
-            estimated = [entry for entry in entries if not self.solved[entry]]
-            if not estimated:
+            pending = [entry for entry in entries if not self.solved[entry]]
+            if not pending:
                 return found
-            for entry in estimated:
+            guessed = [entry for entry in pending if self._estimate(*entry)]
+            for entry in () if guessed else pending:
                 self._solve(*entry)
+            self._refresh()
+            solved = self._best_solved()
 
-    def configuration(self, kind: int, number: int) -> Configuration:
-        """What a configuration of a kind of submesh stands for: all shapes with the fewest in flight come first."""
-        shapes = self.shapes[kind]
-        return Configuration(shape=shapes[number % len(shapes)], in_flight=self.held[number // len(shapes)])
+    def best_known(self) -> StageChoice:
+        """The best stages by what is known so far."""
+        return self._best(self.seconds)
 
-    def solution(self, first: int, last: int, kind: int, number: int) -> StageSolution:
+    def _best_solved(self) -> StageChoice:
+        return self._best(np.where(self.solved, self.seconds, np.inf))
+
+    def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
+        free = self._best_of(seconds, self.following)
+        if not self.uneven_seconds or not free.stages or self.are_alike(free.stages):
+            return free
+        free = replace(free, seconds=free.seconds + self.uneven_seconds)
+        return min((free, *self._alike(seconds)), key=lambda found: found.seconds)
+
+    def _alike(self, seconds: NDArray[np.float64]) -> Iterator[StageChoice]:
+        """The best stages of each kind and shape, if all are to be alike."""
+        for kind, shapes in enumerate(self.space.shapes):
+            count = self.space.cluster.num_devices // self.space.devices[kind]
+            length = self.num_layers // count if count <= self.num_layers else 0
+            if not length or any(
+                self.equal_stages(i * length, (i + 1) * length - 1, kind) is None for i in range(count)
+            ):
+                continue
+            firsts = np.arange(count) * length
+            for shape in range(len(shapes)):
+                only = np.full_like(seconds, np.inf)
+                kept = (firsts, firsts + length - 1, kind, slice(shape, None, self.space.most_shapes))
+                only[kept] = seconds[kept]
+                if np.isfinite(only[kept]).any(axis=-1).all():
+                    yield self._best_of(only, self.following)
+
+    def _best_of(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+        cluster = self.space.cluster
+        return solve(
+            StageTable(seconds=seconds, max_following_stages=following, submesh_devices=self.space.devices),
+            num_devices=cluster.num_devices,
+            num_microbatches=self.costs.step.num_microbatches,
+            min_stages=self.num_stages or 1,
+            max_stages=self.num_stages,
+            serialized=cluster.shared_processor,
+        )
+
+    def mesh(self, kind: int, configuration: int) -> LogicalMesh:
+        """The logical mesh of a configuration of a kind of submesh."""
+        return self.space.mesh(kind, configuration % self.space.most_shapes)
+
+    def solution(self, first: int, last: int, kind: int, configuration: int) -> StageSolution:
         """The best sharding of a stage in a configuration."""
-        chosen = self.configuration(kind, number)
-        return self.costs.solution(first, last, self._submesh(kind), chosen.mesh, in_flight=chosen.in_flight)
+        in_flight = self.held[configuration // self.space.most_shapes]
+        submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
+        count = self.equal_stages(first, last, kind)
+        if self.coarse is not None and count is not None:
+            number = first * count // self.num_layers
+            return self.coarse(count).solution(number, number, submesh, mesh, in_flight=in_flight)
+        return self.costs.solution(first, last, submesh, mesh, in_flight=in_flight)
 
-    def _submesh(self, kind: int) -> Submesh:
-        return Submesh(first_device=0, num_hosts=self.kinds[kind][0], devices_per_host=self.kinds[kind][1])
+    def equal_stages(self, first: int, last: int, kind: int) -> int | None:
+        """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
+        length, devices = last + 1 - first, self.space.devices[kind]
+        count = self.num_layers // length
+        aligned = self.num_layers % length == 0 and first % length == 0
+        return count if aligned and count * devices == self.space.cluster.num_devices else None
 
-    def _estimate(self, cluster: Cluster) -> None:
-        """A stage takes about what its layers take by themselves, with memory to spare."""
-        shares = np.concatenate([[0.0], np.cumsum(_flops_shares(self.costs.step, self.costs.layers))])
-        for k, (hosts, per_host) in enumerate(self.kinds):
-            ranges = [
-                (first, last)
-                for first, last in combinations_with_replacement(range(self.num_layers), 2)
-                if _worthwhile(
-                    cluster, first, last, self.num_layers, hosts * per_host, float(shares[last + 1] - shares[first])
-                )
-            ]
-            layers = sorted({layer for first, last in ranges for layer in range(first, last + 1)})
-            for c in range(len(self.shapes[k])):
-                alone = np.full(self.num_layers, np.inf)
-                for layer in layers:
-                    mesh = self.configuration(k, c).mesh
-                    found = self.costs.solution(layer, layer, self._submesh(k), mesh, limit_bytes=math.inf)
-                    if found.choice is not None:
-                        alone[layer] = _work_seconds(self.costs, found)
-                for first, last in ranges:
-                    estimate = self._overhead(first) + alone[first : last + 1].sum()
-                    if np.isfinite(estimate):
-                        self.seconds[first, last, k, c] = estimate
-                        self.following[first, last, k, c] = self.num_layers - 1
+    def are_alike(self, stages: Sequence[StageAssignment]) -> bool:
+        """Whether stages have equally many layers and devices, in one logical shape."""
+        counts = {self.equal_stages(s.first_layer, s.last_layer, s.submesh) for s in stages}
+        shapes = {(s.submesh, s.configuration % self.space.most_shapes) for s in stages}
+        return None not in counts and len(counts) == 1 and len(shapes) == 1
 
-    def _overhead(self, first: int) -> float:
-        """Seconds per micro-batch to dispatch a stage's tasks and to receive what comes in, on both ways."""
-        count = 2 + 1 / self.costs.step.num_microbatches
-        return count * dispatch_seconds(self.costs.cost_model.cluster) + 2 * float(self.inflow_seconds[first])
+    def _levels(self) -> list[int]:
+        """How many micro-batches in flight a sharding may leave room for: those of the last stage, twice as many, …"""
+        least, most = (self._in_flight(n) for n in (0, self.num_layers - 1))
+        levels = [least]
+        while levels[-1] < most:
+            levels.append(min(2 * levels[-1], most))
+        return levels
 
-    def _solve(self, first: int, last: int, kind: int, number: int) -> None:
+    def _in_flight(self, following: int) -> int:
+        """Micro-batches in flight on a stage that is followed by so many others."""
+        return self.schedule.in_flight(0, following + 1, self.costs.step.num_microbatches)
+
+    def _refresh(self) -> None:
+        """Put the sums of what is known of layers in the place of all stages that are not solved."""
+        stages = stage_seconds(self.alone, self._overhead(), self._possible)
+        for level, held in enumerate(self.held):
+            part = np.s_[..., level * self.space.most_shapes : (level + 1) * self.space.most_shapes]
+            open_ = ~self.solved[part]
+            # More room is never faster; that it costs nothing is all that is known before it is solved.
+            lower = stages if level == 0 else np.maximum(stages, self._solved_with_less_room(level))
+            self.seconds[part] = np.where(open_, lower, self.seconds[part])
+            # A sharding with the least room may turn out to have room for all.
+            most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
+            self.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), self.following[part])
+
+    def _solved_with_less_room(self, level: int) -> NDArray[np.float64]:
+        """[layers, layers, kinds, shapes]: the most seconds that a stage took with room for fewer; 0 where unknown."""
+        shapes, found = self.space.most_shapes, np.zeros(self.seconds.shape[:3] + (self.space.most_shapes,))
+        for lower in range(level):
+            part = np.s_[..., lower * shapes : (lower + 1) * shapes]
+            found = np.maximum(found, np.where(self.solved[part], self.seconds[part], 0.0))
+        return found
+
+    def _most_following(self, held: int) -> int:
+        """The most stages that may follow one that has room for so many micro-batches."""
+        return max(n for n in range(self.num_layers) if self._in_flight(n) <= held)
+
+    def _overhead(self) -> NDArray[np.float64]:
+        return overhead_seconds(self.space.cluster, self.inflow_seconds, self.costs.step.num_microbatches)
+
+    def _estimate(self, first: int, last: int, kind: int, configuration: int) -> bool:
+        """Solve the layers of a stage by themselves; False where all of them were before."""
+        shape = configuration % self.space.most_shapes
+        unknown = [layer for layer in range(first, last + 1) if not self.estimated[layer, kind, shape]]
+        for layer in unknown:
+            submesh, mesh = self.space.submesh(kind), self.space.mesh(kind, shape)
+            found = self.costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
+            self.alone[layer, kind, shape] = work_seconds(self.costs, found)
+            self.estimated[layer, kind, shape] = True
+        return bool(unknown)
+
+    def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put the cost of a stage in the place of its estimate."""
-        entry, shapes = (first, last, kind, number), len(self.shapes[kind])
+        entry, shapes = (first, last, kind, configuration), self.space.most_shapes
         solution = self.solution(*entry)
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
             # Nor does what holds more layers fit, or more micro-batches in flight.
-            around = np.s_[: first + 1, last:, kind, number::shapes]
+            around = np.s_[: first + 1, last:, kind, configuration::shapes]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
-        if solution.choice is None:
-            return
-        self.seconds[entry] = self._overhead(first) + _work_seconds(self.costs, solution)
-        self.following[entry] = _stages_that_may_follow(self.costs, self.schedule, solution)
-        tighter = (first, last, kind, number + shapes)
-        if number < shapes and len(self.held) > 1 and self.following[entry] < self.num_layers - 1:
-            # With room for more micro-batches it is no faster.
-            self.seconds[tighter], self.following[tighter] = self.seconds[entry], self.num_layers - 1
+        if solution.choice is not None:
+            self.seconds[entry] = self._overhead()[first] + work_seconds(self.costs, solution)
+            self.following[entry] = self._stages_that_may_follow(solution)
+
+    def _stages_that_may_follow(self, solution: StageSolution) -> int:
+        """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none."""
+        limit = float(self.space.cluster.device.memory_bytes)
+        fits = (n for n in reversed(range(self.num_layers)) if solution.bytes_in_flight(self._in_flight(n)) <= limit)
+        return next(fits, -1)
 
 
-def _worthwhile(cluster: Cluster, first: int, last: int, num_layers: int, devices: int, flops_share: float) -> bool:
-    """All devices go with all layers; a part of the layers gets about its share of the devices."""
-    whole = first == 0 and last == num_layers - 1
-    if whole or devices == cluster.num_devices:
-        return whole and devices == cluster.num_devices
-    return cluster.shared_processor or balanced(flops_share, devices / cluster.num_devices)
+def overhead_seconds(
+    cluster: Cluster, inflow_seconds: NDArray[np.float64], num_microbatches: int
+) -> NDArray[np.float64]:
+    """[layers]: seconds per micro-batch to dispatch the tasks of a stage that begins there and to receive what comes
+    in, on both ways."""
+    return (2 + 1 / num_microbatches) * dispatch_seconds(cluster) + 2 * inflow_seconds
 
 
-def _work_seconds(costs: StageCosts, solution: StageSolution) -> float:
-    """What a stage does per micro-batch: both passes, and its part of the update."""
+def stage_seconds(
+    alone: NDArray[np.float64], overhead: NDArray[np.float64], possible: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """[layers, layers, kinds, shapes]: the sums of what layers take alone, with the overhead of the first of them."""
+    finite = np.isfinite(alone)
+    sums, missing = (
+        np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
+        for part in (np.where(finite, alone, 0.0), ~finite)
+    )
+    stages = sums[None, 1:] - sums[:-1, None] + overhead[:, None, None, None]
+    complete = missing[None, 1:] == missing[:-1, None]
+    return np.where(complete & possible[..., None], stages, np.inf)
+
+
+def work_seconds(costs: StageCosts, solution: StageSolution) -> float:
+    """What a stage does per micro-batch: both passes, and its part of the update; infinite without a solution."""
+    if solution.choice is None:
+        return math.inf
     loop = solution.forward_seconds + solution.backward_seconds
     return loop + solution.update_seconds / costs.step.num_microbatches
-
-
-def _stages_that_may_follow(costs: StageCosts, schedule: Schedule, solution: StageSolution) -> int:
-    """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none at all."""
-    limit = float(costs.cost_model.cluster.device.memory_bytes)
-    fits = (
-        following
-        for following in reversed(range(costs.layers.num_layers))
-        if solution.bytes_in_flight(_in_flight(costs, schedule, following)) <= limit
-    )
-    return next(fits, -1)

@@ -1,11 +1,8 @@
-"""Automatic search: Alpa's two levels, for every number of micro-batches that makes sense, and the manual plans too.
+"""Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the manual plans too.
 
-    for each number of micro-batches m                                   (candidate_steps)
-        layers        cluster the forward ops                            (layers.make_layers)
-        stage costs   integer program per layer range × submesh × shape  (inter_op.stage_costs)
-        stage DP      min Σ t_i + (m - 1) max t_i, on the costs that
-                      its answer depends on                              (inter_op.stage_search, stage_dp)
-    the best of these and of the manual plans, priced alike
+    search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint.JointSearch`
+    manual       the classic plans, priced alike                                             `Auto._manual`
+    best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
 
 The result is never priced worse than any manual plan that the search knows.
 """
@@ -16,24 +13,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, NonAdditiveError, PlanError, TraceError
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.recomputation import read_originals_across
-from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_dp import StageAssignment
-from alpa_lite.inter_op.stage_search import StageSearch
-from alpa_lite.layers import MAX_LAYERS, Layers, make_layers
-from alpa_lite.mesh import place
-from alpa_lite.plan import Plan
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.inter_op.bound import least_seconds
+from alpa_lite.inter_op.space import Space
+from alpa_lite.plan import Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
+from alpa_lite.planners.joint import JointSearch, microbatch_numbers
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, boundary_values, inflow_seconds
-from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
+from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.zero import Zero
 from alpa_lite.schedule import OneFOneB, Schedule
+from cost_models.cluster import Cluster
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
@@ -44,79 +36,103 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that are always priced beside the search."""
 
-MICROBATCHES = (1, 16)
-"""Numbers of micro-batches that are tried when the user leaves it open."""
+PROVEN_GAP = 0.005
+"""A plan this close to its lower bound is called optimal: prices are not better than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Planner):
-    """`num_layers`: layers to cluster into (None: by the model); `manual`: plans that are priced as well."""
+    """The search, and what it is restricted to.
+
+    num_layers        layers that stages are made of; None: by the model
+    num_stages        how many stages to make; None: the best number
+    intra_op_only     one stage on all devices
+    inter_op_only     every stage on one device
+    max_memory_bytes  what a plan may use of each device, if that is less than its memory
+    schedule          of pipelines
+    manual            plans that are priced as well, unless the search is restricted
+    """
 
     num_layers: int | None = None
+    num_stages: int | None = None
+    intra_op_only: bool = False
+    inter_op_only: bool = False
+    max_memory_bytes: float | None = None
     schedule: Schedule = field(default_factory=OneFOneB)
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
     def name(self) -> str:
         """For tables."""
-        return "auto"
+        restricted = {"intra-op only": self.intra_op_only, "inter-op only": self.inter_op_only}
+        words = [word for word, holds in restricted.items() if holds]
+        return f"auto, {' and '.join(words)}" if words else "auto"
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest."""
         started = time.perf_counter()
+        self._check()
+        limited = replace(request, cluster=self._limited(request.cluster))
+        problems: list[AlpaLiteError] = []
+        plans = [*self._search(limited, problems), *self._manual(limited, problems)]
+        if not plans:
+            raise self._advised(limited, _most_telling(problems))
+        best = min(plans, key=lambda p: p.prediction.step_seconds)
+        others = [(_with_microbatches(p), p.prediction.step_seconds) for p in plans if p is not best]
+        bound = least_seconds(request.step_at(1, 0), request.cost_model)
+        return replace(
+            best,
+            name=self.name if best.name == self.name else f"{self.name} ({best.name})",
+            cluster=request.cluster,
+            alternatives=tuple(sorted(others, key=lambda o: o[1])),
+            solver=_certificate(best, bound, time.perf_counter() - started),
+        )
+
+    def _check(self) -> None:
         if self.schedule.stages_per_processor > 1:
             raise PlanError(
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
-        problems: list[AlpaLiteError] = []
-        plans = [*self._search(request, problems), *self._manual(request, problems)]
-        if not plans:
-            raise self._advised(request, _most_telling(problems))
-        best = min(plans, key=lambda p: p.prediction.step_seconds)
-        others = [(_with_microbatches(p), p.prediction.step_seconds) for p in plans if p is not best]
-        report = replace(best.solver, seconds=time.perf_counter() - started)
-        name = self.name if best.name == self.name else f"{self.name} ({best.name})"
-        return replace(best, name=name, alternatives=tuple(sorted(others, key=lambda o: o[1])), solver=report)
+        if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
+            raise PlanError(
+                "intra_op_only=True means one stage, but several were asked for (inter_op_only or num_stages). Ask for "
+                "one of them."
+            )
+
+    def _limited(self, cluster: Cluster) -> Cluster:
+        """The cluster with as much memory as may be used."""
+        if self.max_memory_bytes is None:
+            return cluster
+        if not self.max_memory_bytes > 0:
+            raise PlanError(f"max_memory_bytes={self.max_memory_bytes!r} was given; it must be a number above 0.")
+        memory_bytes = min(float(self.max_memory_bytes), cluster.device.memory_bytes)
+        return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
 
     def _advised(self, request: PlanRequest, problem: AlpaLiteError) -> AlpaLiteError:
         """The problem with the cheapest change that would solve it, if memory is the problem."""
         if not request.advise or not isinstance(problem, InfeasibleError):
             return problem
-        alone, tried = replace(self, manual=()), request.microbatch_choices(MICROBATCHES)[-1]
+        tried = request.microbatch_choices(microbatch_numbers(request.batch_size or 1))[-1]
+        alone = replace(self, manual=())
         changes = [*more_microbatches(alone, request, tried)]
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        for step in candidate_steps(request, self.num_layers or MAX_LAYERS, problems):
-            try:
-                # One explanation is enough, and it takes time.
-                explained = any(isinstance(problem, InfeasibleError) for problem in problems)
-                yield self._search_step(replace(request, advise=request.advise and not explained), step)
-            except PlanError as error:
-                problems.append(error)
-
-    def _search_step(self, request: PlanRequest, step: StepGraph) -> Plan:
-        """The two-level search at one number of micro-batches."""
-        started = time.perf_counter()
-        pipelines = step.num_microbatches > 1 or request.cluster.shared_processor
-        layers = make_layers(step, self.num_layers if pipelines else 1)
-        step = read_originals_across(step, layers.of_op)
-        costs = StageCosts(
-            step=step,
-            layers=layers,
-            cost_model=request.cost_model,
-            progress=request.progress,
-        )
-        search = StageSearch(costs, self.schedule, _inflow_seconds(request, step, layers))
-        found = search.run()
-        if not found.stages:
-            raise InfeasibleError(_infeasible(request, costs))
-        stages = _placed(request, search, found.stages)
-        return assemble(self.name, request, step, layers, stages, self.schedule, started)
+        space = Space.of(request.cluster).only(whole=self.intra_op_only, single=self.inter_op_only)
+        yield from JointSearch(
+            request=request,
+            schedule=self.schedule,
+            space=space,
+            name=self.name,
+            num_layers=self.num_layers,
+            num_stages=1 if self.intra_op_only else self.num_stages,
+            problems=problems,
+        ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        for planner in self.manual:
+        restricted = self.intra_op_only or self.inter_op_only or self.num_stages is not None
+        for planner in () if restricted else self.manual:
             request.progress(planner.name)
             try:
                 yield planner.plan(replace(request, advise=False))
@@ -124,57 +140,11 @@ class Auto(Planner):
                 problems.append(error)
 
 
-def candidate_steps(request: PlanRequest, num_layers: int, problems: list[AlpaLiteError]) -> Iterator[StepGraph]:
-    """The step at each number of micro-batches worth trying; what cannot be split is left out, with its reason."""
-    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
-    for m in request.microbatch_choices((1,) if request.cluster.shared_processor else MICROBATCHES):
-        try:
-            # Loops over layers are cut where a pipeline may cut them.
-            yield request.step_at(m, num_layers if m > 1 else 0)
-        except (NonAdditiveError, TraceError) as error:
-            if request.num_microbatches != "auto":
-                raise
-            problems.append(error)
-
-
-def _inflow_seconds(request: PlanRequest, step: StepGraph, layers: Layers) -> np.ndarray:
-    """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
-    seconds = [0.0]
-    for first in range(1, layers.num_layers):
-        values = boundary_values(step, layers, first)
-        seconds.append(inflow_seconds(request.cost_model, values, crosses_hosts=False, num_links=1))
-    return np.array(seconds)
-
-
-def _placed(request: PlanRequest, search: StageSearch, assignments: Sequence[StageAssignment]) -> list[PlacedStage]:
-    cluster = request.cluster
-    kinds = [search.kinds[a.submesh] for a in assignments]
-    submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
-    stages: list[PlacedStage] = []
-    for assignment, submesh in zip(assignments, submeshes, strict=True):
-        first, last, kind, number = (
-            assignment.first_layer,
-            assignment.last_layer,
-            assignment.submesh,
-            assignment.configuration,
-        )
-        mesh, solution = search.configuration(kind, number).mesh, search.solution(first, last, kind, number)
-        stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
-    return stages
-
-
-def _infeasible(request: PlanRequest, costs: StageCosts) -> str:
-    """The layer that needs the most memory even at its best, as a sentence."""
-    device, needs = request.cluster.device, costs.least_peaks()
-    worst = max(needs, key=lambda layers: needs[layers], default=(0, 0))
-    where = f"layer {worst[0]}" if worst[0] == worst[1] else f"layers {worst[0]}..{worst[1]}"
-    why = show_shortage(costs.leanest_shortage(*worst)) if request.advise else ""
-    sentence = (
-        f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, which "
-        f"needs at least {show_bytes(needs.get(worst, 0.0))} per device of {request.cluster.name} at "
-        f"num_microbatches={costs.step.num_microbatches}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
-    )
-    return sentence.rstrip()
+def _certificate(best: Plan, bound: float, seconds: float) -> SolverReport:
+    """How far from the best the plan can be at most."""
+    predicted = best.prediction.step_seconds
+    gap = max(0.0, (predicted - bound) / predicted) if predicted > 0 else 0.0
+    return SolverReport(status="optimal" if gap <= PROVEN_GAP else "feasible", bound=bound, gap=gap, seconds=seconds)
 
 
 def _with_microbatches(plan: Plan) -> str:

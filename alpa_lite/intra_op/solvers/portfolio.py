@@ -4,6 +4,8 @@
                  own, and equal parts are solved once                                   ``_solve_parts``
     narrow       elimination finds the best choices without the limit: the optimum if
                  they fit, else a bound, for dropping a constraint only lowers it       ``_eliminate``
+    binding      narrow problems that need more than the limit: prices on memory find
+                 good choices and a bound in a few eliminations (prices.py)             ``_priced``
     small        HiGHS on arrays, exact                                                 ``_solve_part``
     else         rounds of messages, search, recombination and fixing (rounds.py), with
                  HiGHS as soon as what is left is small                                 ``RoundSearch``
@@ -23,9 +25,10 @@ import numpy as np
 from alpa_lite.intra_op.parts import connected_parts
 from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
-from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices, elimination_plan
+from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices, elimination_plan
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.peak import smallest_peak
+from alpa_lite.intra_op.solvers.prices import PricedSearch
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
 from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solution, solution_of
 
@@ -95,10 +98,13 @@ class Portfolio(Solver):
 
     def _solve_part(self, problem: Problem, clock: Clock) -> Solution:
         """By the first method that is made for it."""
-        free = self._eliminate(problem)
+        plan = elimination_plan(replace(problem, limit_bytes=None), self.elimination.max_total_entries)
+        free = self._eliminate(problem, plan)
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return free
-        first = free
+        first = free = self._priced(problem, plan, free, clock)
+        if self.relative_gap > 0.0 and first.gap <= self.relative_gap:
+            return first
         # Where a gap may stay open, search closes it sooner than a program of some size is even relaxed.
         share = 1 if self.relative_gap == 0.0 else _SMALL_PROGRAM
         if problem.edge_costs.values.size <= self.max_program_entries * share:
@@ -106,7 +112,7 @@ class Portfolio(Solver):
             first = Highs(relative_gap=self.relative_gap).search(
                 problem, time_limit_seconds=_PROGRAM_SHARE * clock.left, control=clock.control
             )
-            first = replace(first, bound=max(first.bound, min(free.bound, first.cost)))
+            first = replace(_cheaper(first, free), bound=max(first.bound, min(free.bound, first.cost)))
             if first.status in (Status.OPTIMAL, Status.INFEASIBLE) or first.gap <= self.relative_gap:
                 return first
         return RoundSearch(
@@ -114,11 +120,10 @@ class Portfolio(Solver):
             max_program_entries=self.max_program_entries,
         ).solve(first)  # fmt: skip
 
-    def _eliminate(self, problem: Problem) -> Solution:
+    def _eliminate(self, problem: Problem, plan: EliminationPlan) -> Solution:
         """The best choices without the limit, if their tables are small: the answer if they fit, else a bound."""
         started = time.perf_counter()
         free = replace(problem, limit_bytes=None)
-        plan = elimination_plan(free, self.elimination.max_total_entries)
         if not self.elimination.fits(plan):
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
         choices = cheapest_choices(free, plan)
@@ -128,6 +133,17 @@ class Portfolio(Solver):
         if evaluate(problem, choices).feasible:
             return self._answer(problem, choices, bound=cost, proven=True)
         return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=cost)
+
+    def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:
+        """Choices within the limit by prices on memory, or what was known where tables are large."""
+        if problem.limit_bytes is None or not self.elimination.fits(plan):
+            return free
+        search = PricedSearch(problem=problem, plan=plan)
+        search.run(relative_gap=self.relative_gap, clock=clock)
+        bound = max(search.bound, free.bound)
+        if search.choices is None:
+            return replace(free, bound=bound)
+        return self._answer(problem, search.choices, bound=min(bound, search.cost), proven=False)
 
     def _answer(self, problem: Problem, choices: Sequence[int], *, bound: float, proven: bool) -> Solution:
         started = time.perf_counter()
@@ -140,6 +156,11 @@ class Portfolio(Solver):
             return replace(inner, bound=bound, solver=self.name)
         proven = inner.status is Status.OPTIMAL
         return self._answer(problem, reduced.restore(inner.choices), bound=bound, proven=proven)
+
+
+def _cheaper(a: Solution, b: Solution) -> Solution:
+    """The one with the cheaper choices, if either has any."""
+    return b if b.choices is not None and (a.choices is None or b.cost < a.cost) else a
 
 
 def _parts(problem: Problem) -> Iterator[tuple[IntArray, Problem]]:

@@ -1,0 +1,54 @@
+"""What no plan of a step can beat: its work, divided over all devices without loss.
+
+    seconds    >=  sum over ops of  runs * least(op)  /  number of devices                              `least_seconds`
+    least(op)   =  max(FLOPs / rate of large kernels, bytes / bandwidth) of the whole op               `_least_of`
+
+A device that does 1/n of an op takes at least 1/n of `least`: its part of the FLOPs and of the bytes is no smaller, and
+starting kernels, padding, waiting and communication only add to it. Larger micro-batches read weights less often, so
+that the step with one micro-batch bounds those with more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.pricing import Pricer
+from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.spmd import replicated_placement
+from cost_models.interface import CostModel
+
+
+def least_seconds(step: StepGraph, cost_model: CostModel) -> float:
+    """A lower bound on the seconds of one step under a cost model, whatever the plan."""
+    cluster = cost_model.cluster
+    alone = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
+    pricer = Pricer(cost_model=cost_model, submesh=alone, mesh=LogicalMesh(axis_names=("x",), shape=(1,)))
+    known: dict[object, float] = {}
+    total = sum(
+        step.runs_of(op) * _least_of(step.graph, op, pricer, known)
+        for op in step.graph.ops
+        if free_values(step.graph).isdisjoint(op.results)
+    )
+    # Virtual devices share the rates of their host's processor.
+    processors = cluster.num_hosts if cluster.shared_processor else cluster.num_devices
+    return total / processors + cluster.skew_seconds
+
+
+def _least_of(graph: Graph, op: Op, pricer: Pricer, known: dict[object, float]) -> float:
+    """Device seconds of one run of an op in one piece, at the best rates."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        inside = (_least_of(body, o, pricer, known) for body in op.bodies for o in body.ops)
+        return wiring.trips * sum(inside)
+    key = pricer.price_class(graph, op.id)
+    if key not in known:
+        work = replace(pricer.op_work(graph, op, replicated_placement(graph, op)), num_kernels=0, product=None)
+        # On a shared processor all devices together are served best.
+        together = pricer.cost_model.cluster.num_devices if pricer.cost_model.cluster.shared_processor else 1
+        seconds = pricer.cost_model.compute_seconds(work, num_active_devices=together)
+        known[key] = seconds / together if work.flops or work.bytes else 0.0
+    return known[key]

@@ -1,0 +1,114 @@
+"""Prices on memory, with exact elimination: for narrow problems whose memory limit binds.
+
+    L(p)     = min_x cost(x) + sum_t p_t (U_t(x) - limit),  p >= 0, by elimination: a lower bound       ``_cheapest``
+    next p   = argmax of the least over the choices x_k found so far of
+               cost(x_k) + sum_t p_t (U_t(x_k) - limit), a linear program                               ``_next_prices``
+    answer   the cheapest x_k within the limit, once it is close enough to the best L                   ``solve_priced``
+
+This is Kelley's cutting-plane method on the Lagrangian dual (Kelley, J. SIAM 8(4), 1960). Only times at which some x_k
+overran the limit have a price. The first choices are those of least bytes times lifetime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.optimize import linprog
+
+from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, evaluate, usage_over_time
+from alpa_lite.intra_op.solvers.elimination import EliminationPlan, cheapest_choices
+from alpa_lite.intra_op.solvers.solver import Clock
+
+MAX_ROUNDS = 40
+_PUSHES = (1.02, 1.1, 1.5)
+"""By how much prices are raised in turn while the choices that they lead to overrun the limit."""
+_HIGHEST = 1e3
+"""The highest price of a limit's worth of bytes, in costs of the first choices."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PricedSearch:
+    """Choices found so far, with their costs and their bytes over the limit at each time; the best of them; a bound."""
+
+    problem: Problem
+    plan: EliminationPlan
+    choices: tuple[int, ...] | None = None
+    cost: float = np.inf
+    bound: float = -np.inf
+    _costs: list[float] = field(default_factory=list[float])
+    _overruns: list[FloatArray] = field(default_factory=list[FloatArray])
+
+    def run(self, *, relative_gap: float, clock: Clock) -> None:
+        """Search until the gap is closed to `relative_gap`, or nothing more can be gained by prices."""
+        times = np.unique(self.problem.usage_times)
+        self._cheapest(np.ones(times.size), costs_count=False)
+        prices = np.zeros(times.size)
+        for _ in range(MAX_ROUNDS):
+            value = self._cheapest(prices)
+            if value > self.bound:
+                self.bound = value
+                self._push(prices)
+            if self.cost - self.bound <= relative_gap * abs(self.cost) or clock.over():
+                return
+            following = self._next_prices()
+            if np.allclose(following, prices, rtol=1e-6, atol=0.0):
+                return
+            prices = following
+
+    def _push(self, prices: FloatArray) -> None:
+        """Raise prices until choices keep the limit."""
+        for push in _PUSHES:
+            if np.all(self._overruns[-1] <= 0):
+                return
+            self._cheapest(push * prices)
+
+    def _cheapest(self, prices: FloatArray, *, costs_count: bool = True) -> float:
+        """L at some prices; its choices are noted."""
+        free = replace(self.problem, limit_bytes=None)
+        choices = cheapest_choices(_with_prices(free, prices, costs_count=costs_count), self.plan)
+        cost, used = evaluate(free, choices).cost, usage_over_time(free, choices)[1]
+        overrun = used - float(self.problem.limit_bytes or 0.0)
+        self._costs.append(cost)
+        self._overruns.append(overrun)
+        if np.all(overrun <= 0) and cost < self.cost:
+            self.choices, self.cost = tuple(choices), cost
+        return cost + float(prices @ overrun)
+
+    def _next_prices(self) -> FloatArray:
+        """The prices at which the choices found so far promise most."""
+        overruns = np.stack(self._overruns)
+        priced = np.flatnonzero((overruns > 0).any(axis=0))
+        highest = _HIGHEST * max(self._costs) / max(1.0, float(self.problem.limit_bytes or 0.0))
+        # Bytes in units of the limit, so that the numbers of the program are of one size.
+        unit = max(1.0, float(self.problem.limit_bytes or 0.0))
+        rows = np.hstack([np.ones((len(self._costs), 1)), -overruns[:, priced] / unit])
+        found = linprog(
+            np.concatenate([[-1.0], np.zeros(priced.size)]),
+            A_ub=rows,
+            b_ub=np.array(self._costs),
+            bounds=[(None, None), *[(0.0, highest * unit)] * priced.size],
+            method="highs",
+        )
+        prices = np.zeros(overruns.shape[1])
+        if found.x is not None:
+            prices[priced] = found.x[1:] / unit
+        return prices
+
+
+def _with_prices(problem: Problem, prices: FloatArray, *, costs_count: bool) -> Problem:
+    """The problem with bytes as costs; `costs_count`: beside its own, which else only say what is allowed."""
+    times, total = np.unique(problem.usage_times), np.concatenate([[0.0], np.cumsum(prices)])
+    node, edge = problem.node_costs.values.copy(), problem.edge_costs.values
+    if not costs_count:
+        node, edge = (np.where(np.isfinite(part), 0.0, np.inf) for part in (node, edge))
+    begin, end = (total[np.searchsorted(times, problem.usage_times[:, side])] for side in (0, 1))
+    sizes = problem.usage_bytes.sizes
+    charges = problem.usage_bytes.values * np.repeat(end - begin, sizes)
+    within = np.arange(charges.size) - np.repeat(problem.usage_bytes.starts[:-1], sizes)
+    np.add.at(node, np.repeat(problem.node_costs.starts[problem.usage_nodes], sizes) + within, charges)
+    return replace(
+        problem,
+        node_costs=Ragged(values=node, starts=problem.node_costs.starts),
+        edge_costs=Ragged(values=edge, starts=problem.edge_costs.starts),
+    )

@@ -1,0 +1,277 @@
+"""The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
+
+    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_numbers`
+    survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
+    order      the numbers by the time of the best stages as far as the survey tells             `JointSearch._ordered`
+    search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
+    stop       when the next number is not even guessed to be faster than what was found         `JointSearch.plans`
+
+With one micro-batch a pipeline has nothing to overlap: then the step is one stage. (Virtual devices of one processor
+do not overlap anyway.)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.inter_op.space import Space, flops_shares
+from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
+from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
+from alpa_lite.inter_op.stage_search import StageSearch, overhead_seconds, stage_seconds
+from alpa_lite.inter_op.survey import Survey
+from alpa_lite.layers import Cut, make_layers, natural_cut
+from alpa_lite.mesh import place
+from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import PlacedStage, PlanRequest, assemble, boundary_values, inflow_seconds
+from alpa_lite.planners.relax import show_bytes, show_shortage
+from alpa_lite.schedule import Schedule
+from alpa_lite.strategies import Restriction
+
+RATIO = 1.5
+"""A number of micro-batches is considered when it is at least so many times the one before."""
+
+MAX_SEARCHED = 4
+"""For how many numbers of micro-batches the stages are searched, at most."""
+
+CLOSE = 0.03
+"""Numbers are searched whose guess, as far off as that of the best so far, is not this much slower than the best."""
+
+SEARCH_GAP = 0.04
+"""How close to the best a stage must be proven to be while others may still turn out to be better."""
+
+ONE_LAYER = Cut.into(1)
+
+
+def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
+    """Divisors of a batch that lie well apart, from 1 on."""
+    chosen = [1]
+    for number in range(2, batch_size + 1):
+        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
+            chosen.append(number)
+    return tuple(chosen)
+
+
+@dataclass(kw_only=True)
+class JointSearch:
+    """Searches the plans of a request; what cannot be planned is noted in `problems`."""
+
+    request: PlanRequest
+    schedule: Schedule
+    space: Space
+    name: str
+    num_layers: int | None = None
+    num_stages: int | None = None
+    restriction: Restriction | None = None
+    problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
+    _costs: dict[tuple[int, Cut], StageCosts] = field(default_factory=dict[tuple[int, Cut], StageCosts])
+
+    def plans(self) -> Iterator[Plan]:
+        """The best plan of one number of micro-batches after the other, the most promising number first."""
+        best, optimism, searched = math.inf, math.inf, 0
+        survey, ordered = self._ordered()
+        for number, guessed in ordered:
+            if searched == MAX_SEARCHED or (searched and guessed * optimism * (1 - CLOSE) >= best):
+                return
+            try:
+                plan = self._best_at(number, survey)
+            except (PlanError, NonAdditiveError, TraceError) as error:
+                self.problems.append(error)
+            else:
+                searched += 1
+                best = min(best, plan.prediction.step_seconds)
+                optimism = min(optimism, plan.prediction.step_seconds / guessed)
+                yield plan
+
+    # ----------------------------------------------------------------------------------------------- the order
+
+    def _ordered(self) -> tuple[Survey, list[tuple[int, float]]]:
+        """What a survey tells, and numbers of micro-batches with the seconds it guesses for a step, by these."""
+        numbers, survey = self.request.microbatch_choices(self._numbers()), Survey(self.space)
+        samples = _samples([n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices)
+        for number in samples or numbers[:1]:
+            try:
+                self.request.progress(f"survey at {number} micro-batches")
+                survey.add(self._costs_at(number))
+            except (NonAdditiveError, BatchError, TraceError) as error:
+                if self.request.num_microbatches != "auto":
+                    raise
+                self.problems.append(error)
+                numbers = tuple(n for n in numbers if n != number)
+        if survey.is_empty:
+            survey.add(self._costs_at(1))
+            numbers = (1,)
+        guessed = [(number, self._guessed(survey, number)) for number in numbers]
+        return survey, sorted(guessed, key=lambda pair: pair[1])
+
+    def _numbers(self) -> tuple[int, ...]:
+        # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+        return (1,) if self.space.cluster.shared_processor else microbatch_numbers(self._batch)
+
+    @property
+    def _batch(self) -> int:
+        return self.request.batch_size or 1
+
+    def _overlaps(self, number: int) -> bool:
+        """Whether several stages make sense at a number of micro-batches."""
+        return number > 1 or self.space.cluster.shared_processor
+
+    def _guessed(self, survey: Survey, number: int) -> float:
+        """Seconds of a step with the best stages, as far as a survey tells."""
+        costs, cluster = next(iter(self._costs.values())), self.space.cluster
+        alone = self._guess(survey, number, costs.layers.num_layers)
+        inflow = self._inflow_seconds(costs) * costs.step.num_microbatches / number
+        following = self._following(survey, number)
+        possible = self.space.worthwhile(flops_shares(costs.step, costs.layers)) & (following >= 0)
+        seconds = stage_seconds(alone, overhead_seconds(cluster, inflow, number), possible)
+        table = StageTable(
+            seconds=seconds,
+            max_following_stages=np.where(np.isfinite(seconds), following[..., None], -1),
+            submesh_devices=self.space.devices,
+        )
+        most = self.num_stages if self._overlaps(number) else 1
+        return solve(
+            table,
+            num_devices=cluster.num_devices,
+            num_microbatches=number,
+            min_stages=most if self.num_stages and most else 1,
+            max_stages=most,
+            serialized=cluster.shared_processor,
+        ).seconds
+
+    def _guess(self, survey: Survey, number: int, num_layers: int) -> NDArray[np.float64]:
+        """[layers, kinds, shapes]: seconds of each layer by a survey."""
+        guess = survey.guess(self._batch / number, number)
+        return guess if guess.shape[0] == num_layers else guess.sum(axis=0, keepdims=True)
+
+    def _following(self, survey: Survey, number: int) -> NDArray[np.int64]:
+        """[layers, layers, kinds]: how many stages may follow one given its memory, by a survey; -1 for none."""
+        count = survey.num_layers
+        held = [self.schedule.in_flight(0, n + 1, number) for n in range(count)]
+        return survey.holds(self._batch / number, held) - 1
+
+    # ------------------------------------------------------------------------------------------------ one number
+
+    def _best_at(self, number: int, survey: Survey) -> Plan:
+        """The best plan with a number of micro-batches. Raises `InfeasibleError` when nothing fits."""
+        started = time.perf_counter()
+        self.request.progress(f"stages at {number} micro-batches")
+        costs = self._costs_at(number)
+        following = self._following(survey, number)
+        search = StageSearch(
+            costs,
+            self.schedule,
+            self._inflow_seconds(costs),
+            self.space,
+            self._guess(survey, number, costs.layers.num_layers),
+            following if following.shape[0] == costs.layers.num_layers else following[:1, -1:],
+            num_stages=self.num_stages,
+            coarse=(lambda count: self._costs_of(number, Cut.into(count))) if _has_stacks(costs) else None,
+            uneven_seconds=self._uneven_seconds(costs) if _has_stacks(costs) else 0.0,
+        )
+        found = search.run()
+        if not found.stages:
+            raise InfeasibleError(_infeasible(self.request, costs, self._costs_of(number, ONE_LAYER)))
+        stages = _placed(self.request, search, found)
+        if search.coarse is not None and search.are_alike(found.stages):
+            costs = search.coarse(len(stages))
+            stages = [replace(stage, first=i, last=i) for i, stage in enumerate(stages)]
+        return assemble(self.name, self.request, costs.step, costs.layers, stages, self.schedule, started)
+
+    def _costs_at(self, number: int) -> StageCosts:
+        return self._costs_of(number, self._cut if self._overlaps(number) else ONE_LAYER)
+
+    @property
+    def _cut(self) -> Cut:
+        if self.num_layers is not None:
+            return Cut(loop_parts=self.num_layers, num_layers=self.num_layers)
+        return natural_cut(self.request.step_at(1, 0))
+
+    def _costs_of(self, number: int, cut: Cut) -> StageCosts:
+        if (number, cut) not in self._costs:
+            step = self.request.step_at(number, cut.loop_parts)
+            layers = make_layers(step, cut.num_layers)
+            self._costs[number, cut] = StageCosts(
+                step=read_originals_across(step, layers.of_op),
+                layers=layers,
+                cost_model=self.request.cost_model,
+                restriction=self.restriction,
+                seeks_peaks=False,
+                relative_gap=SEARCH_GAP,
+                progress=self.request.progress,
+            )
+        return self._costs[number, cut]
+
+    def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
+        """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
+        seconds = [0.0]
+        for first in range(1, costs.layers.num_layers):
+            values = boundary_values(costs.step, costs.layers, first)
+            seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
+        return np.array(seconds)
+
+    def _uneven_seconds(self, costs: StageCosts) -> float:
+        """Time to bring stacked arrays together after a step, and to deal them out before the next."""
+        step, cluster = costs.step, self.space.cluster
+        inputs = zip(step.graph.inputs, step.input_parts, strict=True)
+        stacked = float(sum(step.graph.values[v].bytes for v, part in inputs if part.rows is not None))
+        per_link = self.request.cost_model.transfer_seconds(stacked, crosses_hosts=cluster.num_hosts > 1, num_links=1)
+        return 2.0 * per_link / cluster.num_devices
+
+
+def _has_stacks(costs: StageCosts) -> bool:
+    """Whether arguments come in rows that loops read: of these a step returns one array, however its stages differ."""
+    return any(part.rows is not None for part in costs.step.input_parts)
+
+
+def _samples(numbers: Sequence[int], batch_size: int, num_devices: int) -> list[int]:
+    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie."""
+    chosen: dict[int, None] = {}
+    for size in (2.0 * num_devices, max(1.0, num_devices / 32)):
+        left = [n for n in numbers if n not in chosen]
+        if left:
+            chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
+    return list(chosen)
+
+
+def _placed(request: PlanRequest, search: StageSearch, found: StageChoice) -> list[PlacedStage]:
+    cluster = request.cluster
+    kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
+    submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
+    return [
+        PlacedStage(
+            first=stage.first_layer,
+            last=stage.last_layer,
+            submesh=submesh,
+            mesh=search.mesh(stage.submesh, stage.configuration),
+            solution=search.solution(stage.first_layer, stage.last_layer, stage.submesh, stage.configuration),
+        )
+        for stage, submesh in zip(found.stages, submeshes, strict=True)
+    ]
+
+
+def _infeasible(request: PlanRequest, costs: StageCosts, whole: StageCosts) -> str:
+    """The part of the step that needs the most memory even at its best, as a sentence."""
+    device, cluster, number = request.cluster.device, request.cluster, costs.step.num_microbatches
+    tight, count = costs.tightest(), costs.layers.num_layers
+    if tight is None:
+        tight, count = whole.tightest(), 1
+    have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
+    if tight is None:
+        held = state_bytes(costs.step, costs.layers).sum() / cluster.num_devices
+        needs = f"What the step keeps takes {show_bytes(held)} per device of {cluster.name}"
+        return f"No plan fits into memory. {needs} {have}"
+    where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
+    why = show_shortage(tight.shortage) if request.advise else ""
+    sentence = (
+        f"No plan fits into memory. The tightest stage is {where} of {count} layers, which needs at least "
+        f"{show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
+    )
+    return sentence.rstrip()
