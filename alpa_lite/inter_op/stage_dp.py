@@ -180,16 +180,15 @@ class _StageDp:
     def stages(self, tau: float) -> tuple[StageAssignment, ...]:
         """Stages that attain F(tau), read off the recurrence from the first layer on."""
         totals = fill(self.arrays, tau, self.sums)[self.min_stages :]
-        rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin())).tolist()
+        rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin()))
         found: list[StageAssignment] = []
         first = 0
-        for number, (last, kind) in enumerate(rows):
-            entry = (first, last, self.kinds[kind])
+        for number, row in enumerate(rows):
+            last, kind = int(row[0]), self.kinds[int(row[1])]
+            entry = (first, last, kind)
             fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
             configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
-            found.append(
-                StageAssignment(first_layer=first, last_layer=last, submesh=entry[2], configuration=configuration)
-            )
+            found.append(StageAssignment(first_layer=first, last_layer=last, submesh=kind, configuration=configuration))
             first = last + 1
         return tuple(found)
 
@@ -199,7 +198,7 @@ def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
     layers = np.arange(table.num_layers)
     possible = (table.max_following_stages >= 0) & np.isfinite(table.seconds)
     possible &= (layers[:, None] <= layers[None, :])[:, :, None, None]
-    occurs = possible.any(axis=(0, 1, 3))
+    occurs: NDArray[np.bool_] = np.any(possible, axis=(0, 1, 3))
     return [
         kind
         for kind, (size, group) in enumerate(zip(table.submesh_devices, table.groups, strict=True))
@@ -215,7 +214,8 @@ def _sender_classes(
         return np.zeros((table.num_layers, len(kinds), 1)), np.zeros(len(kinds), dtype=np.int64)
     received = table.inflow_seconds[:, kinds][:, :, kinds]
     # What no stage can receive tells no senders apart.
-    received = np.where(possible.any(axis=1)[:, None, :], received, 0.0)
+    occurs: NDArray[np.bool_] = np.any(possible, axis=1)
+    received = np.where(occurs[:, None, :], received, 0.0)
     received[0] = 0.0
     by_sender, sender = np.unique(received.transpose(1, 0, 2).reshape(len(kinds), -1), axis=0, return_inverse=True)
     inflow = by_sender.reshape(-1, table.num_layers, len(kinds)).transpose(1, 2, 0)

@@ -108,9 +108,9 @@ def evaluate(
             return np.inf
         next_layer = stage.last_layer + 1
         used.update(_taken(table, stage.submesh, devices))
-        received = table.inflow_seconds is not None and index > 0
-        inflow = table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh] if received else 0.0
-        times.append(float(table.seconds[entry] + inflow))
+        times.append(float(table.seconds[entry]))
+        if table.inflow_seconds is not None and index > 0:
+            times[-1] += float(table.inflow_seconds[stage.first_layer, stages[index - 1].submesh, stage.submesh])
     if next_layer != table.num_layers or used != Counter(dict(enumerate(devices))):
         return np.inf
     return num_microbatches * sum(times) if serialized else sum(times) + (num_microbatches - 1) * max(times)
