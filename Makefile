@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,viz]'
 	$(BIN)/python -m alpa_lite.intra_op.solvers.kernels
+	$(BIN)/python -m alpa_lite.inter_op.kernels
 	touch $(STAMP)
 
 demo: $(STAMP)

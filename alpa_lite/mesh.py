@@ -2,23 +2,43 @@
 
 A cluster has N hosts of M devices, numbered host by host (device = host * M + place on the host). A submesh is part of
 one host or a number of whole hosts, so its devices are consecutive. A logical mesh names axes over it, row-major.
+Hosts may be of several groups, which differ; they are numbered group by group.
 
-    kinds   = {(1,1), (1,2), (1,4), ..., (1,M)} ∪ {(2,M), ..., (N,M)}     `submesh_kinds`    (Alpa, section 5.2)
-    shapes  = {(n,)} ∪ {(a, b): a*b = n, a,b > 1}                        `logical_shapes`
-    tiling  : whole hosts first, then parts of hosts by falling size     `place`            (Alpa, appendix)
-    groups  : devices that differ in the coordinates of some axes alone  `axis_group`
+    kinds   = {(1,p): p a part of a host} ∪ {(h,M): h a number of hosts}     `submesh_kinds`   (Alpa, section 5.2)
+    parts   = the divisors of M, which tile hosts whatever their mix         `_parts_of_hosts`
+    hosts   = {1, ..., N}, or powers of two and N/k, if there are many       `_numbers_of_hosts`
+    of groups: the kinds of each group, and the whole cluster                `cluster_kinds`
+    shapes  = {(n,)} ∪ {(a,b): a*b = n} ∪ {(a,b,c) whose hosts are whole}    `logical_shapes`
+    tiling  : whole hosts first, then parts of hosts by falling size         `place`           (Alpa, appendix)
+    groups  : devices that differ in the coordinates of some axes alone      `axis_group`
 
-With M a power of two every choice of kinds that adds up to N*M devices tiles the cluster. With another M some do not.
+Every choice of kinds that adds up to the devices of a cluster (with groups: of each group) tiles it. For one host that
+needs no proof, and whole hosts never stand in the way. Parts of several hosts add up to h hosts. If each part divides
+the next larger one up to M (M a power of two, say), laying them down by falling size fills the hosts: before a part of
+size p lies a multiple of p, so that it never reaches into the next host. If the parts are all divisors of M this holds
+for M up to 128 with at most two prime factors (not for 30: 15 + 10 + 10 + 6 + 6 + 6 + 6 + 1 are no two hosts): where
+parts add up to h hosts and none of them fill one host, there are fewer than M/p parts of each size p, and the tests go
+through all of these.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from alpa_lite.errors import PlanError
+
+#: Up to so many hosts, a stage may have any number of them.
+ANY_NUMBER_OF_HOSTS = 16
+#: A stage has at least this part of the devices: there are no pipelines of so many stages.
+SMALLEST_PART = 1 / 512
+#: Pipelines of up to so many stages get nearly equal numbers of hosts, those of up to so many exactly equal ones.
+_UNEVEN_STAGES, _EVEN_STAGES = 8, 64
+#: Hosts of at most so many devices were gone through; see the module.
+_TESTED_DEVICES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +136,133 @@ class AxisGroup:
     devices_per_domain: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmeshKind:
+    """What a submesh can be: so many devices of each of so many hosts of a group; None for all hosts of all groups."""
+
+    num_hosts: int
+    devices_per_host: int
+    group: int | None = 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+
+def cluster_kinds(hosts_of_groups: Sequence[int], devices_per_host: int) -> tuple[SubmeshKind, ...]:
+    """The kinds of submesh that a stage may get in each group of hosts and, of several groups, in all of them at once.
+
+    Stages on kinds that add up to the devices of each group can be placed (`place_in_groups`).
+    """
+    kinds = [
+        SubmeshKind(num_hosts=hosts, devices_per_host=devices, group=group)
+        for group, num_hosts in enumerate(hosts_of_groups)
+        for hosts, devices in submesh_kinds(num_hosts, devices_per_host)
+    ]
+    if len(hosts_of_groups) > 1:
+        kinds.append(SubmeshKind(num_hosts=sum(hosts_of_groups), devices_per_host=devices_per_host, group=None))
+    return tuple(kinds)
+
+
+def first_submesh(kind: SubmeshKind, hosts_of_groups: Sequence[int], devices_per_host: int) -> Submesh:
+    """The submesh of a kind that has the first devices of its group."""
+    first_host = sum(hosts_of_groups[: kind.group or 0])
+    return Submesh(
+        first_device=first_host * devices_per_host, num_hosts=kind.num_hosts, devices_per_host=kind.devices_per_host
+    )
+
+
 def submesh_kinds(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """The (hosts, devices per host) that a stage may get, by rising number of devices."""
+    """The (hosts, devices per host) that a stage may get on equal hosts, by rising number of devices.
+
+    Stages that add up to all devices can be placed (`place`), and the kinds are few: about 20 on hundreds of hosts.
+    """
     _check_cluster(num_hosts, devices_per_host)
-    parts = [(1, 2**exponent) for exponent in range(devices_per_host.bit_length()) if 2**exponent < devices_per_host]
-    return (*parts, *((hosts, devices_per_host) for hosts in range(1, num_hosts + 1)))
+    parts = [(1, part) for part in _parts_of_hosts(num_hosts, devices_per_host)]
+    kinds = [*parts, *((hosts, devices_per_host) for hosts in _numbers_of_hosts(num_hosts))]
+    smallest = num_hosts * devices_per_host * SMALLEST_PART
+    return tuple((hosts, devices) for hosts, devices in kinds if hosts * devices >= smallest)
 
 
-def logical_shapes(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of logical mesh over a submesh: one axis, or two of at least two devices each."""
+def _parts_of_hosts(num_hosts: int, devices_per_host: int) -> list[int]:
+    """Sizes below a host that tile hosts whatever their mix; of one host also powers of two and halves, rounded."""
+    divisors = [size for size in range(1, devices_per_host) if devices_per_host % size == 0]
+    if num_hosts == 1:
+        halves = {devices_per_host // 2, devices_per_host - devices_per_host // 2}
+        return sorted({*divisors, *_powers_of_two(devices_per_host), *halves} - {0, devices_per_host})
+    # Each divides the next larger one.
+    chain = [devices_per_host]
+    while chain[-1] > 1:
+        chain.append(max(divisor for divisor in divisors if divisor < chain[-1] and chain[-1] % divisor == 0))
+    num_primes = len({larger // smaller for larger, smaller in pairwise(chain)})
+    return divisors if devices_per_host <= _TESTED_DEVICES and num_primes <= 2 else chain[:0:-1]
+
+
+def _numbers_of_hosts(num_hosts: int) -> list[int]:
+    """All numbers, or of many: powers of two for uneven pipelines, N/k for those of k equal stages."""
+    if num_hosts <= ANY_NUMBER_OF_HOSTS:
+        return list(range(1, num_hosts + 1))
+    nearly_equal = {-(-num_hosts // k) for k in range(1, _UNEVEN_STAGES + 1)}
+    nearly_equal |= {num_hosts // k for k in range(1, _UNEVEN_STAGES + 1)}
+    equal = {num_hosts // k for k in range(1, _EVEN_STAGES + 1) if num_hosts % k == 0}
+    return sorted(nearly_equal | equal | set(_powers_of_two(num_hosts)))
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [2**exponent for exponent in range(limit.bit_length())]
+
+
+def logical_shapes(num_hosts: int, devices_per_host: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
+    """The shapes of logical mesh over a submesh: one axis, or two or three of at least two devices each.
+
+    Three axes keep hosts whole, which leaves few: one axis is all hosts and two divide each host, or two axes are the
+    hosts and one is the devices of a host; on one host, and with one device per host, all there are.
+    """
     _check_cluster(num_hosts, devices_per_host)
     num_devices = num_hosts * devices_per_host
-    return ((num_devices,), *((a, num_devices // a) for a in range(2, num_devices) if num_devices % a == 0))
+    shapes: list[tuple[int, ...]] = [(num_devices,)]
+    if max_axes >= 2:
+        shapes += _pairs(num_devices)
+    if max_axes < 3:
+        return tuple(shapes)
+    if num_hosts == 1 or devices_per_host == 1:
+        return (*shapes, *((a, *rest) for a, left in _pairs(num_devices) for rest in _pairs(left)))
+    within = [(num_hosts, *rest) for rest in _pairs(devices_per_host)]
+    return (*shapes, *within, *((*hosts, devices_per_host) for hosts in _pairs(num_hosts)))
+
+
+def _pairs(number: int) -> list[tuple[int, int]]:
+    """The (a, b) with a*b = number and both above 1, by rising a."""
+    return [(a, number // a) for a in range(2, number) if number % a == 0]
+
+
+def place_in_groups(
+    kinds: Sequence[SubmeshKind], hosts_of_groups: Sequence[int], devices_per_host: int
+) -> tuple[Submesh, ...]:
+    """Concrete submeshes of the given kinds, in the given order, each within its group, that cover every device once.
+
+    Raises PlanError if they cannot tile the groups.
+    """
+    if [kind.group for kind in kinds] == [None]:
+        return place([(kinds[0].num_hosts, kinds[0].devices_per_host)], sum(hosts_of_groups), devices_per_host)
+    stray = [kind for kind in kinds if kind.group is None or not 0 <= kind.group < len(hosts_of_groups)]
+    if stray:
+        raise PlanError(
+            f"{stray[0]!r} was given among {len(kinds)} kinds of submesh for {len(hosts_of_groups)} groups of hosts,"
+            " but each needs a group of its own, or must be the only one and the whole cluster."
+        )
+    placed: dict[int, Submesh] = {}
+    for group, num_hosts in enumerate(hosts_of_groups):
+        members = [index for index, kind in enumerate(kinds) if kind.group == group]
+        sizes = [(kinds[index].num_hosts, kinds[index].devices_per_host) for index in members]
+        try:
+            found = place(sizes, num_hosts, devices_per_host)
+        except PlanError as error:
+            raise PlanError(f"In group {group} of {len(hosts_of_groups)} groups of hosts: {error}") from error
+        first = sum(hosts_of_groups[:group]) * devices_per_host
+        for index, submesh in zip(members, found, strict=True):
+            placed[index] = replace(submesh, first_device=first + submesh.first_device)
+    return tuple(placed[index] for index in range(len(kinds)))
 
 
 def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: int) -> tuple[Submesh, ...]:

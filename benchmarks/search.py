@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from alpa_lite.clustering import cluster_contiguous
 from alpa_lite.inter_op.stage_dp import StageTable, solve
+from alpa_lite.mesh import submesh_kinds
 
 REPEATS = 5
 
@@ -21,10 +23,15 @@ def random_flows(num_ops: int, num_flows: int) -> list[tuple[int, int, float]]:
     return [(first, second, float(rng.integers(1, 10**9))) for first, second in pairs]
 
 
-def random_table(num_layers: int, *, num_configurations: int = 8, seed: int = 1) -> StageTable:
-    """Stage times that follow the work and the number of devices, with noise."""
+def random_table(
+    num_layers: int,
+    *,
+    kinds: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64),
+    num_configurations: int = 8,
+    seed: int = 1,
+) -> StageTable:
+    """Stage times that follow the work and the number of devices of each kind, with noise."""
     rng = np.random.default_rng(seed)
-    kinds = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
     ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_layers))])
     work = np.abs(ends[None, 1:] - ends[:-1, None])[:, :, None, None]
     shape = (num_layers, num_layers, len(kinds), num_configurations)
@@ -50,10 +57,18 @@ def main() -> None:
         print(
             f"clustering   {num_ops:5} ops into {num_layers:2} layers                     {seconds:8.3f} s", flush=True
         )
-    for num_layers in (8, 16, 32):
-        table = random_table(num_layers)
-        seconds = timed(lambda t=table: solve(t, num_devices=64, num_microbatches=64))
-        print(f"stage search {num_layers:5} layers on 64 devices, 64 micro-batches {seconds:8.3f} s", flush=True)
+    for num_layers, num_hosts in ((8, 8), (16, 8), (32, 8), (16, 128), (32, 512)):
+        kinds, num_devices = tuple(hosts * devices for hosts, devices in submesh_kinds(num_hosts, 8)), num_hosts * 8
+        table = random_table(num_layers, kinds=kinds)
+        # By first layer, and faster over more links.
+        links = np.minimum.outer(kinds, kinds)
+        table = replace(table, inflow_seconds=np.linspace(0.0, 0.01, num_layers)[:, None, None] / links)
+        seconds = timed(lambda t=table, d=num_devices: solve(t, num_devices=d, num_microbatches=64))
+        print(
+            f"stage search {num_layers:5} layers on {num_devices:4} devices, {len(kinds):2} kinds         "
+            f"     {seconds:8.3f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

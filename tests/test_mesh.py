@@ -5,7 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.mesh import AxisGroup, LogicalMesh, Submesh, axis_group, logical_shapes, place, sharing, submesh_kinds
+from alpa_lite.mesh import (
+    AxisGroup,
+    LogicalMesh,
+    Submesh,
+    SubmeshKind,
+    axis_group,
+    cluster_kinds,
+    first_submesh,
+    logical_shapes,
+    place,
+    place_in_groups,
+    sharing,
+    submesh_kinds,
+)
 
 
 def mesh(**axes: int) -> LogicalMesh:
@@ -49,11 +62,62 @@ def test_logical_mesh_names_its_axes():
         (1, 1, ((1, 1),)),
         (1, 8, ((1, 1), (1, 2), (1, 4), (1, 8))),
         (3, 4, ((1, 1), (1, 2), (1, 4), (2, 4), (3, 4))),
-        (2, 6, ((1, 1), (1, 2), (1, 4), (1, 6), (2, 6))),
+        (1, 5, ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5))),
+        (1, 6, ((1, 1), (1, 2), (1, 3), (1, 4), (1, 6))),
+        (2, 5, ((1, 1), (1, 5), (2, 5))),
+        (2, 6, ((1, 1), (1, 2), (1, 3), (1, 6), (2, 6))),
+        (2, 12, ((1, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 12), (2, 12))),
+        (2, 30, ((1, 1), (1, 5), (1, 15), (1, 30), (2, 30))),
     ],
 )
 def test_submesh_kinds(hosts, devices, kinds):
     assert submesh_kinds(hosts, devices) == kinds
+
+
+@pytest.mark.parametrize("num_hosts", [17, 64, 100, 128, 360, 512, 720, 1000, 4096])
+def test_many_hosts_have_few_kinds(num_hosts):
+    kinds = submesh_kinds(num_hosts, 8)
+    hosts = [hosts for hosts, devices in kinds if devices == 8]
+    assert len(kinds) <= 36
+    assert kinds[-1] == (num_hosts, 8)
+    assert kinds[0][0] * kinds[0][1] >= num_hosts * 8 / 512
+    # A pipeline of up to eight stages gets nearly equal ones.
+    for stages in range(2, 9):
+        low, high = num_hosts // stages, -(-num_hosts // stages)
+        assert {low, high} <= set(hosts)
+
+
+def test_small_clusters_have_all_numbers_of_hosts():
+    assert [hosts for hosts, devices in submesh_kinds(16, 8) if devices == 8] == list(range(1, 17))
+
+
+def test_groups_of_hosts_have_kinds_of_their_own():
+    kinds = cluster_kinds([2, 1], 4)
+    assert [(kind.num_hosts, kind.devices_per_host) for kind in kinds if kind.group == 0] == list(submesh_kinds(2, 4))
+    assert [(kind.num_hosts, kind.devices_per_host) for kind in kinds if kind.group == 1] == list(submesh_kinds(1, 4))
+    assert kinds[-1] == SubmeshKind(num_hosts=3, devices_per_host=4, group=None) and kinds[-1].num_devices == 12
+    assert all(kind.group == 0 for kind in cluster_kinds([3], 4))
+    second = SubmeshKind(num_hosts=1, devices_per_host=2, group=1)
+    assert first_submesh(second, [2, 1], 4) == Submesh(first_device=8, num_hosts=1, devices_per_host=2)
+    assert first_submesh(kinds[-1], [2, 1], 4) == Submesh(first_device=0, num_hosts=3, devices_per_host=4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "shapes"),
+    [
+        (1, 4, ()),
+        (1, 8, ((2, 2, 2),)),
+        (1, 12, ((2, 2, 3), (2, 3, 2), (3, 2, 2))),
+        (2, 4, ((2, 2, 2),)),
+        (2, 8, ((2, 2, 4), (2, 4, 2))),
+        (4, 4, ((4, 2, 2), (2, 2, 4))),
+        (8, 1, ((2, 2, 2),)),
+    ],
+)
+def test_logical_shapes_of_three_axes_keep_hosts_whole(hosts, devices, shapes):
+    found = logical_shapes(hosts, devices, max_axes=3)
+    assert found == (*logical_shapes(hosts, devices), *shapes)
+    assert logical_shapes(hosts, devices, max_axes=1) == ((hosts * devices,),)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +145,104 @@ def assert_tiles(kinds, num_hosts, devices_per_host):
         assert len(hosts) == submesh.num_hosts
 
 
-@given(st.data(), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]))
-def test_power_of_two_hosts_are_tiled_by_any_kinds_that_add_up(data, num_hosts, devices_per_host):
+def multisets(kinds, total):
+    """Every choice of kinds that adds up to so many devices."""
+    if not kinds or not total:
+        return [] if total else [()]
+    *others, (hosts, devices) = kinds
+    size = hosts * devices
+    return [
+        ((hosts, devices),) * count + rest
+        for count in range(total // size + 1)
+        for rest in multisets(others, total - count * size)
+    ]
+
+
+@pytest.mark.parametrize("devices_per_host", range(1, 17))
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+def test_all_kinds_that_add_up_tile_the_cluster(num_hosts, devices_per_host):
+    for kinds in multisets(submesh_kinds(num_hosts, devices_per_host), num_hosts * devices_per_host):
+        assert_tiles(kinds, num_hosts, devices_per_host)
+
+
+def fill_no_host(sizes, host):
+    """Parts, as (size, how many), that add up to whole hosts, and no choice of which fills one; None if there are none.
+
+    As many parts of one size as fill a host are such a choice, so fewer of each size are to be tried.
+    """
+    within, tried = (1 << host + 1) - 1, set()
+
+    def search(index, total, sums):
+        # Bit n of `sums`: some of the parts add up to n.
+        if sums >> host & 1 or (index, total % host, sums) in tried:
+            return None
+        if index == len(sizes):
+            return () if total and total % host == 0 else None
+        found_sums = sums
+        for count in range(host // sizes[index]):
+            rest = search(index + 1, total + count * sizes[index], found_sums)
+            if rest is not None:
+                return ((sizes[index], count), *rest)
+            found_sums = (found_sums | found_sums << sizes[index]) & within
+        tried.add((index, total % host, sums))
+        return None
+
+    return search(0, 0, 1)
+
+
+def test_parts_of_hosts_of_any_size_fill_hosts_one_by_one():
+    assert fill_no_host([15, 10, 6, 1], 30) == ((15, 1), (10, 2), (6, 4), (1, 1))
+    for host in range(1, 129):
+        parts = [devices for hosts, devices in submesh_kinds(2, host) if hosts == 1 and devices < host]
+        assert fill_no_host(parts[::-1], host) is None
+        assert all(host % part == 0 for part in parts)
+        if host & (host - 1) == 0:
+            assert parts == [2**exponent for exponent in range(host.bit_length() - 1)]
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 7))
+def test_a_tiling_is_found_where_there_is_one(data, num_hosts, devices_per_host):
     left, kinds = num_hosts * devices_per_host, []
     while left:
-        fitting = [kind for kind in submesh_kinds(num_hosts, devices_per_host) if kind[0] * kind[1] <= left]
-        kinds.append(data.draw(st.sampled_from(fitting)))
+        parts = [(1, part) for part in range(1, min(left, devices_per_host) + 1)]
+        hosts = [(hosts, devices_per_host) for hosts in range(2, left // devices_per_host + 1)]
+        kinds.append(data.draw(st.sampled_from(parts + hosts)))
         left -= kinds[-1][0] * kinds[-1][1]
-    assert_tiles(kinds, num_hosts, devices_per_host)
+    try:
+        assert_tiles(kinds, num_hosts, devices_per_host)
+    except PlanError:
+        assert not can_tile(sorted(kinds, reverse=True), (devices_per_host,) * num_hosts, devices_per_host)
+
+
+def can_tile(kinds, room, devices_per_host):
+    """True if the kinds, whole hosts first, fill the room on hosts."""
+    if not kinds:
+        return not any(room)
+    (hosts, devices), *rest = kinds
+    if hosts > 1:
+        return room[:hosts] == (devices_per_host,) * hosts and can_tile(rest, (0,) * hosts + room[hosts:], devices)
+    return any(
+        can_tile(rest, (*room[:host], left - devices, *room[host + 1 :]), devices_per_host)
+        for host, left in enumerate(room)
+        if left >= devices
+    )
+
+
+def test_submeshes_lie_within_their_groups():
+    hosts_of_groups = [2, 1, 3]
+    sizes = [(1, 2, 2), (1, 4, 1), (2, 4, 0), (1, 1, 2), (2, 4, 2), (1, 1, 2)]
+    kinds = [SubmeshKind(num_hosts=hosts, devices_per_host=devices, group=group) for hosts, devices, group in sizes]
+    submeshes = place_in_groups(kinds, hosts_of_groups, 4)
+    assert [(submesh.num_hosts, submesh.devices_per_host) for submesh in submeshes] == [size[:2] for size in sizes]
+    assert [submesh.first_device for submesh in submeshes] == [20, 8, 0, 22, 12, 23]
+    whole = SubmeshKind(num_hosts=6, devices_per_host=4, group=None)
+    assert place_in_groups([whole], hosts_of_groups, 4) == (Submesh(first_device=0, num_hosts=6, devices_per_host=4),)
+    with pytest.raises(PlanError, match=r"In group 1 of 3 groups of hosts: The submeshes \(none\) have 0 devices"):
+        place_in_groups([kinds[2]], hosts_of_groups, 4)
+    with pytest.raises(PlanError, match="a group of its own, or must be the only one"):
+        place_in_groups([whole, kinds[0]], hosts_of_groups, 4)
+    with pytest.raises(PlanError, match="a group of its own, or must be the only one"):
+        place_in_groups([SubmeshKind(num_hosts=1, devices_per_host=4, group=3)], hosts_of_groups, 4)
 
 
 def test_larger_submeshes_are_placed_first_and_stage_order_is_kept():

@@ -1,18 +1,25 @@
 """The stage dynamic program of Alpa (OSDI'22, section 5.2 and appendix) on plain arrays.
 
-Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all D devices. With t[i,j,m,c] the
-seconds of one micro-batch in the stage of layers i..j on submesh m with configuration c, and B micro-batches,
+Cut layers 0..L-1 into stages, give each a submesh and a configuration, and use all devices of each of G groups, D_1 to
+D_G. With t the seconds of one micro-batch in a stage, B micro-batches, and p stages,
 
     T*       = min over cuts, submeshes and configurations of  sum of t + (B-1) * max of t            `evaluate`
+    t        = seconds[i,j,m,c] + inflow[i,n,m]   of layers i..j on submesh m with configuration c,
+                                                  where the stage before is on submesh n
              = min over tau of  F(tau) + (B-1) * tau, tau over the values that a stage can take      `_bottlenecks`
     F(tau)   = min over s of  f[s,0,D]                                                               `_StageDp.total`
-    f[s,i,d] = min over k, m of  g[s-1,i,k,m] + f[s-1,k+1,d-devices(m)], where g <= tau              `_StageDp.sums`
-    f[0,L,0] = 0
-    g[r,i,k,m] = min over c of  t[i,k,m,c], where at least r stages may follow                       `_StageDp.of`
+    f[s,i,d,n] = min over k, m of  t + f[s-1,k+1,d-devices(m),m], where t <= tau                `stage_kernels.fill`
+    f[0,L,0,n] = 0
+    t        = g[s-1,i,k,m] + inflow[i,n,m]
+    g[r,i,k,m] = min over c of  seconds[i,k,m,c], where at least r stages may follow     `stage_kernels.cheapest_of`
 
-f[s,i,d] is the least sum over layers i.. in s stages on d devices. The number of stages is in the state because under
-1F1B a stage that r stages follow holds r+1 micro-batches, so its memory bounds r. The best configuration does not
-depend on tau, so tau runs over the values of g alone, thinned out where they differ by less than 1e-6 (relative).
+f[s,i,d,n] is the least sum over layers i.. in s stages on d devices (of each group), fed by a stage on submesh n. The
+number of stages is in the state because under 1F1B a stage that r stages follow holds r+1 micro-batches, so its memory
+bounds r. The best configuration does not depend on tau, so tau runs over the values of t with g alone, thinned out
+where they differ by less than 1e-6 (relative).
+
+Three things make it small, and lose nothing (`_StageDp.of`): devices are counted in units of what all kinds have in
+common, submeshes n of equal inflow are one, and beyond the last r on which any g depends all s are one.
 
 The search over tau is lossless (`_search`): F falls as tau grows, so between tau_a and tau_b no value can matter if
 F(tau_a) = F(tau_b), or if max(F(tau_b), tau) + (B-1)*tau already reaches the best total at the first tau after tau_a
@@ -24,55 +31,20 @@ Stages that share one processor never overlap; then T* = B * min of the sum of t
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
+from alpa_lite.inter_op.stage_kernels import FloatArray, StageArrays, Sums, cheapest_of, empty_sums, fill, trace
+from alpa_lite.inter_op.stage_table import StageAssignment as StageAssignment
+from alpa_lite.inter_op.stage_table import StageTable as StageTable
+from alpa_lite.inter_op.stage_table import devices_by_group
+from alpa_lite.inter_op.stage_table import evaluate as evaluate
 
 BOTTLENECK_GAP = 1e-6
 """Relative distance below which two bottlenecks count as one; the result is optimal up to this factor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageTable:
-    """The cost of every possible stage.
-
-    Attributes:
-        seconds: [L, L, S, C], per micro-batch, of the stage of layers i..j on submesh kind s with configuration c;
-            infinite where that is impossible. Entries with j < i are ignored.
-        max_following_stages: [L, L, S, C], how many stages may follow it given its memory; -1 if it never fits.
-        submesh_devices: the number of devices of each submesh kind.
-    """
-
-    seconds: NDArray[np.float64]
-    max_following_stages: NDArray[Any]
-    submesh_devices: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        shape, kinds = self.seconds.shape, len(self.submesh_devices)
-        if len(shape) != 4 or shape[0] != shape[1] or shape[2] != kinds or shape != self.max_following_stages.shape:
-            raise PlanError(
-                f"A stage table for {kinds} submesh kinds needs two arrays [layers, layers, {kinds}, configurations],"
-                f" but their shapes are {shape} and {self.max_following_stages.shape}."
-            )
-        if 0 in shape or min(self.submesh_devices) < 1 or not bool(np.all(self.seconds >= 0)):
-            raise PlanError("A stage table needs layers, submeshes of at least one device, and seconds of at least 0.")
-
-    @property
-    def num_layers(self) -> int:
-        return self.seconds.shape[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageAssignment:
-    """Layers `first_layer` to `last_layer` (inclusive) on one submesh kind, in one of its configurations."""
-
-    first_layer: int
-    last_layer: int
-    submesh: int
-    configuration: int
 
 
 class StageStatus(enum.Enum):
@@ -97,29 +69,10 @@ class StageChoice:
     num_evaluated: int = 0
 
 
-def evaluate(
-    table: StageTable, stages: Sequence[StageAssignment], *, num_devices: int, num_microbatches: int, serialized: bool
-) -> float:
-    """Seconds of a step with these stages, by the formula; infinite where they do not fit together or into memory."""
-    next_layer, devices = 0, 0
-    times: list[float] = []
-    for index, stage in enumerate(stages):
-        entry = (stage.first_layer, stage.last_layer, stage.submesh, stage.configuration)
-        in_order = stage.first_layer == next_layer <= stage.last_layer
-        if not in_order or table.max_following_stages[entry] < len(stages) - 1 - index:
-            return np.inf
-        next_layer = stage.last_layer + 1
-        devices += table.submesh_devices[stage.submesh]
-        times.append(float(table.seconds[entry]))
-    if next_layer != table.num_layers or devices != num_devices:
-        return np.inf
-    return num_microbatches * sum(times) if serialized else sum(times) + (num_microbatches - 1) * max(times)
-
-
 def solve(
     table: StageTable,
     *,
-    num_devices: int,
+    num_devices: int | Sequence[int],
     num_microbatches: int,
     min_stages: int = 1,
     max_stages: int | None = None,
@@ -130,25 +83,33 @@ def solve(
 
     Args:
         table: what each stage would cost.
-        num_devices: devices of the cluster; the submeshes of the stages add up to them.
+        num_devices: devices of each group of the cluster (a number: there is one group); the submeshes of the stages
+            add up to them.
         num_microbatches: B in the formulas above.
         min_stages, max_stages: how many stages; None for as many as there are layers.
         early_stop: skip bottlenecks that cannot matter; without it each one is tried. The result is the same.
         serialized: all stages share one processor, so that their times add up.
     """
-    if num_devices < 1 or num_microbatches < 1 or min_stages < 1:
+    devices = devices_by_group(num_devices)
+    if min(devices, default=0) < 1 or num_microbatches < 1 or min_stages < 1:
         raise PlanError(
-            f"The stage search needs at least one device, micro-batch and stage, but got {num_devices} devices,"
+            f"The stage search needs at least one device, micro-batch and stage, but got {_show(devices)} devices,"
             f" {num_microbatches} micro-batches and at least {min_stages} stages."
         )
-    most = min(table.num_layers, num_devices, table.num_layers if max_stages is None else max_stages)
+    beyond = [group for group in table.groups if group is not None and group >= len(devices)]
+    if beyond:
+        raise PlanError(
+            f"A submesh kind belongs to group {beyond[0]}, but devices were given for {len(devices)} groups: give the"
+            " number of devices of every group."
+        )
+    most = min(table.num_layers, sum(devices), table.num_layers if max_stages is None else max_stages)
     if most < min_stages:
         return _infeasible(
-            f"At least {min_stages} stages were asked for, but {table.num_layers} layers on {num_devices} devices"
+            f"At least {min_stages} stages were asked for, but {table.num_layers} layers on {_show(devices)} devices"
             f"{'' if max_stages is None else f' with at most {max_stages} stages'} allow {most}."
         )
-    dp = _StageDp.of(table, num_devices=num_devices, min_stages=min_stages, max_stages=most)
-    taus = _bottlenecks(dp.cheapest)
+    dp = _StageDp.of(table, devices=devices, min_stages=min_stages, max_stages=most)
+    taus = _bottlenecks(dp.arrays)
     totals: dict[int, float] = {}
 
     def sum_at(index: int) -> float:
@@ -160,7 +121,7 @@ def solve(
         return _infeasible(_why_infeasible(dp))
     best = taus.size - 1 if serialized else _search(sum_at, taus, num_microbatches, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
-    seconds = evaluate(table, stages, num_devices=num_devices, num_microbatches=num_microbatches, serialized=serialized)
+    seconds = evaluate(table, stages, num_devices=devices, num_microbatches=num_microbatches, serialized=serialized)
     status = StageStatus.OPTIMAL
     return StageChoice(
         stages=stages, seconds=seconds, status=status, num_bottlenecks=taus.size, num_evaluated=len(totals)
@@ -169,73 +130,124 @@ def solve(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StageDp:
-    """The dynamic program for a given tau; `cheapest` is g[r,i,k,m], infinite for k < i."""
+    """The dynamic program for a given tau; `kinds` are the kinds of the table that the arrays hold."""
 
     table: StageTable
-    cheapest: NDArray[np.float64]
-    num_devices: int
+    devices: tuple[int, ...]
     min_stages: int
     max_stages: int
+    kinds: tuple[int, ...]
+    arrays: StageArrays
+    sums: Sums
 
     @staticmethod
-    def of(table: StageTable, *, num_devices: int, min_stages: int, max_stages: int) -> "_StageDp":
-        layers = np.arange(table.num_layers)
-        possible = (layers[:, None] <= layers[None, :])[:, :, None, None]
-        cheapest = [
-            np.where(possible & (table.max_following_stages >= following), table.seconds, np.inf).min(axis=3)
-            for following in range(max_stages)
-        ]
+    def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> "_StageDp":
+        kinds = _usable_kinds(table, devices)
+        seconds = np.array(table.seconds[:, :, kinds], dtype=np.float64, order="C")
+        following = np.array(table.max_following_stages[:, :, kinds], dtype=np.int64, order="C")
+        cheapest = cheapest_of(seconds, following, max_stages)
+        open_ended = max_stages == min(table.num_layers, sum(devices))
+        if open_ended:
+            changes = (cheapest[1:] != cheapest[:-1]).any(axis=(1, 2, 3))
+            last_change = int(np.flatnonzero(changes).max(initial=-1)) + 1
+            cheapest = cheapest[: max(last_change + 1, min_stages)].copy()
+        inflow, sender = _sender_classes(table, kinds, np.isfinite(cheapest[0]))
+        shift, block, num_states = _states(table, kinds, devices)
+        arrays = StageArrays(
+            cheapest=cheapest,
+            inflow=inflow,
+            order=np.argsort(-inflow, axis=2, kind="stable").astype(np.int64),
+            sender=sender,
+            shift=shift,
+            block=block,
+            num_states=num_states,
+            open_ended=int(open_ended),
+        )
         return _StageDp(
             table=table,
-            cheapest=np.stack(cheapest),
-            num_devices=num_devices,
+            devices=devices,
             min_stages=min_stages,
             max_stages=max_stages,
+            kinds=tuple(kinds),
+            arrays=arrays,
+            sums=empty_sums(arrays),
         )
-
-    def sums(self, tau: float) -> NDArray[np.float64]:
-        """f[s,i,d] for all s up to `max_stages`; rows i = 0..L, where row L holds no layer."""
-        allowed = np.where(self.cheapest <= tau, self.cheapest, np.inf)
-        num_layers = allowed.shape[1]
-        sums = np.full((self.max_stages + 1, num_layers + 1, self.num_devices + 1), np.inf)
-        sums[0, num_layers, 0] = 0.0
-        for stage in range(1, self.max_stages + 1):
-            for submesh, devices in enumerate(self.table.submesh_devices):
-                rest = sums[stage - 1, 1:, : max(self.num_devices + 1 - devices, 0)]
-                added = (allowed[stage - 1, :, :, submesh, None] + rest[None]).min(axis=1)
-                target = sums[stage, :num_layers, devices:]
-                np.minimum(target, added, out=target)
-        return sums
 
     def total(self, tau: float) -> float:
         """F(tau); infinite if no choice stays below tau."""
-        return float(self.sums(tau)[self.min_stages :, 0, self.num_devices].min())
+        return float(fill(self.arrays, tau, self.sums)[self.min_stages :].min())
 
     def stages(self, tau: float) -> tuple[StageAssignment, ...]:
-        """Stages that attain F(tau), the fewest, read off the recurrence from the first layer on."""
-        sums = self.sums(tau)
-        left = self.min_stages + int(sums[self.min_stages :, 0, self.num_devices].argmin())
-        allowed = np.where(self.cheapest <= tau, self.cheapest, np.inf)
-        first, free = 0, self.num_devices
+        """Stages that attain F(tau), read off the recurrence from the first layer on."""
+        totals = fill(self.arrays, tau, self.sums)[self.min_stages :]
+        rows = trace(self.arrays, tau, self.sums, self.min_stages + int(totals.argmin()))
         found: list[StageAssignment] = []
-        for following in reversed(range(left)):
-            candidates = np.full(allowed.shape[2:], np.inf)
-            for submesh, devices in enumerate(self.table.submesh_devices):
-                if devices <= free:
-                    candidates[:, submesh] = allowed[following, first, :, submesh] + sums[following, 1:, free - devices]
-            last, submesh = (int(index) for index in np.unravel_index(candidates.argmin(), candidates.shape))
-            fits = self.table.max_following_stages[first, last, submesh] >= following
-            configuration = int(np.where(fits, self.table.seconds[first, last, submesh], np.inf).argmin())
-            found.append(
-                StageAssignment(first_layer=first, last_layer=last, submesh=submesh, configuration=configuration)
-            )
-            first, free = last + 1, free - self.table.submesh_devices[submesh]
+        first = 0
+        for number, row in enumerate(rows):
+            last, kind = int(row[0]), self.kinds[int(row[1])]
+            entry = (first, last, kind)
+            fits = self.table.max_following_stages[entry] >= len(rows) - 1 - number
+            configuration = int(np.where(fits, self.table.seconds[entry], np.inf).argmin())
+            found.append(StageAssignment(first_layer=first, last_layer=last, submesh=kind, configuration=configuration))
+            first = last + 1
         return tuple(found)
 
 
-def _bottlenecks(cheapest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The finite values of `cheapest`, ascending; of values within `BOTTLENECK_GAP` the largest, which admits all."""
-    values = np.unique(cheapest[np.isfinite(cheapest)])
+def _usable_kinds(table: StageTable, devices: tuple[int, ...]) -> list[int]:
+    """The kinds that some stage can be on."""
+    layers = np.arange(table.num_layers)
+    possible = (table.max_following_stages >= 0) & np.isfinite(table.seconds)
+    possible &= (layers[:, None] <= layers[None, :])[:, :, None, None]
+    occurs: NDArray[np.bool_] = np.any(possible, axis=(0, 1, 3))
+    return [
+        kind
+        for kind, (size, group) in enumerate(zip(table.submesh_devices, table.groups, strict=True))
+        if occurs[kind] and (size == sum(devices) if group is None else size <= devices[group])
+    ]
+
+
+def _sender_classes(
+    table: StageTable, kinds: list[int], possible: NDArray[np.bool_]
+) -> tuple[FloatArray, NDArray[np.int64]]:
+    """Inflow by [first layer, kind, sender class], and the sender class of each kind; `possible` is [L, L, S]."""
+    if table.inflow_seconds is None or not kinds:
+        return np.zeros((table.num_layers, len(kinds), 1)), np.zeros(len(kinds), dtype=np.int64)
+    received = table.inflow_seconds[:, kinds][:, :, kinds]
+    # What no stage can receive tells no senders apart.
+    occurs: NDArray[np.bool_] = np.any(possible, axis=1)
+    received = np.where(occurs[:, None, :], received, 0.0)
+    received[0] = 0.0
+    by_sender, sender = np.unique(received.transpose(1, 0, 2).reshape(len(kinds), -1), axis=0, return_inverse=True)
+    inflow = by_sender.reshape(-1, table.num_layers, len(kinds)).transpose(1, 2, 0)
+    return np.ascontiguousarray(inflow), sender.reshape(-1).astype(np.int64)
+
+
+def _states(
+    table: StageTable, kinds: list[int], devices: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """`shift` and `block` of each kind, and the number of states; see `stage_kernels`."""
+    sizes, groups = table.submesh_devices, table.groups
+    units = [gcd(size, *(sizes[k] for k in kinds if groups[k] == group)) for group, size in enumerate(devices)]
+    digits = [size // unit + 1 for size, unit in zip(devices, units, strict=True)]
+    steps = [prod(digits[group + 1 :]) for group in range(len(digits))]
+    num_states = prod(digits)
+    shift, block = np.full(len(kinds), num_states - 1), np.full(len(kinds), num_states)
+    for index, kind in enumerate(kinds):
+        group = groups[kind]
+        if group is not None:
+            shift[index] = sizes[kind] // units[group] * steps[group]
+            block[index] = digits[group] * steps[group]
+    return shift.astype(np.int64), block.astype(np.int64), num_states
+
+
+def _bottlenecks(arrays: StageArrays) -> NDArray[np.float64]:
+    """The seconds that a stage can take, ascending; of values within `BOTTLENECK_GAP` the largest, which admits all."""
+    cheapest = arrays.cheapest
+    # A value of g counts once, at the first r that it belongs to.
+    new = np.isfinite(cheapest)
+    new[1:] &= cheapest[1:] != cheapest[:-1]
+    _, first, _, kind = np.nonzero(new)
+    values = np.unique(cheapest[new][:, None] + arrays.inflow[first, kind])
     with np.errstate(divide="ignore"):
         bins = np.floor(np.log(values) / np.log1p(BOTTLENECK_GAP))
     return values[np.append(bins[1:] != bins[:-1], True)] if values.size else values
@@ -271,6 +283,10 @@ def _search(
     return min(totals, key=lambda index: (totals[index], index))
 
 
+def _show(devices: tuple[int, ...]) -> str:
+    return " + ".join(map(str, devices))
+
+
 def _infeasible(reason: str) -> StageChoice:
     return StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason=reason)
 
@@ -279,17 +295,17 @@ def _why_infeasible(dp: _StageDp) -> str:
     """The first limit that rules everything out, found by lifting the limits one by one."""
     table = dp.table
     count = f"{dp.min_stages} to {dp.max_stages} stages" if dp.min_stages < dp.max_stages else f"{dp.max_stages} stages"
-    plan = f"{count} for the {table.num_layers} layers on {dp.num_devices} devices"
+    plan = f"{count} for the {table.num_layers} layers on {_show(dp.devices)} devices"
 
     def feasible(lifted: StageTable) -> bool:
-        sizes = {"num_devices": dp.num_devices, "min_stages": dp.min_stages, "max_stages": dp.max_stages}
-        return _StageDp.of(lifted, **sizes).total(np.inf) < np.inf
+        lifted_dp = _StageDp.of(lifted, devices=dp.devices, min_stages=dp.min_stages, max_stages=dp.max_stages)
+        return lifted_dp.total(np.finfo(np.float64).max) < np.inf
 
     no_limit = replace(table, max_following_stages=np.full(table.seconds.shape, dp.max_stages))
     if not feasible(replace(no_limit, seconds=np.zeros(table.seconds.shape))):
         sizes = ", ".join(str(devices) for devices in sorted(set(table.submesh_devices)))
         return (
-            f"No {plan}: submeshes of {sizes} devices do not add up to {dp.num_devices} in so many stages."
+            f"No {plan}: submeshes of {sizes} devices do not add up to {_show(dp.devices)} in so many stages."
             " Allow other submeshes or another number of stages."
         )
     if not feasible(no_limit):

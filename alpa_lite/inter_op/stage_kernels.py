@@ -1,0 +1,275 @@
+"""The stage dynamic program on arrays, compiled: sums for one bottleneck, and the stages that attain them.
+
+A kind of submesh takes devices of its group. The devices left in all groups are one number x, the digits of which are
+the devices left by group, so that a kind takes `shift` from x; that is possible where x mod `block` >= shift. What
+feeds a stage matters by sender class a: kinds from which receiving takes equally long everywhere.
+
+    f[s,i,a,x] = min over b of  w + min over k of  g[r,i,k,b] + f[s-1,k+1,a(b),x-shift(b)],              `_fill_row`
+                 w = inflow[i,b,a], where g + w <= tau
+    f[0,L,a,0] = 0
+    r          = s-1, and the last s stands for "or more" where g does not depend on r any further       `_levels`
+
+For one (i,b) the sender classes are gone through by falling w: what is allowed for one is allowed for the next, so
+that each k is looked at once, whatever the number of classes (`_through_kind`). Only those x are computed that some
+stages for the layers before i can leave (`_reach`) and some stages can use up (`low` and `high`).
+"""
+
+# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+kernel = njit(cache=True, nogil=True)
+
+
+class StageArrays(NamedTuple):
+    """What the kernels read.
+
+    Attributes:
+        cheapest: [R, L, L, S], g[r,i,k,b]; infinite for k < i.
+        inflow: [L, S, A], seconds that a stage from layer i on, on kind b, takes to receive from sender class a.
+        order: [L, S, A], the sender classes by falling inflow.
+        sender: [S], the sender class of each kind.
+        shift, block: [S], see the module.
+        num_states: 1 + the x of all devices.
+        open_ended: 1 if the last level stands for "or more" stages, else 0.
+    """
+
+    cheapest: FloatArray
+    inflow: FloatArray
+    order: IntArray
+    sender: IntArray
+    shift: IntArray
+    block: IntArray
+    num_states: int
+    open_ended: int
+
+
+class Sums(NamedTuple):
+    """f and where it may be finite, to be filled again and again.
+
+    Attributes:
+        values: [R + 1, L + 1, A, states], valid from `low` to `high` and infinite elsewhere.
+        low, high: [R + 1, L + 1, A]; high < low where all is infinite.
+    """
+
+    values: FloatArray
+    low: IntArray
+    high: IntArray
+
+
+def empty_sums(arrays: StageArrays) -> Sums:
+    """Room for f."""
+    num_levels, num_layers = arrays.cheapest.shape[:2]
+    shape = (num_levels + 1, num_layers + 1, arrays.inflow.shape[2])
+    values = np.empty((*shape, arrays.num_states))
+    return Sums(values=values, low=np.ones(shape, dtype=np.int64), high=np.zeros(shape, dtype=np.int64))
+
+
+@kernel
+def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> FloatArray:
+    """g[r,i,k,b] for r < num_levels: the least seconds of a configuration that at least r stages may follow."""
+    num_layers, _, num_kinds, num_configurations = seconds.shape
+    cheapest = np.full((num_levels, num_layers, num_layers, num_kinds), np.inf)
+    for i in range(num_layers):
+        for k in range(i, num_layers):
+            for b in range(num_kinds):
+                for c in range(num_configurations):
+                    for r in range(min(following[i, k, b, c] + 1, num_levels)):
+                        cheapest[r, i, k, b] = min(cheapest[r, i, k, b], seconds[i, k, b, c])
+    return cheapest
+
+
+@kernel
+def fill(arrays: StageArrays, tau: float, sums: Sums) -> FloatArray:
+    """Fill in f for one bottleneck; the sums of all layers on all devices, by level."""
+    num_levels, num_layers = arrays.cheapest.shape[:2]
+    last = arrays.num_states - 1
+    sums.low[:], sums.high[:] = 1, 0
+    sums.low[0, num_layers] = 0
+    sums.values[0, num_layers, :, 0] = 0.0
+    least, most, arrives = _reach(arrays, tau)
+    best = np.empty(arrays.num_states)
+    for level in range(1, num_levels + 1):
+        for i in range(num_layers - 1, -1, -1):
+            if most[i] >= 0:
+                _fill_row(arrays, tau, sums, level, i, (last - most[i], last - least[i]), arrives[i], best)
+    totals = np.full(num_levels + 1, np.inf)
+    for level in range(1, num_levels + 1):
+        if sums.low[level, 0, 0] <= sums.high[level, 0, 0]:
+            totals[level] = sums.values[level, 0, 0, last]
+    return totals
+
+
+@kernel
+def _reach(arrays: StageArrays, tau: float) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+    """The least and the most that layers 0..i-1 may take of x, -1 where they cannot; who may feed layer i."""
+    num_layers, num_kinds = arrays.inflow.shape[:2]
+    last = arrays.num_states - 1
+    least, most = np.full(num_layers + 1, last), np.full(num_layers + 1, -1)
+    arrives = np.zeros((num_layers + 1, arrays.inflow.shape[2]), dtype=np.bool_)
+    least[0] = most[0] = 0
+    # Nobody feeds the first stage; its inflow is 0 for every class.
+    arrives[0, 0] = True
+    for i in range(1, num_layers + 1):
+        for j in range(i):
+            for b in range(num_kinds):
+                if most[j] >= 0 and arrays.cheapest[0, j, i - 1, b] <= tau and least[j] + arrays.shift[b] <= last:
+                    least[i] = min(least[i], least[j] + arrays.shift[b])
+                    most[i] = min(last, max(most[i], most[j] + arrays.shift[b]))
+                    arrives[i, arrays.sender[b]] = True
+    return least, most, arrives
+
+
+@kernel
+def _levels(arrays: StageArrays, level: int) -> tuple[int, int]:
+    """The levels of what may follow the first stage of `level`, first and last."""
+    if arrays.open_ended == 1 and level == arrays.cheapest.shape[0]:
+        return level - 1, level
+    return level - 1, level - 1
+
+
+@kernel
+def _fill_row(
+    arrays: StageArrays,
+    tau: float,
+    sums: Sums,
+    level: int,
+    i: int,
+    within: tuple[int, int],
+    arrives: NDArray[np.bool_],
+    best: FloatArray,
+) -> None:
+    """f[level,i,:,:] for x within the bounds."""
+    first, last = within
+    for a in range(arrives.size):
+        if arrives[a]:
+            sums.values[level, i, a, first : last + 1] = np.inf
+    for b in range(arrays.shift.size):
+        _through_kind(arrays, tau, sums, level, i, b, within, arrives, best)
+    for a in range(arrives.size):
+        if not arrives[a]:
+            continue
+        row = sums.values[level, i, a]
+        low, high = first, last
+        while low <= high and row[low] == np.inf:
+            low += 1
+        while low <= high and row[high] == np.inf:
+            high -= 1
+        sums.low[level, i, a], sums.high[level, i, a] = low, high
+
+
+@kernel
+def _range_of(arrays: StageArrays, tau: float, sums: Sums, level: int, i: int, b: int) -> tuple[int, int]:
+    """The x that a first stage from layer i on kind b can occur with."""
+    first, last = arrays.num_states, -1
+    a, (lowest, highest) = arrays.sender[b], _levels(arrays, level)
+    for k in range(i, arrays.cheapest.shape[1]):
+        if arrays.cheapest[level - 1, i, k, b] <= tau:
+            for rest in range(lowest, highest + 1):
+                low, high = sums.low[rest, k + 1, a], sums.high[rest, k + 1, a]
+                if low <= high:
+                    first, last = min(first, low + arrays.shift[b]), max(last, high + arrays.shift[b])
+    return first, last
+
+
+@kernel
+def _through_kind(
+    arrays: StageArrays,
+    tau: float,
+    sums: Sums,
+    level: int,
+    i: int,
+    b: int,
+    within: tuple[int, int],
+    arrives: NDArray[np.bool_],
+    best: FloatArray,
+) -> None:
+    """Lower f[level,i,:,:] to what is possible with a first stage on kind b."""
+    first, last = _range_of(arrays, tau, sums, level, i, b)
+    first, last = max(first, within[0]), min(last, within[1])
+    if first > last:
+        return
+    best[first : last + 1] = np.inf
+    lowest, highest = _levels(arrays, level)
+    used, before = False, np.inf
+    for a in arrays.order[i, b]:
+        if not arrives[a]:
+            continue
+        inflow = arrays.inflow[i, b, a]
+        for k in range(i, arrays.cheapest.shape[1]):
+            seconds = arrays.cheapest[level - 1, i, k, b]
+            # What the sender class before this one allowed is in `best` already.
+            if seconds + inflow <= tau < seconds + before:
+                used = True
+                for rest in range(lowest, highest + 1):
+                    _lower(arrays, sums, rest, k + 1, b, seconds, first, last, best)
+        before = inflow
+        if used:
+            row = sums.values[level, i, a]
+            for x in range(first, last + 1):
+                row[x] = min(row[x], best[x] + inflow)
+
+
+@kernel
+def _lower(
+    arrays: StageArrays,
+    sums: Sums,
+    level: int,
+    i: int,
+    b: int,
+    seconds: float,
+    first: int,
+    last: int,
+    best: FloatArray,
+) -> None:
+    """Lower best[x] to seconds + f[level,i,a(b),x-shift(b)], for x from first to last."""
+    a, shift, block = arrays.sender[b], arrays.shift[b], arrays.block[b]
+    rest = sums.values[level, i, a]
+    first, last = max(first, sums.low[level, i, a] + shift), min(last, sums.high[level, i, a] + shift)
+    for start in range(first - first % block, last + 1, block):
+        for x in range(max(first, start + shift), min(last + 1, start + block)):
+            best[x] = min(best[x], seconds + rest[x - shift])
+
+
+@kernel
+def trace(arrays: StageArrays, tau: float, sums: Sums, level: int) -> IntArray:
+    """Rows (last layer, kind) of stages that attain the sum of all layers on all devices at this level."""
+    num_layers, num_kinds = arrays.inflow.shape[:2]
+    found = np.empty((num_layers, 2), dtype=np.int64)
+    count, i, a, x = 0, 0, 0, arrays.num_states - 1
+    while i < num_layers:
+        lowest, highest = _levels(arrays, level)
+        least, best_k, best_b, best_level = np.inf, num_layers - 1, 0, lowest
+        for b in range(num_kinds):
+            if x % arrays.block[b] < arrays.shift[b]:
+                continue
+            for k in range(i, num_layers):
+                seconds = arrays.cheapest[level - 1, i, k, b] + arrays.inflow[i, b, a]
+                for rest in range(lowest, highest + 1):
+                    total = _sum_at(sums, rest, k + 1, arrays.sender[b], x - arrays.shift[b]) + seconds
+                    if seconds <= tau and total < least:
+                        least, best_k, best_b, best_level = total, k, b, rest
+        found[count, 0], found[count, 1] = best_k, best_b
+        count += 1
+        i, a, level, x = best_k + 1, arrays.sender[best_b], best_level, x - arrays.shift[best_b]
+    return found[:count].copy()
+
+
+@kernel
+def _sum_at(sums: Sums, level: int, i: int, a: int, x: int) -> float:
+    """f[level,i,a,x]."""
+    if sums.low[level, i, a] <= x <= sums.high[level, i, a]:
+        return sums.values[level, i, a, x]
+    return np.inf
