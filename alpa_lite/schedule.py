@@ -9,6 +9,7 @@ With p processors s = 0..p-1, m micro-batches and equal processors of tf and tb 
     GPipe       makespan (m+p-1)*(tf+tb), warm-up m        `GPipe.num_warmup`     (Huang et al., NeurIPS'19)
     1F1B        makespan (m+p-1)*(tf+tb), warm-up p-s-1    `OneFOneB.num_warmup`  (Narayanan et al., SC'21)
     micro-batches in flight on stage s = min(warm-up + 1, m)      `WarmupSchedule.in_flight`
+    eager 1F1B  the makespan of 1F1B also where a transfer takes up to (tf+tb)/2, warm-up 2*(p-s-1)
     interleaved makespan (m+(p-1)/v)*(tf+tb), warm-up 2*(p-s-1)+(v-1)*p tasks, m a multiple of p, in flight on
                 processor s over all its stages min(warm-up + 1, m*v)   `Interleaved1F1B`  (SC'21, section 2.2)
 
@@ -175,6 +176,23 @@ class OneFOneB(WarmupSchedule):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EagerOneFOneB(WarmupSchedule):
+    """1F1B with twice the warm-up: while a micro-batch is on its way between stages, another one is at work.
+
+    Under 1F1B the last two stages wait for a transfer in every turn. Zhuang et al., "On Optimizing the Communication of
+    Model Parallelism" (MLSys'23), section 4.
+    """
+
+    @property
+    def name(self) -> str:
+        return "eager-1f1b"
+
+    def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return 2 * (num_stages - stage - 1)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved1F1B(Schedule):
     """1F1B on processors that own `num_chunks` stages each: a bubble `num_chunks` times smaller, more transfers.
 
@@ -231,7 +249,13 @@ def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int)
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
-SCHEDULES: tuple[Schedule, ...] = (Sequential(), GPipe(), OneFOneB(), Interleaved1F1B())
+SCHEDULES: tuple[Schedule, ...] = (
+    Sequential(),
+    GPipe(),
+    OneFOneB(),
+    EagerOneFOneB(),
+    Interleaved1F1B(),
+)
 
 
 def schedule_named(name: str) -> Schedule:

@@ -1,6 +1,6 @@
 """What no plan of a step can beat: its work, divided over all devices without loss.
 
-    seconds    >=  sum over ops of  runs * least(op)  /  number of devices                              `least_seconds`
+    seconds    >=  sum over ops of  runs / sum over groups of  devices / least(op)                      `least_seconds`
     least(op)   =  max(FLOPs / rate of large kernels, bytes / bandwidth) of the whole op               `_least_of`
 
 A device that does 1/n of an op takes at least 1/n of `least`: its part of the FLOPs and of the bytes is no smaller, and
@@ -10,7 +10,11 @@ that the step with one micro-batch bounds those with more.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import StepGraph
@@ -19,23 +23,34 @@ from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
 from alpa_lite.rules.graph_facts import free_values
 from alpa_lite.spmd import replicated_placement
+from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
 
-def least_seconds(step: StepGraph, cost_model: CostModel) -> float:
-    """A lower bound on the seconds of one step under a cost model, whatever the plan."""
-    cluster = cost_model.cluster
+def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
+    """A lower bound on the seconds of one step on a cluster, whatever the plan."""
+    ops = [op for op in step.graph.ops if free_values(step.graph).isdisjoint(op.results)]
+    runs = np.array([step.runs_of(op) for op in ops], dtype=float)
+    # Of each op and second: the part of it that all devices of a group do, summed over the groups.
+    rates = np.zeros(len(ops))
+    first = 0
+    for num_hosts in [group.num_hosts for group in cluster.groups] or [cluster.num_hosts]:
+        num_devices = num_hosts * cluster.devices_per_host
+        model = cost_model_for(cluster.at(first, num_devices))
+        # Virtual devices share the rates of their host's processor.
+        processors = num_hosts if cluster.shared_processor else num_devices
+        with np.errstate(divide="ignore"):
+            rates += processors / _least_of_ops(step.graph, ops, model)
+        first += num_devices
+    return float((runs / rates).sum()) + cluster.skew_seconds
+
+
+def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDArray[np.float64]:
+    """Device seconds of each op in one piece."""
     alone = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
     pricer = Pricer(cost_model=cost_model, submesh=alone, mesh=LogicalMesh(axis_names=("x",), shape=(1,)))
     known: dict[object, float] = {}
-    total = sum(
-        step.runs_of(op) * _least_of(step.graph, op, pricer, known)
-        for op in step.graph.ops
-        if free_values(step.graph).isdisjoint(op.results)
-    )
-    # Virtual devices share the rates of their host's processor.
-    processors = cluster.num_hosts if cluster.shared_processor else cluster.num_devices
-    return total / processors + cluster.skew_seconds
+    return np.array([_least_of(graph, op, pricer, known) for op in ops])
 
 
 def _least_of(graph: Graph, op: Op, pricer: Pricer, known: dict[object, float]) -> float:

@@ -1,22 +1,26 @@
 """What the search chooses from: kinds of submesh, logical shapes over them, and which layers may go on which.
 
-Most shapes have one axis that does anything, or an axis that splits the batch and one inside a host that splits
-everything else: what crosses hosts in every layer is too slow to be worth its time in the search.
+A shape has one axis that does anything; or an axis that splits the batch (and may split state) and one inside a host
+that splits everything else; or, of several hosts, one that splits the batch between them and leaves state whole on each
+beside these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
+
+The devices of a mixed cluster count by the rate of their matrix units when layers are shared out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.inter_op.stage_costs import AXIS_NAMES
+from alpa_lite.inter_op.stage_costs import BATCH_AXES
 from alpa_lite.layers import Layers, op_flops
-from alpa_lite.mesh import LogicalMesh, Submesh, logical_shapes, submesh_kinds
+from alpa_lite.mesh import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
 IMBALANCE = 2.0
@@ -27,57 +31,100 @@ IMBALANCE = 2.0
 class Space:
     """Submeshes and logical shapes for the stages of a cluster.
 
-    kinds    hosts and devices per host of each kind of submesh
-    shapes   of each kind, the logical shapes over it
+    kinds    of submesh
+    meshes   of each kind, the logical meshes over it
     """
 
     cluster: Cluster
-    kinds: tuple[tuple[int, int], ...]
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    kinds: tuple[SubmeshKind, ...]
+    meshes: tuple[tuple[LogicalMesh, ...], ...]
 
     @staticmethod
     def of(cluster: Cluster) -> Space:
         """All that makes sense on a cluster."""
-        kinds = submesh_kinds(cluster.num_hosts, cluster.devices_per_host)
-        shapes = tuple(_shapes(hosts, per_host, cluster.devices_per_host) for hosts, per_host in kinds)
-        return Space(cluster=cluster, kinds=kinds, shapes=shapes)
+        kinds = cluster_kinds(hosts_of_groups(cluster), cluster.devices_per_host)
+        return Space(cluster=cluster, kinds=kinds, meshes=tuple(_meshes(kind, cluster) for kind in kinds))
 
-    def only(self, *, whole: bool = False, single: bool = False) -> Space:
-        """The same with one kind of submesh: the whole cluster, or one device."""
-        wanted = self.cluster.num_devices if whole else 1
-        kept = [i for i, devices in enumerate(self.devices) if not (whole or single) or devices == wanted]
-        return Space(
-            cluster=self.cluster,
-            kinds=tuple(self.kinds[i] for i in kept),
-            shapes=tuple(self.shapes[i] for i in kept),
-        )
+    def only(self, num_devices: int) -> Space:
+        """The same with submeshes of so many devices alone."""
+        return self.where([devices == num_devices for devices in self.devices])
+
+    def equal_parts(self) -> Space:
+        """The same with submeshes alone of which several make up the cluster."""
+        return self.where([self.cluster.num_devices % devices == 0 for devices in self.devices])
+
+    def where(self, kept: Iterable[bool]) -> Space:
+        """The same with some of the kinds."""
+        numbers = [i for i, keep in enumerate(kept) if keep]
+        kinds, meshes = (tuple(part[i] for i in numbers) for part in (self.kinds, self.meshes))
+        return replace(self, kinds=kinds, meshes=meshes)
+
+    def with_axes(self, names: Collection[str]) -> Space:
+        """The same with logical meshes alone that have all these axes."""
+        meshes = tuple(tuple(m for m in of_kind if set(names) <= {*m.axis_names}) for of_kind in self.meshes)
+        return replace(self, meshes=meshes).where(map(bool, meshes))
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """The number of devices of each kind."""
-        return tuple(hosts * per_host for hosts, per_host in self.kinds)
+        return tuple(kind.num_devices for kind in self.kinds)
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The group of devices of each kind."""
+        return tuple(kind.group for kind in self.kinds)
+
+    @property
+    def devices_of_groups(self) -> tuple[int, ...]:
+        """The number of devices of each group."""
+        return tuple(hosts * self.cluster.devices_per_host for hosts in hosts_of_groups(self.cluster))
 
     @cached_property
     def most_shapes(self) -> int:
-        """The largest number of shapes of a kind."""
-        return max(map(len, self.shapes))
+        """The largest number of logical meshes of a kind."""
+        return max(map(len, self.meshes))
+
+    @cached_property
+    def room_bytes(self) -> NDArray[np.float64]:
+        """[kinds]: the memory of a device of each kind."""
+        return np.array([float(self._seen_from(kind).device.memory_bytes) for kind in range(len(self.kinds))])
+
+    @cached_property
+    def shares(self) -> NDArray[np.float64]:
+        """[kinds]: the part of the cluster's matrix rate that each kind has."""
+        rates = np.array([n * self._rate(k) for k, n in enumerate(self.devices)])
+        whole = 0.0
+        for group, devices in enumerate(self.devices_of_groups):
+            one = first_submesh(
+                SubmeshKind(num_hosts=1, devices_per_host=1, group=group),
+                hosts_of_groups(self.cluster),
+                self.cluster.devices_per_host,
+            )
+            whole += devices * _matrix_rate(self.cluster.at(one.first_device, 1))
+        return np.where(np.array(self.devices) == self.cluster.num_devices, 1.0, rates / whole)
+
+    def _rate(self, kind: int) -> float:
+        return _matrix_rate(self._seen_from(kind))
+
+    def _seen_from(self, kind: int) -> Cluster:
+        submesh = self.submesh(kind)
+        return self.cluster.at(submesh.first_device, submesh.num_devices)
 
     def submesh(self, kind: int) -> Submesh:
         """A submesh of this kind."""
-        return Submesh(first_device=0, num_hosts=self.kinds[kind][0], devices_per_host=self.kinds[kind][1])
+        return first_submesh(self.kinds[kind], hosts_of_groups(self.cluster), self.cluster.devices_per_host)
 
     def mesh(self, kind: int, shape: int) -> LogicalMesh:
         """A logical mesh over this kind."""
-        sizes = self.shapes[kind][shape]
-        return LogicalMesh(axis_names=AXIS_NAMES[len(sizes)], shape=sizes)
+        return self.meshes[kind][shape]
 
     def divides(self, microbatch_size: int | None) -> NDArray[np.bool_]:
         """[kinds, shapes]: whether the batch axis of a shape divides a micro-batch; False where there is no shape."""
         possible = np.zeros((len(self.kinds), self.most_shapes), dtype=np.bool_)
-        for k, shapes in enumerate(self.shapes):
-            for c, shape in enumerate(shapes):
-                batch_axis = shape[0] if len(shape) > 1 else 1
-                possible[k, c] = batch_axis == 1 or (microbatch_size is not None and microbatch_size % batch_axis == 0)
+        for k, meshes in enumerate(self.meshes):
+            for c, mesh in enumerate(meshes):
+                ways = prod(mesh.axis_sizes.get(axis, 1) for axis in BATCH_AXES)
+                possible[k, c] = ways == 1 or (microbatch_size is not None and microbatch_size % ways == 0)
         return possible
 
     def worthwhile(self, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -90,7 +137,7 @@ class Space:
         in_order = np.triu(np.ones((count, count), dtype=np.bool_))
         found = np.zeros((count, count, len(self.kinds)), dtype=np.bool_)
         for k, devices in enumerate(self.devices):
-            share = devices / self.cluster.num_devices
+            share = self.shares[k]
             fair = (share / IMBALANCE**2 <= of_range) & (of_range <= share * IMBALANCE)
             found[:, :, k] = in_order & (fair | self.cluster.shared_processor)
             found[0, count - 1, k] = False
@@ -100,10 +147,33 @@ class Space:
         return found
 
 
-def _shapes(num_hosts: int, devices_per_host: int, largest_model_axis: int) -> tuple[tuple[int, ...], ...]:
-    """The logical shapes over a submesh whose second axis stays inside a host."""
-    found = logical_shapes(num_hosts, devices_per_host)
-    return tuple(shape for shape in found if len(shape) == 1 or shape[-1] <= largest_model_axis)
+def hosts_of_groups(cluster: Cluster) -> tuple[int, ...]:
+    """The number of hosts of each group of equal ones."""
+    return tuple(group.num_hosts for group in cluster.groups) or (cluster.num_hosts,)
+
+
+def _matrix_rate(cluster: Cluster) -> float:
+    device = cluster.device
+    return device.peak("bfloat16") * device.efficiencies[device.format("bfloat16")]
+
+
+def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
+    """The logical meshes over a submesh; the last axis of several stays inside a host."""
+    hosts, per_host = kind.num_hosts, kind.devices_per_host
+    one, *two = logical_shapes(hosts, per_host)
+    found = [LogicalMesh(axis_names=("x",), shape=one)]
+    inside = [shape for shape in two if shape[-1] <= cluster.devices_per_host]
+    found += [LogicalMesh(axis_names=("data", "model"), shape=shape) for shape in inside]
+    if hosts > 1:
+        found += [_over_hosts(hosts, per_host, model) for model in range(1, per_host) if per_host % model == 0]
+    return tuple(found)
+
+
+def _over_hosts(hosts: int, per_host: int, model: int) -> LogicalMesh:
+    """Whole copies of state on each host, split inside it."""
+    sizes = {"replica": hosts, "data": per_host // model, "model": model}
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
 
 
 def flops_shares(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
@@ -113,26 +183,3 @@ def flops_shares(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
         if layer is not None and phase.in_loop:
             totals[layer] += flops
     return totals / max(1.0, totals.sum())
-
-
-def representatives(structures: Sequence[object], shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """For each layer one that stands for it: an equal one where it is one of the few that hold most FLOPs, else near.
-
-    `structures`: equal for layers that are alike.
-    """
-    weight: dict[object, float] = {}
-    for structure, share in zip(structures, shares, strict=True):
-        weight[structure] = weight.get(structure, 0.0) + float(share)
-    chosen: list[object] = []
-    for structure in sorted(weight, key=lambda s: -weight[s])[:MAX_REPRESENTATIVES]:
-        if sum(weight[s] for s in chosen) < ENOUGH_FLOPS:
-            chosen.append(structure)
-    first = {s: structures.index(s) for s in chosen}
-    standing = np.array([i for i, s in enumerate(structures) if s in first])
-    nearest = [int(standing[np.abs(standing - i).argmin()]) for i in range(len(structures))]
-    return np.array([first[structures[n]] for n in nearest])
-
-
-MAX_REPRESENTATIVES = 4
-ENOUGH_FLOPS = 0.6
-"""Layers are surveyed until they stand for so much of the FLOPs, at most so many of them."""

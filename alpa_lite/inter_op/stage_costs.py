@@ -4,16 +4,17 @@
 (`StageView.signature`), so that repeated layers cost one solve. A solution that was the best with more room is the best
 with less, if it still fits: fewer micro-batches in flight are to be asked for first (`StageCosts._fits`).
 
-On a 1-D logical mesh every op may use the axis for anything. On a 2-D mesh the first axis splits the batch (and may
-split state, as ZeRO does) and the second everything else, as in Alpa: more freedom multiplies the strategies and has
-bought nothing on the models tried.
+On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
+whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more
+freedom multiplies the strategies and has bought nothing on the models tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,21 +29,32 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
+from alpa_lite.sharding import Spec
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
-#: Axis names of the logical meshes of the search, by number of axes.
-AXIS_NAMES = {1: ("x",), 2: ("data", "model")}
+BATCH_AXES = ("replica", "data")
+"""The axes of the search's logical meshes that split the batch."""
 
-Kind = tuple[int, int, LogicalMesh]
-"""Hosts and devices per host of a submesh, and the logical mesh over them."""
+_ROLES = {"replica": AxisRole.REPLICA, "data": AxisRole.BATCH, "model": AxisRole.MODEL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a submesh is, the groups of hosts that it spans, by number, and the logical mesh over it."""
+
+    num_hosts: int
+    devices_per_host: int
+    groups: tuple[int, ...]
+    mesh: LogicalMesh
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
     """What the search may do on a logical mesh."""
     if len(mesh.shape) == 1:
         return FREE_CHOICE
-    roles = {"data": AxisRole.BATCH, "model": AxisRole.MODEL}
+    roles = {axis: _ROLES[axis] for axis in mesh.axis_names}
     return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
 
 
@@ -52,6 +64,7 @@ class Solved:
 
     view: StageView
     kind: Kind
+    submesh: Submesh
     in_flight: int
     limit_bytes: float
     solution: StageSolution
@@ -73,6 +86,9 @@ class StageCosts:
 
     `seeks_peaks`: whether to look for the least memory that a stage could do with where it does not fit, which takes
     longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
+    `cost_model_for`: the cost model of a part of a cluster whose devices differ.
+    `pins`: the specs of some inputs of the graph, which are given.
+    `catalogues`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
     """
 
     step: StepGraph
@@ -81,8 +97,11 @@ class StageCosts:
     restriction: Restriction | None = None
     seeks_peaks: bool = True
     relative_gap: float = RELATIVE_GAP
+    time_limit_seconds: float = 60.0
+    cost_model_for: Callable[[Cluster], CostModel] | None = None
+    pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     progress: Callable[[str], None] = field(default=lambda _: None)
-    _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
+    catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
     _solved: dict[tuple[object, Kind], list[Solved]] = field(
         default_factory=dict[tuple[object, Kind], list[Solved]], repr=False
     )
@@ -103,16 +122,25 @@ class StageCosts:
 
         `math.inf`: whatever memory it takes.
         """
-        view, kind = self._view(first, last), (submesh.num_hosts, submesh.devices_per_host, mesh)
-        limit = float(self.cost_model.cluster.device.memory_bytes) if limit_bytes is None else limit_bytes
+        view, kind = self._view(first, last), self._kind(submesh, mesh)
+        limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
         known = self._solved.setdefault((self._structure(view), kind), [])
         found = next((s for s in known if _fits(s, in_flight, limit)), None)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
             finite = limit if math.isfinite(limit) else None
-            solution = solve_stage(view, catalogue, limit_bytes=finite, in_flight=in_flight, solver=self._solver)
-            found = Solved(view=view, kind=kind, in_flight=in_flight, limit_bytes=limit, solution=solution)
+            solution = solve_stage(
+                view,
+                catalogue,
+                limit_bytes=finite,
+                in_flight=in_flight,
+                solver=self._solver,
+                time_limit_seconds=self.time_limit_seconds,
+            )
+            found = Solved(
+                view=view, kind=kind, submesh=submesh, in_flight=in_flight, limit_bytes=limit, solution=solution
+            )
             known.append(found)
         solved = found.solution
         if solved.choice is None:
@@ -122,8 +150,12 @@ class StageCosts:
 
     @property
     def _solver(self) -> Portfolio:
-        peak_seconds = {} if self.seeks_peaks else {"peak_seconds": 0.0}
-        return Portfolio(relative_gap=self.relative_gap, **peak_seconds)
+        solver = Portfolio(relative_gap=self.relative_gap)
+        return solver if self.seeks_peaks else replace(solver, peak_seconds=0.0)
+
+    def pinned(self, pins: Mapping[int, Spec]) -> StageCosts:
+        """The same with more inputs given. Nothing is solved yet."""
+        return replace(self, pins={**self.pins, **pins}, _solved={}, _views={}, _alike={})
 
     def structures(self) -> list[object]:
         """For each layer an object that stands for its structure: equal for layers that are alike."""
@@ -131,7 +163,9 @@ class StageCosts:
 
     def _view(self, first: int, last: int) -> StageView:
         if (first, last) not in self._views:
-            self._views[first, last] = StageView(step=self.step, layers=self.layers, first=first, last=last)
+            self._views[first, last] = StageView(
+                step=self.step, layers=self.layers, first=first, last=last, pins=self.pins
+            )
         return self._views[first, last]
 
     def _structure(self, view: StageView) -> object:
@@ -140,18 +174,38 @@ class StageCosts:
             self._alike[view] = self._alike.setdefault(view.signature, object())
         return self._alike[view]
 
+    def room_bytes(self, submesh: Submesh) -> float:
+        """The memory of a device of a submesh."""
+        return float(self._model(submesh).cluster.device.memory_bytes)
+
+    def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> Kind:
+        per_host, ends = self.cost_model.cluster.devices_per_host, [0]
+        for group in self.cost_model.cluster.groups:
+            ends.append(ends[-1] + group.num_hosts)
+        first, last = submesh.first_device // per_host, submesh.devices[-1] // per_host
+        spanned = (g for g, (a, b) in enumerate(pairwise(ends)) if first < b and a <= last)
+        return Kind(
+            num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host, groups=tuple(spanned), mesh=mesh
+        )
+
+    def _model(self, submesh: Submesh) -> CostModel:
+        """The cost model of the devices of a submesh, where those of a cluster differ."""
+        cluster = self.cost_model.cluster
+        if not cluster.groups or self.cost_model_for is None:
+            return self.cost_model
+        return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
+
     def _catalogue(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
-        if kind not in self._catalogues:
-            pricer = Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh)
-            self._catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
-        return self._catalogues[kind]
+        if kind not in self.catalogues:
+            pricer = Pricer(cost_model=self._model(submesh), submesh=submesh, mesh=mesh)
+            self.catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
+        return self.catalogues[kind]
 
     def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
         """Why layers `first..last` do not fit on a logical mesh, and what would do."""
         view = self._view(first, last)
-        catalogue = self._catalogue((submesh.num_hosts, submesh.devices_per_host, mesh), submesh, mesh)
-        limit = float(self.cost_model.cluster.device.memory_bytes)
-        return explain_shortage(view, catalogue, limit_bytes=limit, in_flight=in_flight)
+        catalogue = self._catalogue(self._kind(submesh, mesh), submesh, mesh)
+        return explain_shortage(view, catalogue, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
 
     def tightest(self) -> Tight | None:
         """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
@@ -162,15 +216,16 @@ class StageCosts:
         fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
         for solved in self._within_memory():
             key = (solved.view.first, solved.view.last)
-            if key not in fitted and (key not in failed or _devices(solved.kind) > _devices(failed[key].kind)):
+            if key not in fitted and (
+                key not in failed or solved.submesh.num_devices > failed[key].submesh.num_devices
+            ):
                 failed[key] = solved
         if not failed:
             return None
         held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
         first, last = min(failed, key=lambda key: (key[1] - key[0], held[key[0]] - held[key[1] + 1]))
         solved = failed[first, last]
-        hosts, devices, mesh = solved.kind
-        submesh = Submesh(first_device=0, num_hosts=hosts, devices_per_host=devices)
+        submesh, mesh = solved.submesh, solved.kind.mesh
         needs = replace(self, seeks_peaks=True, _solved={}).solution(
             first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
         )
@@ -189,10 +244,6 @@ def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
         if step.batch_dims[v] is None:
             totals[home] += step.graph.values[v].bytes
     return totals
-
-
-def _devices(kind: Kind) -> int:
-    return kind[0] * kind[1]
 
 
 def _fits(solved: Solved, in_flight: int, limit_bytes: float) -> bool:

@@ -1,11 +1,10 @@
 """The search for stages: the stage DP on guesses that become costs where they matter.
 
     guess       of a layer on a logical mesh, per micro-batch                                    (`survey.Survey`)
-    estimate    of a layer: what it takes when solved by itself with memory to spare             `_estimate`
-    of a stage  the sum of its layers' guesses or estimates, and what it receives and dispatches `_refresh`
+    of a stage  the sum of the guesses of its layers, and what it receives and dispatches        `stage_seconds`
     cost        of a stage: solved as a whole, within the memory of a device                     `_solve`
-    search      the best stages by what is known; a stage of guessed layers is estimated, one of
-                estimated layers is solved; again, until the best stages are solved ones         `run`
+    search      the best stages by what is known; those that were only guessed are solved;
+                again, until the best stages are solved ones                                     `run`
 
 Solving a whole stage is what takes time; few of those that can occur are ever near the best. What is solved takes its
 memory into account, and what its layers hand to each other.
@@ -63,28 +62,30 @@ class StageSearch:
         self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
         self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
         self.coarse, self.uneven_seconds = coarse, uneven_seconds
-        self.alone, self.estimated = guess.copy(), np.zeros(guess.shape, dtype=np.bool_)
         self.held = self._levels()
         size = (self.num_layers, self.num_layers, len(space.kinds), space.most_shapes * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.solved = np.zeros(size, dtype=np.bool_)
         self._possible = space.worthwhile(flops_shares(costs.step, costs.layers)) & (following >= 0)
         self._at_best = following[..., None]
+        self._guessed = stage_seconds(guess, self._overhead(), self._possible)
         self._refresh()
 
-    def run(self) -> StageChoice:
-        """The best stages, all of them solved."""
+    def run(self, at_most: float = math.inf) -> StageChoice:
+        """The best stages, all of them solved; or stages that were only guessed, once it is seen that none take less
+        than `at_most` seconds."""
         solved = self._best_solved()
         while True:
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
+            if found.seconds >= at_most:
+                return found
             entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
             pending = [entry for entry in entries if not self.solved[entry]]
             if not pending:
                 return found
-            guessed = [entry for entry in pending if self._estimate(*entry)]
-            for entry in () if guessed else pending:
+            for entry in pending:
                 self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
@@ -105,7 +106,7 @@ class StageSearch:
 
     def _alike(self, seconds: NDArray[np.float64]) -> Iterator[StageChoice]:
         """The best stages of each kind and shape, if all are to be alike."""
-        for kind, shapes in enumerate(self.space.shapes):
+        for kind, shapes in enumerate(self.space.meshes):
             count = self.space.cluster.num_devices // self.space.devices[kind]
             length = self.num_layers // count if count <= self.num_layers else 0
             if not length or any(
@@ -123,8 +124,13 @@ class StageSearch:
     def _best_of(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
         cluster = self.space.cluster
         return solve(
-            StageTable(seconds=seconds, max_following_stages=following, submesh_devices=self.space.devices),
-            num_devices=cluster.num_devices,
+            StageTable(
+                seconds=seconds,
+                max_following_stages=following,
+                submesh_devices=self.space.devices,
+                submesh_groups=self.space.groups,
+            ),
+            num_devices=self.space.devices_of_groups,
             num_microbatches=self.costs.step.num_microbatches,
             min_stages=self.num_stages or 1,
             max_stages=self.num_stages,
@@ -171,13 +177,12 @@ class StageSearch:
         return self.schedule.in_flight(0, following + 1, self.costs.step.num_microbatches)
 
     def _refresh(self) -> None:
-        """Put the sums of what is known of layers in the place of all stages that are not solved."""
-        stages = stage_seconds(self.alone, self._overhead(), self._possible)
+        """Put guesses in the place of all stages that are not solved, and what is known of them."""
         for level, held in enumerate(self.held):
             part = np.s_[..., level * self.space.most_shapes : (level + 1) * self.space.most_shapes]
             open_ = ~self.solved[part]
             # More room is never faster; that it costs nothing is all that is known before it is solved.
-            lower = stages if level == 0 else np.maximum(stages, self._solved_with_less_room(level))
+            lower = self._guessed if level == 0 else np.maximum(self._guessed, self._solved_with_less_room(level))
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
             # A sharding with the least room may turn out to have room for all.
             most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
@@ -198,17 +203,6 @@ class StageSearch:
     def _overhead(self) -> NDArray[np.float64]:
         return overhead_seconds(self.space.cluster, self.inflow_seconds, self.costs.step.num_microbatches)
 
-    def _estimate(self, first: int, last: int, kind: int, configuration: int) -> bool:
-        """Solve the layers of a stage by themselves; False where all of them were before."""
-        shape = configuration % self.space.most_shapes
-        unknown = [layer for layer in range(first, last + 1) if not self.estimated[layer, kind, shape]]
-        for layer in unknown:
-            submesh, mesh = self.space.submesh(kind), self.space.mesh(kind, shape)
-            found = self.costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
-            self.alone[layer, kind, shape] = work_seconds(self.costs, found)
-            self.estimated[layer, kind, shape] = True
-        return bool(unknown)
-
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put the cost of a stage in the place of its estimate."""
         entry, shapes = (first, last, kind, configuration), self.space.most_shapes
@@ -221,13 +215,12 @@ class StageSearch:
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         if solution.choice is not None:
             self.seconds[entry] = self._overhead()[first] + work_seconds(self.costs, solution)
-            self.following[entry] = self._stages_that_may_follow(solution)
+            self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
-    def _stages_that_may_follow(self, solution: StageSolution) -> int:
+    def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none."""
-        limit = float(self.space.cluster.device.memory_bytes)
-        fits = (n for n in reversed(range(self.num_layers)) if solution.bytes_in_flight(self._in_flight(n)) <= limit)
-        return next(fits, -1)
+        counts = reversed(range(self.num_layers))
+        return next((n for n in counts if solution.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
 
 
 def overhead_seconds(

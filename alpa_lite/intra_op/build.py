@@ -139,6 +139,8 @@ class Builder:
             self.offers[(0, v)] = self._whole(value)
             return
         specs = self.catalogue.value_specs(value, self.step.batch_dims[v], split=self._split_of(v))
+        if v in self.view.pins:
+            specs = (self.view.pins[v],)
         self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
     def _split_of(self, v: int) -> Split:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from alpa_lite.graph.ir import Graph, Op
@@ -10,6 +11,7 @@ from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
 from alpa_lite.rules.graph_facts import free_values, op_class
+from alpa_lite.sharding import Spec
 
 
 @kept
@@ -19,12 +21,16 @@ def _body_text(body: Graph) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """Ops of layers `first..last` of a step, with the invariant ops that they read."""
+    """Ops of layers `first..last` of a step, with the invariant ops that they read.
+
+    `pins`: the specs of some inputs of the graph, which are given.
+    """
 
     step: StepGraph
     layers: Layers
     first: int
     last: int
+    pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
 
     @property
     def graph(self) -> Graph:
@@ -172,4 +178,6 @@ class StageView:
             for v in self.external
         )
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
-        return (tuple(rows), outer, aliases, tuple(sorted(local(v) for v in self.leaves)), self.step.num_microbatches)
+        pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
+        leaves = tuple(sorted(local(v) for v in self.leaves))
+        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins)

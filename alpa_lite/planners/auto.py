@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inter_op.bound import least_seconds
@@ -20,11 +21,12 @@ from alpa_lite.plan import Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.joint import JointSearch, microbatch_numbers
 from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.zero import Zero
-from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule
 from cost_models.cluster import Cluster
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
@@ -35,6 +37,9 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     Pipeline(num_stages=4),
 )
 """The classic plans that are always priced beside the search."""
+
+SCHEDULES: tuple[Schedule, ...] = (GPipe(), EagerOneFOneB())
+"""Schedules that are tried beside 1F1B, which needs the least memory: stages are searched for that."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
@@ -48,8 +53,9 @@ class Auto(Planner):
     num_stages        how many stages to make; None: the best number
     intra_op_only     one stage on all devices
     inter_op_only     every stage on one device
+    pins              arguments whose sharding is given, by path; see `pins`
     max_memory_bytes  what a plan may use of each device, if that is less than its memory
-    schedule          of pipelines
+    schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
     manual            plans that are priced as well, unless the search is restricted
     """
 
@@ -58,7 +64,8 @@ class Auto(Planner):
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
-    schedule: Schedule = field(default_factory=OneFOneB)
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    schedule: Schedule | None = None
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -79,7 +86,7 @@ class Auto(Planner):
             raise self._advised(limited, _most_telling(problems))
         best = min(plans, key=lambda p: p.prediction.step_seconds)
         others = [(_with_microbatches(p), p.prediction.step_seconds) for p in plans if p is not best]
-        bound = least_seconds(request.step_at(1, 0), request.cost_model)
+        bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
@@ -89,7 +96,7 @@ class Auto(Planner):
         )
 
     def _check(self) -> None:
-        if self.schedule.stages_per_processor > 1:
+        if self.schedule is not None and self.schedule.stages_per_processor > 1:
             raise PlanError(
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
@@ -119,19 +126,24 @@ class Auto(Planner):
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        space = Space.of(request.cluster).only(whole=self.intra_op_only, single=self.inter_op_only)
+        space = Space.of(request.cluster)
+        if self.intra_op_only or self.inter_op_only:
+            space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
+        space = space.with_axes(pinned_axes(self.pins))
         yield from JointSearch(
             request=request,
-            schedule=self.schedule,
+            schedule=self.schedule or OneFOneB(),
+            schedules=() if self.schedule else SCHEDULES,
             space=space,
             name=self.name,
             num_layers=self.num_layers,
             num_stages=1 if self.intra_op_only else self.num_stages,
+            pins=self.pins,
             problems=problems,
         ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        restricted = self.intra_op_only or self.inter_op_only or self.num_stages is not None
+        restricted = self.intra_op_only or self.inter_op_only or self.num_stages is not None or bool(self.pins)
         for planner in () if restricted else self.manual:
             request.progress(planner.name)
             try:

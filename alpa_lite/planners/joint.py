@@ -15,25 +15,40 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
-from alpa_lite.inter_op.space import Space, flops_shares
-from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
+from alpa_lite.inter_op.profile import Profile
+from alpa_lite.inter_op.space import Space, flops_shares, hosts_of_groups
+from alpa_lite.inter_op.stage_costs import Kind, StageCosts, state_bytes
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageSearch, overhead_seconds, stage_seconds
 from alpa_lite.inter_op.survey import Survey
+from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.layers import Cut, make_layers, natural_cut
-from alpa_lite.mesh import place
+from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
-from alpa_lite.planners.planner import PlacedStage, PlanRequest, assemble, boundary_values, inflow_seconds
+from alpa_lite.planners.agreement import agreeing
+from alpa_lite.planners.pins import Pins, pinned_specs
+from alpa_lite.planners.planner import (
+    PlacedStage,
+    PlanRequest,
+    assemble,
+    boundary_values,
+    inflow_seconds,
+    stacks_seconds,
+)
+from alpa_lite.planners.refine import Found, interleaved, polished, rescheduled
 from alpa_lite.planners.relax import show_bytes, show_shortage
-from alpa_lite.schedule import Schedule
-from alpa_lite.strategies import Restriction
+from alpa_lite.schedule import Interleaved1F1B, Schedule
+from alpa_lite.sharding import Spec
 
 RATIO = 1.5
 """A number of micro-batches is considered when it is at least so many times the one before."""
@@ -41,11 +56,19 @@ RATIO = 1.5
 MAX_SEARCHED = 4
 """For how many numbers of micro-batches the stages are searched, at most."""
 
-CLOSE = 0.03
-"""Numbers are searched whose guess, as far off as that of the best so far, is not this much slower than the best."""
+CLOSE = 0.02
+"""A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
 
-SEARCH_GAP = 0.04
-"""How close to the best a stage must be proven to be while others may still turn out to be better."""
+CHUNKS = 2
+"""Of interleaved pipelines, the chunks of each group of devices."""
+
+BUBBLE = 0.03
+"""Idle part of a pipeline from which on interleaving is tried."""
+
+SEARCH_GAP = 0.5
+SEARCH_SECONDS = 2.0
+"""While others may still turn out to be better, a stage need not be proven to be close to the best: prices on memory
+lead to choices that mostly are, at once. Where they lead to none, other methods get these seconds."""
 
 ONE_LAYER = Cut.into(1)
 
@@ -65,51 +88,92 @@ class JointSearch:
 
     request: PlanRequest
     schedule: Schedule
+    schedules: Sequence[Schedule] = ()
     space: Space
     name: str
     num_layers: int | None = None
     num_stages: int | None = None
-    restriction: Restriction | None = None
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _costs: dict[tuple[int, Cut], StageCosts] = field(default_factory=dict[tuple[int, Cut], StageCosts])
+    _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue])
 
     def plans(self) -> Iterator[Plan]:
         """The best plan of one number of micro-batches after the other, the most promising number first."""
-        best, optimism, searched = math.inf, math.inf, 0
+        found = list[Found]()
         survey, ordered = self._ordered()
         for number, guessed in ordered:
-            if searched == MAX_SEARCHED or (searched and guessed * optimism * (1 - CLOSE) >= best):
-                return
+            at_most = min((each.sum_seconds for each in found), default=math.inf)
+            if len(found) == MAX_SEARCHED or guessed >= at_most:
+                break
             try:
-                plan = self._best_at(number, survey)
+                better = self._best_at(number, survey, at_most * (1 + CLOSE))
             except (PlanError, NonAdditiveError, TraceError) as error:
                 self.problems.append(error)
             else:
-                searched += 1
-                best = min(best, plan.prediction.step_seconds)
-                optimism = min(optimism, plan.prediction.step_seconds / guessed)
-                yield plan
+                found += [better] if better is not None else []
+        found.sort(key=lambda each: each.seconds)
+        for refined in [*(self._refined(each) for each in found[:1]), *found[1:]]:
+            yield self._plan(refined)
+
+    def _plan(self, found: Found) -> Plan:
+        costs = found.costs
+        return assemble(
+            self.name, self.request, costs.step, costs.layers, found.stages, found.schedule, time.perf_counter()
+        )
+
+    def _refined(self, found: Found) -> Found:
+        """What was found, solved closer to the best, and in chunks if that is faster."""
+        self.request.progress("refine")
+        best = self._scheduled(polished(self.request, found))
+        count = len(best.stages) * CHUNKS
+        if self.schedules and best.prediction.bubble_fraction > BUBBLE and len(best.stages) > 1:
+            with suppress(PlanError):  # too few ops for so many layers
+                costs = self._costs_of(best.costs.step.num_microbatches, Cut.into(count))
+                ways = interleaved(self.request, best, costs, Interleaved1F1B(num_chunks=CHUNKS))
+                best = min((best, *ways), key=lambda way: way.seconds)
+        return best
+
+    def _scheduled(self, found: Found) -> Found:
+        """The same stages under the fastest schedule that their memory allows."""
+        ways = rescheduled(self.request, found, self.schedules)
+        return min((found, *ways), key=lambda way: way.seconds)
 
     # ----------------------------------------------------------------------------------------------- the order
 
     def _ordered(self) -> tuple[Survey, list[tuple[int, float]]]:
         """What a survey tells, and numbers of micro-batches with the seconds it guesses for a step, by these."""
-        numbers, survey = self.request.microbatch_choices(self._numbers()), Survey(self.space)
+        numbers = self.request.microbatch_choices(self._numbers())
         samples = _samples([n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices)
+        costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
-                self.request.progress(f"survey at {number} micro-batches")
-                survey.add(self._costs_at(number))
+                costs.append(self._costs_at(number))
             except (NonAdditiveError, BatchError, TraceError) as error:
                 if self.request.num_microbatches != "auto":
                     raise
                 self.problems.append(error)
                 numbers = tuple(n for n in numbers if n != number)
-        if survey.is_empty:
-            survey.add(self._costs_at(1))
-            numbers = (1,)
+        if not costs:
+            costs, numbers = [self._costs_at(1)], (1,)
+        survey = self._begun(costs[0], numbers)
+        for each in costs:
+            self.request.progress(f"survey at {each.step.num_microbatches} micro-batches")
+            survey.add(each)
         guessed = [(number, self._guessed(survey, number)) for number in numbers]
         return survey, sorted(guessed, key=lambda pair: pair[1])
+
+    def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
+        """A survey of the submeshes that are worth it at some number of micro-batches."""
+        profile = Profile.of(costs)
+        if _has_stacks(costs):
+            self.space = self.space.equal_parts()
+        fits = [profile.holds(self.space, self._batch / number, [1]) > 0 for number in numbers]
+        useful = self.space.worthwhile(flops_shares(costs.step, costs.layers)) & np.logical_or.reduce(fits)
+        kept = useful.any(axis=(0, 1))
+        if kept.any():
+            self.space = self.space.where(kept)
+        return Survey(self.space, profile, costs.structures())
 
     def _numbers(self) -> tuple[int, ...]:
         # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
@@ -135,11 +199,12 @@ class JointSearch:
             seconds=seconds,
             max_following_stages=np.where(np.isfinite(seconds), following[..., None], -1),
             submesh_devices=self.space.devices,
+            submesh_groups=self.space.groups,
         )
         most = self.num_stages if self._overlaps(number) else 1
         return solve(
             table,
-            num_devices=cluster.num_devices,
+            num_devices=self.space.devices_of_groups,
             num_microbatches=number,
             min_stages=most if self.num_stages and most else 1,
             max_stages=most,
@@ -153,15 +218,16 @@ class JointSearch:
 
     def _following(self, survey: Survey, number: int) -> NDArray[np.int64]:
         """[layers, layers, kinds]: how many stages may follow one given its memory, by a survey; -1 for none."""
-        count = survey.num_layers
-        held = [self.schedule.in_flight(0, n + 1, number) for n in range(count)]
-        return survey.holds(self._batch / number, held) - 1
+        held = [self.schedule.in_flight(0, n + 1, number) for n in range(survey.profile.num_layers)]
+        return survey.profile.holds(self.space, self._batch / number, held) - 1
 
     # ------------------------------------------------------------------------------------------------ one number
 
-    def _best_at(self, number: int, survey: Survey) -> Plan:
-        """The best plan with a number of micro-batches. Raises `InfeasibleError` when nothing fits."""
-        started = time.perf_counter()
+    def _best_at(self, number: int, survey: Survey, at_most: float) -> Found | None:
+        """The best stages with a number of micro-batches, by the stage DP; None if they take `at_most` seconds or more.
+
+        Raises `InfeasibleError` when nothing fits.
+        """
         self.request.progress(f"stages at {number} micro-batches")
         costs = self._costs_at(number)
         following = self._following(survey, number)
@@ -176,14 +242,29 @@ class JointSearch:
             coarse=(lambda count: self._costs_of(number, Cut.into(count))) if _has_stacks(costs) else None,
             uneven_seconds=self._uneven_seconds(costs) if _has_stacks(costs) else 0.0,
         )
-        found = search.run()
+        found = search.run(at_most)
+        if found.stages and found.seconds >= at_most:
+            return None
         if not found.stages:
             raise InfeasibleError(_infeasible(self.request, costs, self._costs_of(number, ONE_LAYER)))
         stages = _placed(self.request, search, found)
         if search.coarse is not None and search.are_alike(found.stages):
             costs = search.coarse(len(stages))
             stages = [replace(stage, first=i, last=i) for i, stage in enumerate(stages)]
-        return assemble(self.name, self.request, costs.step, costs.layers, stages, self.schedule, started)
+        ways = [stages, *self._agreeing(costs, stages)] if _has_stacks(costs) else [stages]
+        priced = (Found.of(self.request, costs, way, self.schedule) for way in ways)
+        best = self._scheduled(min(priced, key=lambda way: way.seconds))
+        return replace(best, sum_seconds=found.seconds)
+
+    def _agreeing(self, costs: StageCosts, stages: Sequence[PlacedStage]) -> Iterator[list[PlacedStage]]:
+        """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
+        if stacks_seconds(self.request, costs.step, costs.layers, stages):
+            number = costs.step.num_microbatches
+            held = [self.schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
+            yield from agreeing(costs, stages, held)
+
+    def _pins(self, step: StepGraph) -> dict[int, Spec]:
+        return pinned_specs(step, self.pins)
 
     def _costs_at(self, number: int) -> StageCosts:
         return self._costs_of(number, self._cut if self._overlaps(number) else ONE_LAYER)
@@ -202,10 +283,13 @@ class JointSearch:
                 step=read_originals_across(step, layers.of_op),
                 layers=layers,
                 cost_model=self.request.cost_model,
-                restriction=self.restriction,
                 seeks_peaks=False,
                 relative_gap=SEARCH_GAP,
+                time_limit_seconds=SEARCH_SECONDS,
+                cost_model_for=self.request.cost_model_for,
+                pins=self._pins(step),
                 progress=self.request.progress,
+                catalogues=self._catalogues,
             )
         return self._costs[number, cut]
 
@@ -244,7 +328,7 @@ def _samples(numbers: Sequence[int], batch_size: int, num_devices: int) -> list[
 def _placed(request: PlanRequest, search: StageSearch, found: StageChoice) -> list[PlacedStage]:
     cluster = request.cluster
     kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
-    submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
+    submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
     return [
         PlacedStage(
             first=stage.first_layer,

@@ -12,9 +12,10 @@ overran the limit have a price. The first choices are those of least bytes times
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, evaluate, usage_over_time
 from alpa_lite.intra_op.solvers.elimination import EliminationPlan, cheapest_choices
@@ -68,7 +69,7 @@ class PricedSearch:
         free = replace(self.problem, limit_bytes=None)
         choices = cheapest_choices(_with_prices(free, prices, costs_count=costs_count), self.plan)
         cost, used = evaluate(free, choices).cost, usage_over_time(free, choices)[1]
-        overrun = used - float(self.problem.limit_bytes or 0.0)
+        overrun: FloatArray = used.astype(np.float64) - float(self.problem.limit_bytes or 0.0)
         self._costs.append(cost)
         self._overruns.append(overrun)
         if np.all(overrun <= 0) and cost < self.cost:
@@ -83,7 +84,7 @@ class PricedSearch:
         # Bytes in units of the limit, so that the numbers of the program are of one size.
         unit = max(1.0, float(self.problem.limit_bytes or 0.0))
         rows = np.hstack([np.ones((len(self._costs), 1)), -overruns[:, priced] / unit])
-        found = linprog(
+        found: Any = linprog(
             np.concatenate([[-1.0], np.zeros(priced.size)]),
             A_ub=rows,
             b_ub=np.array(self._costs),

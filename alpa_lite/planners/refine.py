@@ -1,0 +1,114 @@
+"""What is done to the stages that the search found: solved closer to the best, run under other schedules.
+
+polish      each stage again, to a smaller gap, within a time limit                           `polished`
+schedules   the same stages under each schedule whose micro-batches in flight they hold       `rescheduled`
+chunks      as many parts again of each stage's layers, dealt out over the same submeshes     `interleaved`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.plan import Prediction
+from alpa_lite.planners.agreement import forms_given
+from alpa_lite.planners.planner import PlacedStage, PlanRequest, predict
+from alpa_lite.planners.shared_devices import solve_together
+from alpa_lite.schedule import Schedule
+
+POLISH_SECONDS = 3.0
+"""How long one stage may be solved again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Solved stages of a step, under a schedule; `sum_seconds` is what the stage DP makes of them."""
+
+    costs: StageCosts
+    stages: tuple[PlacedStage, ...]
+    schedule: Schedule
+    prediction: Prediction
+    sum_seconds: float = math.inf
+
+    @staticmethod
+    def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
+        """The stages with what they are predicted to take."""
+        prediction = predict(request, costs.step, costs.layers, stages, schedule)
+        return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.prediction.step_seconds
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Micro-batches in flight on each stage."""
+        count = len(self.stages)
+        return [self.schedule.in_flight(i, count, self.costs.step.num_microbatches) for i in range(count)]
+
+
+def polished(request: PlanRequest, found: Found) -> Found:
+    """Stages solved again to a smaller gap, where that is faster; stacked arguments keep their form."""
+    pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
+    costs = replace(found.costs.pinned(pins), relative_gap=RELATIVE_GAP, time_limit_seconds=POLISH_SECONDS)
+    stages: list[PlacedStage] = []
+    for stage, held in zip(found.stages, found.in_flight, strict=True):
+        solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)
+        better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
+        stages.append(replace(stage, solution=solution) if better else stage)
+    again = replace(
+        found,
+        stages=tuple(stages),
+        prediction=predict(request, found.costs.step, found.costs.layers, stages, found.schedule),
+    )
+    return again if again.seconds < found.seconds else found
+
+
+def _seconds(solution: StageSolution) -> float:
+    return solution.forward_seconds + solution.backward_seconds
+
+
+def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Iterator[Found]:
+    """The same stages under other schedules, where their memory allows it."""
+    for schedule in schedules if len(found.stages) > 1 else ():
+        other = replace(found, schedule=schedule)
+        held = zip(found.stages, other.in_flight, strict=True)
+        if all(s.solution.bytes_in_flight(n) <= found.costs.room_bytes(s.submesh) for s, n in held):
+            prediction = predict(request, found.costs.step, found.costs.layers, found.stages, schedule)
+            yield replace(other, prediction=prediction)
+
+
+def interleaved(request: PlanRequest, found: Found, costs: StageCosts, schedule: Schedule) -> Iterator[Found]:
+    """Chunks of the layers dealt out over the submeshes of some stages: `costs` has one layer per chunk."""
+    parts, chunks = len(found.stages), costs.layers.num_layers
+    if costs.step.num_microbatches % parts:
+        return
+    tasks = schedule.tasks(chunks, costs.step.num_microbatches)
+    solved: dict[int, StageSolution] = {}
+    for number in reversed(range(parts)):
+
+        def solve(
+            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[number]
+        ) -> StageSolution:
+            where = (chunk, chunk, place.submesh, place.mesh)
+            return costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+
+        together = solve_together(solve, tasks[number], costs.room_bytes(found.stages[number].submesh))
+        if not together.fits:
+            return
+        solved |= together.solutions
+    stages = [
+        PlacedStage(
+            first=chunk,
+            last=chunk,
+            submesh=found.stages[chunk % parts].submesh,
+            mesh=found.stages[chunk % parts].mesh,
+            solution=solved[chunk],
+        )
+        for chunk in range(chunks)
+    ]
+    yield Found.of(request, costs, stages, schedule)
