@@ -127,6 +127,11 @@ class Space:
                 possible[k, c] = ways == 1 or (microbatch_size is not None and microbatch_size % ways == 0)
         return possible
 
+    def in_order(self, num_layers: int) -> NDArray[np.bool_]:
+        """[layers, layers, kinds]: where the last layer of a stage is not before the first."""
+        found = np.triu(np.ones((num_layers, num_layers), dtype=np.bool_))
+        return np.repeat(found[..., None], len(self.kinds), axis=2)
+
     def worthwhile(self, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
         """[layers, layers, kinds]: whether a stage of these layers makes sense there, by each layer's share of FLOPs.
 
@@ -134,7 +139,7 @@ class Space:
         """
         count, ends = shares.size, np.concatenate([[0.0], np.cumsum(shares)])
         of_range = ends[None, 1:] - ends[:-1, None]
-        in_order = np.triu(np.ones((count, count), dtype=np.bool_))
+        in_order = self.in_order(count)[..., 0]
         found = np.zeros((count, count, len(self.kinds)), dtype=np.bool_)
         for k, devices in enumerate(self.devices):
             share = self.shares[k]

@@ -34,6 +34,9 @@ from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
+QUICK_GAP = 0.9
+"""How close to the best the first choices within a limit are to be: anything goes."""
+
 BATCH_AXES = ("replica", "data")
 """The axes of the search's logical meshes that split the batch."""
 
@@ -60,13 +63,14 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight."""
+    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, to which gap."""
 
     view: StageView
     kind: Kind
     submesh: Submesh
     in_flight: int
     limit_bytes: float
+    wanted_gap: float
     solution: StageSolution
 
 
@@ -117,15 +121,17 @@ class StageCosts:
         *,
         in_flight: int = 1,
         limit_bytes: float | None = None,
+        quick: bool = False,
     ) -> StageSolution:
         """The best sharding of some layers on a logical mesh, within `limit_bytes` (None: the memory of a device).
 
-        `math.inf`: whatever memory it takes.
+        `math.inf`: whatever memory it takes. `quick`: the first one within the limit, with a bound for the best.
         """
         view, kind = self._view(first, last), self._kind(submesh, mesh)
         limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
         known = self._solved.setdefault((self._structure(view), kind), [])
-        found = next((s for s in known if _fits(s, in_flight, limit)), None)
+        wanted = QUICK_GAP if quick else self.relative_gap
+        found = next((s for s in known if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
@@ -135,11 +141,17 @@ class StageCosts:
                 catalogue,
                 limit_bytes=finite,
                 in_flight=in_flight,
-                solver=self._solver,
+                solver=replace(self._solver, relative_gap=wanted),
                 time_limit_seconds=self.time_limit_seconds,
             )
             found = Solved(
-                view=view, kind=kind, submesh=submesh, in_flight=in_flight, limit_bytes=limit, solution=solution
+                view=view,
+                kind=kind,
+                submesh=submesh,
+                in_flight=in_flight,
+                limit_bytes=limit,
+                wanted_gap=wanted if solution.gap > self.relative_gap else 0.0,
+                solution=solution,
             )
             known.append(found)
         solved = found.solution
@@ -150,8 +162,7 @@ class StageCosts:
 
     @property
     def _solver(self) -> Portfolio:
-        solver = Portfolio(relative_gap=self.relative_gap)
-        return solver if self.seeks_peaks else replace(solver, peak_seconds=0.0)
+        return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
 
     def pinned(self, pins: Mapping[int, Spec]) -> StageCosts:
         """The same with more inputs given. Nothing is solved yet."""

@@ -2,9 +2,10 @@
 
     guess       of a layer on a logical mesh, per micro-batch                                    (`survey.Survey`)
     of a stage  the sum of the guesses of its layers, and what it receives and dispatches        `stage_seconds`
-    cost        of a stage: solved as a whole, within the memory of a device                     `_solve`
-    search      the best stages by what is known; those that were only guessed are solved;
-                again, until the best stages are solved ones                                     `run`
+    bound       of a stage, from the first sharding found within the memory of a device          `_solve`
+    cost        of a stage, from one that is close to the best                                   `_solve`
+    search      the best stages by what is known; guesses among them become bounds, and bounds
+                costs; again, until the best stages are known by their costs                     `run`
 
 Solving a whole stage is what takes time; few of those that can occur are ever near the best. What is solved takes its
 memory into account, and what its layers hand to each other.
@@ -13,21 +14,22 @@ memory into account, and what its layers hand to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.space import Space, flops_shares
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_dp import StageAssignment, StageChoice, StageTable, solve
+from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.mesh import LogicalMesh
 from alpa_lite.pricing import dispatch_seconds
 from alpa_lite.schedule import Schedule
 from cost_models.cluster import Cluster
+
+_NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
 
 class StageSearch:
@@ -39,6 +41,7 @@ class StageSearch:
     def __init__(
         self,
         costs: StageCosts,
+        num_microbatches: int,
         schedule: Schedule,
         inflow_seconds: NDArray[np.float64],
         space: Space,
@@ -47,7 +50,6 @@ class StageSearch:
         *,
         num_stages: int | None = None,
         coarse: Callable[[int], StageCosts] | None = None,
-        uneven_seconds: float = 0.0,
     ) -> None:
         """Nothing is solved yet.
 
@@ -55,18 +57,19 @@ class StageSearch:
         guess           [layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot run
         following       [layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for none
         num_stages      how many stages to make; None for the best number
-        coarse          the same step in so many layers: there equal stages are one layer each, with loops that are
-                        cut no further than they must be; None where that changes nothing
-        uneven_seconds  what a step takes longer whose stages are not alike
+        coarse          the step in so many layers: there each of so many equal stages is a layer. Then only equal
+                        stages are made, in one logical mesh; None: any stages, of the layers of `costs`
         """
         self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
         self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
-        self.coarse, self.uneven_seconds = coarse, uneven_seconds
+        self.num_microbatches, self.coarse = num_microbatches, coarse
         self.held = self._levels()
         size = (self.num_layers, self.num_layers, len(space.kinds), space.most_shapes * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
-        self.solved = np.zeros(size, dtype=np.bool_)
+        self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
         self._possible = space.worthwhile(flops_shares(costs.step, costs.layers)) & (following >= 0)
+        if coarse is not None:
+            self._possible &= self._equal()
         self._at_best = following[..., None]
         self._guessed = stage_seconds(guess, self._overhead(), self._possible)
         self._refresh()
@@ -98,40 +101,32 @@ class StageSearch:
         return self._best(np.where(self.solved, self.seconds, np.inf))
 
     def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
-        free = self._best_of(seconds, self.following)
-        if not self.uneven_seconds or not free.stages or self.are_alike(free.stages):
-            return free
-        free = replace(free, seconds=free.seconds + self.uneven_seconds)
-        return min((free, *self._alike(seconds)), key=lambda found: found.seconds)
+        if self.coarse is None:
+            return self._best_of(seconds)
+        return min(self._alike(seconds), key=lambda found: found.seconds, default=_NOTHING)
 
     def _alike(self, seconds: NDArray[np.float64]) -> Iterator[StageChoice]:
-        """The best stages of each kind and shape, if all are to be alike."""
-        for kind, shapes in enumerate(self.space.meshes):
-            count = self.space.cluster.num_devices // self.space.devices[kind]
-            length = self.num_layers // count if count <= self.num_layers else 0
-            if not length or any(
-                self.equal_stages(i * length, (i + 1) * length - 1, kind) is None for i in range(count)
-            ):
-                continue
-            firsts = np.arange(count) * length
-            for shape in range(len(shapes)):
-                only = np.full_like(seconds, np.inf)
-                kept = (firsts, firsts + length - 1, kind, slice(shape, None, self.space.most_shapes))
-                only[kept] = seconds[kept]
-                if np.isfinite(only[kept]).any(axis=-1).all():
-                    yield self._best_of(only, self.following)
+        """The best stages of each size in each logical mesh."""
+        meshes = {(mesh, k): c for k, of_kind in enumerate(self.space.meshes) for c, mesh in enumerate(of_kind)}
+        for mesh in dict.fromkeys(mesh for mesh, _ in meshes):
+            only = np.full_like(seconds, np.inf)
+            for kind in range(len(self.space.kinds)):
+                if (mesh, kind) in meshes:
+                    part = np.s_[..., kind, meshes[mesh, kind] :: self.space.most_shapes]
+                    only[part] = seconds[part]
+            yield self._best_of(only)
 
-    def _best_of(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+    def _best_of(self, seconds: NDArray[np.float64]) -> StageChoice:
         cluster = self.space.cluster
         return solve(
             StageTable(
                 seconds=seconds,
-                max_following_stages=following,
+                max_following_stages=self.following,
                 submesh_devices=self.space.devices,
                 submesh_groups=self.space.groups,
             ),
             num_devices=self.space.devices_of_groups,
-            num_microbatches=self.costs.step.num_microbatches,
+            num_microbatches=self.num_microbatches,
             min_stages=self.num_stages or 1,
             max_stages=self.num_stages,
             serialized=cluster.shared_processor,
@@ -141,15 +136,15 @@ class StageSearch:
         """The logical mesh of a configuration of a kind of submesh."""
         return self.space.mesh(kind, configuration % self.space.most_shapes)
 
-    def solution(self, first: int, last: int, kind: int, configuration: int) -> StageSolution:
-        """The best sharding of a stage in a configuration."""
+    def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
+        """The best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
         in_flight = self.held[configuration // self.space.most_shapes]
         submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
         count = self.equal_stages(first, last, kind)
         if self.coarse is not None and count is not None:
             number = first * count // self.num_layers
-            return self.coarse(count).solution(number, number, submesh, mesh, in_flight=in_flight)
-        return self.costs.solution(first, last, submesh, mesh, in_flight=in_flight)
+            return self.coarse(count).solution(number, number, submesh, mesh, in_flight=in_flight, quick=quick)
+        return self.costs.solution(first, last, submesh, mesh, in_flight=in_flight, quick=quick)
 
     def equal_stages(self, first: int, last: int, kind: int) -> int | None:
         """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
@@ -158,11 +153,12 @@ class StageSearch:
         aligned = self.num_layers % length == 0 and first % length == 0
         return count if aligned and count * devices == self.space.cluster.num_devices else None
 
-    def are_alike(self, stages: Sequence[StageAssignment]) -> bool:
-        """Whether stages have equally many layers and devices, in one logical shape."""
-        counts = {self.equal_stages(s.first_layer, s.last_layer, s.submesh) for s in stages}
-        shapes = {(s.submesh, s.configuration % self.space.most_shapes) for s in stages}
-        return None not in counts and len(counts) == 1 and len(shapes) == 1
+    def _equal(self) -> NDArray[np.bool_]:
+        """[layers, layers, kinds]: which stages are some of equal ones."""
+        found = np.zeros((self.num_layers, self.num_layers, len(self.space.kinds)), dtype=np.bool_)
+        for first, last, kind in np.argwhere(self.space.in_order(self.num_layers)).tolist():
+            found[first, last, kind] = self.equal_stages(first, last, kind) is not None
+        return found
 
     def _levels(self) -> list[int]:
         """How many micro-batches in flight a sharding may leave room for: those of the last stage, twice as many, …"""
@@ -174,7 +170,7 @@ class StageSearch:
 
     def _in_flight(self, following: int) -> int:
         """Micro-batches in flight on a stage that is followed by so many others."""
-        return self.schedule.in_flight(0, following + 1, self.costs.step.num_microbatches)
+        return self.schedule.in_flight(0, following + 1, self.num_microbatches)
 
     def _refresh(self) -> None:
         """Put guesses in the place of all stages that are not solved, and what is known of them."""
@@ -183,6 +179,7 @@ class StageSearch:
             open_ = ~self.solved[part]
             # More room is never faster; that it costs nothing is all that is known before it is solved.
             lower = self._guessed if level == 0 else np.maximum(self._guessed, self._solved_with_less_room(level))
+            lower = np.maximum(lower, self.least[part])
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
             # A sharding with the least room may turn out to have room for all.
             most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
@@ -201,12 +198,17 @@ class StageSearch:
         return max(n for n in range(self.num_layers) if self._in_flight(n) <= held)
 
     def _overhead(self) -> NDArray[np.float64]:
-        return overhead_seconds(self.space.cluster, self.inflow_seconds, self.costs.step.num_microbatches)
+        return overhead_seconds(self.space.cluster, self.inflow_seconds, self.num_microbatches)
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
-        """Put the cost of a stage in the place of its estimate."""
+        """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""
         entry, shapes = (first, last, kind, configuration), self.space.most_shapes
-        solution = self.solution(*entry)
+        quick = not self.least[entry]
+        solution = self.solution(*entry, quick=quick)
+        if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
+            least = work_seconds(solution, self.num_microbatches) * (1 - solution.gap)
+            self.least[entry] = self._overhead()[first] + least
+            return
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
@@ -214,7 +216,7 @@ class StageSearch:
             around = np.s_[: first + 1, last:, kind, configuration::shapes]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         if solution.choice is not None:
-            self.seconds[entry] = self._overhead()[first] + work_seconds(self.costs, solution)
+            self.seconds[entry] = self._overhead()[first] + work_seconds(solution, self.num_microbatches)
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
@@ -245,9 +247,9 @@ def stage_seconds(
     return np.where(complete & possible[..., None], stages, np.inf)
 
 
-def work_seconds(costs: StageCosts, solution: StageSolution) -> float:
+def work_seconds(solution: StageSolution, num_microbatches: int) -> float:
     """What a stage does per micro-batch: both passes, and its part of the update; infinite without a solution."""
     if solution.choice is None:
         return math.inf
     loop = solution.forward_seconds + solution.backward_seconds
-    return loop + solution.update_seconds / costs.step.num_microbatches
+    return loop + solution.update_seconds / num_microbatches

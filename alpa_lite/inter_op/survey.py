@@ -28,6 +28,9 @@ MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
 """Layers are surveyed until they stand for so much of the time on one device, at most so many of them."""
 
+FAR = 1.4
+"""How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
+
 
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
     """For each layer one that stands for it: an equal one where it is one of the few that take most time, else near.
@@ -59,7 +62,7 @@ class Survey:
 
     def add(self, costs: StageCosts) -> None:
         """Solve the layers that stand for others at the micro-batches of a step."""
-        possible = self.space.divides(microbatch_size(costs))
+        possible = self.space.divides(microbatch_size(costs)) & self._promising()
         loops = self._loops.setdefault(float(microbatch_size(costs) or 1), {})
         for layer in dict.fromkeys(self._stands):
             loop, update = np.full(possible.shape, np.inf), np.full(possible.shape, np.inf)
@@ -72,10 +75,13 @@ class Survey:
             loops[layer] = loop
             self._updates[layer] = np.minimum(update, self._updates.get(layer, update))
 
-    @property
-    def is_empty(self) -> bool:
-        """True before anything was added."""
-        return not self._loops
+    def _promising(self) -> NDArray[np.bool_]:
+        """[kinds, shapes]: what was not far from the best of its kind of submesh so far, for some layer."""
+        found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
+        for loops in self._loops.values():
+            for loop in loops.values():
+                found |= loop <= FAR * loop.min(axis=1, keepdims=True)
+        return found if self._loops else ~found
 
     def guess(self, size: float, num_microbatches: int) -> FloatArray:
         """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part

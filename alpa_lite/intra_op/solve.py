@@ -45,6 +45,13 @@ class StageSolution:
     temporary_bytes: float = 0.0
     collectives: tuple[CollectiveUse, ...] = ()
 
+    @property
+    def gap(self) -> float:
+        """How much less than this the best may cost at most, relative to it; 1 where nothing is proven."""
+        if self.choice is None or self.objective <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
+
     def bytes_in_flight(self, num_microbatches: int) -> float:
         """Peak bytes per device while this many micro-batches are held."""
         activations = num_microbatches * self.activation_bytes

@@ -53,7 +53,7 @@ from alpa_lite.sharding import Spec
 RATIO = 1.5
 """A number of micro-batches is considered when it is at least so many times the one before."""
 
-MAX_SEARCHED = 4
+MAX_SEARCHED = 3
 """For how many numbers of micro-batches the stages are searched, at most."""
 
 CLOSE = 0.02
@@ -65,10 +65,9 @@ CHUNKS = 2
 BUBBLE = 0.03
 """Idle part of a pipeline from which on interleaving is tried."""
 
-SEARCH_GAP = 0.5
-SEARCH_SECONDS = 2.0
-"""While others may still turn out to be better, a stage need not be proven to be close to the best: prices on memory
-lead to choices that mostly are, at once. Where they lead to none, other methods get these seconds."""
+SEARCH_GAP = 0.05
+SEARCH_SECONDS = 3.0
+"""How close to the best a stage is to be proven while others may still turn out to be better, and the time for that."""
 
 ONE_LAYER = Cut.into(1)
 
@@ -229,32 +228,55 @@ class JointSearch:
         Raises `InfeasibleError` when nothing fits.
         """
         self.request.progress(f"stages at {number} micro-batches")
-        costs = self._costs_at(number)
+        known = next(iter(self._costs.values()))
+        stacked = _has_stacks(known)
+        # Of equal stages the layers that they are made of need not be seen at this number.
+        costs = known if stacked and self._overlaps(number) else self._costs_at(number)
         following = self._following(survey, number)
         search = StageSearch(
             costs,
+            number,
             self.schedule,
-            self._inflow_seconds(costs),
+            self._inflow_seconds(costs) * costs.step.num_microbatches / number,
             self.space,
             self._guess(survey, number, costs.layers.num_layers),
             following if following.shape[0] == costs.layers.num_layers else following[:1, -1:],
             num_stages=self.num_stages,
-            coarse=(lambda count: self._costs_of(number, Cut.into(count))) if _has_stacks(costs) else None,
-            uneven_seconds=self._uneven_seconds(costs) if _has_stacks(costs) else 0.0,
+            coarse=(lambda count: self._costs_of(number, Cut.into(count))) if stacked else None,
         )
         found = search.run(at_most)
         if found.stages and found.seconds >= at_most:
             return None
         if not found.stages:
-            raise InfeasibleError(_infeasible(self.request, costs, self._costs_of(number, ONE_LAYER)))
+            raise InfeasibleError(self._infeasible(number, known))
         stages = _placed(self.request, search, found)
-        if search.coarse is not None and search.are_alike(found.stages):
+        if search.coarse is not None:
             costs = search.coarse(len(stages))
             stages = [replace(stage, first=i, last=i) for i, stage in enumerate(stages)]
-        ways = [stages, *self._agreeing(costs, stages)] if _has_stacks(costs) else [stages]
+        ways = [stages, *self._agreeing(costs, stages)] if stacked else [stages]
         priced = (Found.of(self.request, costs, way, self.schedule) for way in ways)
         best = self._scheduled(min(priced, key=lambda way: way.seconds))
         return replace(best, sum_seconds=found.seconds)
+
+    def _infeasible(self, number: int, known: StageCosts) -> str:
+        """The part of the step that needs the most memory even at its best, as a sentence."""
+        cluster, device = self.request.cluster, self.request.cluster.device
+        have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
+        for costs in sorted(self._solved_at(number), key=lambda costs: -costs.layers.num_layers):
+            tight = costs.tightest()
+            if tight is not None:
+                where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
+                why = show_shortage(tight.shortage) if self.request.advise else ""
+                return (
+                    f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, "
+                    f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
+                ).rstrip()
+        held = state_bytes(known.step, known.layers).sum() / cluster.num_devices
+        keeps = f"What the step keeps takes {show_bytes(held)} per device of {cluster.name}"
+        return f"No plan fits into memory. {keeps} {have}"
+
+    def _solved_at(self, number: int) -> list[StageCosts]:
+        return [costs for (of_number, _), costs in self._costs.items() if of_number == number]
 
     def _agreeing(self, costs: StageCosts, stages: Sequence[PlacedStage]) -> Iterator[list[PlacedStage]]:
         """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
@@ -301,14 +323,6 @@ class JointSearch:
             seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
         return np.array(seconds)
 
-    def _uneven_seconds(self, costs: StageCosts) -> float:
-        """Time to bring stacked arrays together after a step, and to deal them out before the next."""
-        step, cluster = costs.step, self.space.cluster
-        inputs = zip(step.graph.inputs, step.input_parts, strict=True)
-        stacked = float(sum(step.graph.values[v].bytes for v, part in inputs if part.rows is not None))
-        per_link = self.request.cost_model.transfer_seconds(stacked, crosses_hosts=cluster.num_hosts > 1, num_links=1)
-        return 2.0 * per_link / cluster.num_devices
-
 
 def _has_stacks(costs: StageCosts) -> bool:
     """Whether arguments come in rows that loops read: of these a step returns one array, however its stages differ."""
@@ -339,23 +353,3 @@ def _placed(request: PlanRequest, search: StageSearch, found: StageChoice) -> li
         )
         for stage, submesh in zip(found.stages, submeshes, strict=True)
     ]
-
-
-def _infeasible(request: PlanRequest, costs: StageCosts, whole: StageCosts) -> str:
-    """The part of the step that needs the most memory even at its best, as a sentence."""
-    device, cluster, number = request.cluster.device, request.cluster, costs.step.num_microbatches
-    tight, count = costs.tightest(), costs.layers.num_layers
-    if tight is None:
-        tight, count = whole.tightest(), 1
-    have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
-    if tight is None:
-        held = state_bytes(costs.step, costs.layers).sum() / cluster.num_devices
-        needs = f"What the step keeps takes {show_bytes(held)} per device of {cluster.name}"
-        return f"No plan fits into memory. {needs} {have}"
-    where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
-    why = show_shortage(tight.shortage) if request.advise else ""
-    sentence = (
-        f"No plan fits into memory. The tightest stage is {where} of {count} layers, which needs at least "
-        f"{show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
-    )
-    return sentence.rstrip()
