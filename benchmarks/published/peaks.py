@@ -27,7 +27,7 @@ import alpa_lite as al
 from alpa_lite.api import TracedFunction
 from alpa_lite.planners import Hybrid
 from benchmarks.models.feed_forward import Experts
-from benchmarks.models.optimizers import adam
+from benchmarks.models.optimizers import adam, with_master_weights
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.train import init_state, make_train_step
 from benchmarks.models.transformer import Transformer
@@ -176,25 +176,7 @@ def _training(run: Run) -> tuple[Any, optax.GradientTransformation, Any]:
         experts=Experts(num_experts=experts, top_k=2, group_size=1024, every=2),
         **common,
     )
-    return model, _with_copies(optax.adafactor(1e-2)), model.batch_shapes(8)
-
-
-def _with_copies(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that works on float32 copies of the weights."""
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def init(params: Any) -> Any:
-        return optimizer.init(wide(params)), wide(params)
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        inner, copies = state
-        changes, inner = optimizer.update(wide(grads), inner, copies)
-        copies = optax.apply_updates(copies, changes)
-        return jax.tree.map(lambda c, p: c - p.astype(jnp.float32), copies, params), (inner, copies)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    return model, with_master_weights(optax.adafactor(1e-2)), model.batch_shapes(8)
 
 
 def run_all(say: Callable[[str], None]) -> list[PeakRow]:
