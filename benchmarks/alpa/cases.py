@@ -5,8 +5,8 @@ Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one.
 
 - GPT and MoE in float16 with an output projection of its own, all layers computed again, no dropout; GPT with Adam, MoE
   with Adafactor, both on float32 copies of the weights. Experts stand in every second layer; each token visits two.
-- Wide-ResNet in float32 with SGD and momentum. The measurements of "13B" are of 50 blocks and factor 32
-  (`benchmarks.alpa.measured`).
+- Wide-ResNet in float32 with SGD and momentum, all blocks computed again. "13B" is of depth 50 and factor 32, as its
+  measurements report its parameters; the suites name another network of about that size too.
 
 GPT-175B is that of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
 """
@@ -74,6 +74,11 @@ class Case:
         count = self.model.parameter_count()
         return count if isinstance(self.model, ResNet) else count - self.model.vocab_size * self.model.hidden
 
+    @property
+    def num_samples(self) -> int:
+        """What micro-batches divide: sequences or images, or groups of sequences that are routed together."""
+        return self.global_batch // self._sequences_per_group
+
     def tflops_per_device(self, seconds: float) -> float:
         """What each device computes per second, given the seconds of a step."""
         return self.flops_per_step / seconds / self.num_devices / 1e12
@@ -95,8 +100,7 @@ class Case:
         batch = self.model.batch_shapes(together)
         if together == 1:
             return state, self.model.batch_shapes(self.global_batch)
-        groups = self.global_batch // together
-        return state, {name: jax.ShapeDtypeStruct((groups, *x.shape), x.dtype) for name, x in batch.items()}
+        return state, {name: jax.ShapeDtypeStruct((self.num_samples, *x.shape), x.dtype) for name, x in batch.items()}
 
     @property
     def _sequences_per_group(self) -> int:
@@ -138,7 +142,7 @@ def moe(hidden: int, layers: int, experts: int) -> Transformer:
 
 def wide_resnet(channels: int, width_factor: int) -> ResNet:
     """A Wide-ResNet of 50 layers of the evaluation."""
-    return ResNet(channels=channels, width_factor=width_factor, num_classes=1024, norm_batch=1)
+    return ResNet(channels=channels, width_factor=width_factor, num_classes=1024, norm_batch=1, recompute=True)
 
 
 #: Size: parameters in billions, devices, micro-batches of the plan that was found, model.

@@ -1,7 +1,7 @@
 """The plans that Alpa's evaluation found or compared with, and the TFLOPS per device that it measured of them.
 
 Zheng et al., OSDI 2022, figures 7 and 13 and the suites and results of alpa-projects/alpa, branch osdi22_artifact. What
-was not measured, or is a projection from smaller batches, has no figure here. `OUT_OF_MEMORY` are those that ran out.
+was not measured, or is a projection from smaller batches, has no figure here.
 
 Counts of layers are of equal clusters: of loops over layers for GPT and MoE, which are alike, and of operators for
 Wide-ResNet, clustered by this project. The published plan of WRN-13B is one of 33 clusters of another network of that
@@ -28,15 +28,13 @@ class FixedPlan:
         system: whose it is.
         case: the case, with another batch where that was measured, its model written as the plan's loops.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
-        runs_out: it was tried and ran out of memory.
     """
 
     system: str
     case: Case
     planner: Planner
-    num_microbatches: int
+    num_microbatches: int | str
     measured_tflops: float | None = None
-    runs_out: bool = False
 
 
 def in_loops(case: Case, count: int) -> Case:
@@ -46,6 +44,13 @@ def in_loops(case: Case, count: int) -> Case:
         return case
     periods = model.num_layers // model.period
     return replace(case, model=replace(model, num_segments=min(count, periods)))
+
+
+def without_recomputation(case: Case) -> Case:
+    """The case as it ran without a pipeline: neither counts nor memory of Wide-ResNet show any recomputation there."""
+    if isinstance(case.model, Transformer):
+        return case
+    return replace(case, model=replace(case.model, recompute=False))
 
 
 Stages = Sequence[tuple[int, tuple[int, int], tuple[int, int]]]
@@ -126,8 +131,7 @@ _INTER = {
 def fixed_plans(case: Case) -> Iterator[FixedPlan]:
     """The plans of a published case that are known."""
     name, known = case.id, CASES[case.id]
-    if name in _ALPA:
-        yield _given("Alpa", known, _ALPA[name], case.num_microbatches, _ALPA_TFLOPS.get(name))
+    yield alpa_plan(known)
     if name in _MEGATRON:
         batch, data, model, pipeline, count, tflops = _MEGATRON[name]
         yield FixedPlan(
@@ -140,20 +144,28 @@ def fixed_plans(case: Case) -> Iterator[FixedPlan]:
     if name in _DEEPSPEED:
         count, experts, tflops = _DEEPSPEED[name]
         planner = deepspeed(case.num_devices, experts)
-        yield FixedPlan(
-            system="DeepSpeed", case=known, planner=planner, num_microbatches=count, measured_tflops=tflops
-        )
+        yield FixedPlan(system="DeepSpeed", case=known, planner=planner, num_microbatches=count, measured_tflops=tflops)
     if name in _PP_DP:
         count, stages, tflops = _PP_DP[name]
-        yield _given("PP-DP", known, [(n, (1, d), (d, 1)) for n, d in stages], count, tflops, force_batch=True)
+        yield given("PP-DP", known, [(n, (1, d), (d, 1)) for n, d in stages], count, tflops, force_batch=True)
     if name in _INTRA:
         (data, model), count, tflops = _INTRA[name]
         cluster = case.cluster
         whole = [(1, (cluster.num_hosts, cluster.devices_per_host), (data, model))]
-        yield _given("intra-op only", known, whole, count, tflops)
+        yield given("intra-op only", without_recomputation(known), whole, count, tflops)
     if name in _INTER:
         count, sizes, tflops = _INTER[name]
-        yield _given("inter-op only", known, [(n, (1, 1), (1, 1)) for n in sizes], count, tflops)
+        yield given("inter-op only", known, [(n, (1, 1), (1, 1)) for n in sizes], count, tflops)
+
+
+def num_layers(name: str) -> int:
+    """Clusters that Alpa cut the model of a case into."""
+    return sum(layers for layers, _, _ in _ALPA[name])
+
+
+def alpa_plan(case: Case) -> FixedPlan:
+    """What Alpa's search found for a published case."""
+    return given("Alpa", case, _ALPA[case.id], case.num_microbatches, _ALPA_TFLOPS.get(case.id))
 
 
 def megatron(data: int, model: int, pipeline: int) -> Hybrid:
@@ -172,7 +184,7 @@ def deepspeed(num_devices: int, experts: int) -> Hybrid:
     return Hybrid(data=num_devices, zero=1, expert=experts)
 
 
-def _given(
+def given(
     system: str,
     case: Case,
     stages: Stages,
@@ -181,6 +193,7 @@ def _given(
     *,
     force_batch: bool | None = None,
 ) -> FixedPlan:
+    """Given stages as a plan of a case, whose model is written as their layers."""
     layers = sum(number for number, _, _ in stages)
     written = in_loops(case, layers)
     by_loops = isinstance(case.model, Transformer)
@@ -195,6 +208,4 @@ def _given(
         # Alpa's suites force the batch dim for GPT; experts and convolutions were free on meshes of one axis.
         force_batch=case.family == "gpt" if force_batch is None else force_batch,
     )
-    return FixedPlan(
-        system=system, case=written, planner=planner, num_microbatches=count, measured_tflops=tflops
-    )
+    return FixedPlan(system=system, case=written, planner=planner, num_microbatches=count, measured_tflops=tflops)

@@ -5,7 +5,7 @@
     MoE    4 L/2 (T H^2 (8 + 4 F) + 4 T S H)                              layers with one MLP      `moe_flops`
          + 4 L/2 (T H^2 (8 + 8 F) + 4 T S H + 2 T H E + 4 T G + 8 T H G)  layers with experts
          + 6 T H V
-    WRN    3 sum over convolutions and the last product of 2 in out taps                           `resnet_flops`
+    WRN    sum over convolutions and the last product of 2 in out taps, × 4; 3 without recomputation  `resnet_flops`
 
 T = tokens of the batch, S = tokens of a sequence, H = width, V = vocabulary, L = layers, E = experts, G = tokens of a
 group, F = inner width / H; taps = pairs of a weight and a pixel that it meets, which padding has none of.
@@ -13,7 +13,7 @@ group, F = inner width / H; taps = pairs of a weight and a pixel that it meets, 
 The first two are `compute_gpt_tflops` and `compute_moe_tflops` of alpa-projects/alpa (alpa/util.py) with
 recomputation; 4 is one forward pass, two for the backward pass and one again. For GPT and MoE each measured time with
 its TFLOPS gives the count back (`tests/benchmarks/alpa/test_flops.py`). For Wide-ResNet the count was XLA's; the
-measured pairs show that it has no recomputation in it.
+measured pairs of sharding alone give the 3, and their memory is that of a step which computes nothing again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def moe_flops(model: Transformer, tokens: int) -> float:
 
 
 def resnet_flops(model: ResNet, batch_size: int) -> float:
-    """One step of a residual network: forward, and twice as much backward."""
+    """One step of a residual network: forward, twice as much backward, and forward again where it is computed again."""
     last = 2.0 * 4 * model.channels * 2 ** (len(model.stage_sizes) - 1) * model.num_classes
-    return 3.0 * batch_size * (last + sum(convolution.flops for convolution in convolutions(model)))
+    passes = 4.0 if model.recompute else 3.0
+    return passes * batch_size * (last + sum(convolution.flops for convolution in convolutions(model)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
