@@ -24,7 +24,7 @@ from benchmarks.alpa.fixed_plans import FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
 from benchmarks.alpa.orderings import Claim, orderings
 from benchmarks.alpa.price import Desk, Price, best
-from benchmarks.alpa.verdicts import OURS, verdicts
+from benchmarks.alpa.verdicts import MANUAL, OURS, verdicts
 from benchmarks.demo import progress_line
 
 _COLUMNS = ("case", "plan of", "plan", "micro-batches", "planned in", "step", "TFLOPS", "measured", "ratio", "peak")
@@ -36,14 +36,20 @@ def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None
     for plan in fixed_plans(case):
         say(f"{case.id}: {plan.system}")
         found.append(Desk().price(plan))
-    manual = best_of_grid(case, say) if grid else None
-    if manual is not None:
+    if grid and (manual := best_of_grid(case, say)) is not None:
         found.append(manual)
     if search:
-        # Alpa took the number of micro-batches as given; so do we, from either side of the comparison.
-        counts = dict.fromkeys([case.num_microbatches, *([manual.num_microbatches] if manual is not None else [])])
-        found.insert(0, searched(case, tuple(counts), say))
+        found.insert(0, searched(case, counts_to_search(case, found), say))
     yield from found
+
+
+def counts_to_search(case: Case, known: Sequence[Price]) -> tuple[int, ...]:
+    """Numbers of micro-batches of Alpa's plan, which it took as given too, and of the best manual plan."""
+    manual = best([price for price in known if price.system in MANUAL])
+    if manual is None:
+        return (case.num_microbatches,)
+    scaled = manual.num_microbatches * case.global_batch // manual.global_batch
+    return tuple(dict.fromkeys((case.num_microbatches, scaled)))
 
 
 def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
@@ -55,7 +61,7 @@ def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
     return best(tried)
 
 
-def searched(case: Case, counts: Sequence[int | str], say: Callable[[str], None]) -> Price:
+def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> Price:
     """The best plan of our search at some numbers of micro-batches; its planning time is that of all of them."""
     tried: list[Price] = []
     for count in counts:

@@ -33,7 +33,7 @@ class FixedPlan:
     system: str
     case: Case
     planner: Planner
-    num_microbatches: int | str
+    num_microbatches: int
     measured_tflops: float | None = None
 
 

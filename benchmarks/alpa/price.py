@@ -35,7 +35,8 @@ class Price:
     case: str
     system: str
     plan: str
-    num_microbatches: int | str
+    global_batch: int
+    num_microbatches: int
     planning_seconds: float
     seconds: float | None = None
     tflops: float | None = None
@@ -72,6 +73,7 @@ class Desk:
             case=case.id,
             system=fixed.system,
             plan=text,
+            global_batch=case.global_batch,
             num_microbatches=count,
             planning_seconds=time.perf_counter() - started,
             seconds=seconds,
@@ -81,7 +83,7 @@ class Desk:
             problem=problem,
         )
 
-    def plan(self, case: Case, planner: Planner, num_microbatches: int | str) -> al.Plan:
+    def plan(self, case: Case, planner: Planner, num_microbatches: int) -> al.Plan:
         """The plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
             self._traced[case] = al.parallelize(case.train_step()).trace(*case.arguments())
@@ -91,10 +93,14 @@ class Desk:
         return planner.plan(request)
 
 
+def seconds_per_sample(price: Price) -> float:
+    """Infinite without a plan. Some systems were measured with smaller batches, so steps alone do not compare."""
+    return float("inf") if price.seconds is None else price.seconds / price.global_batch
+
+
 def best(prices: Sequence[Price]) -> Price | None:
-    """The one with the shortest step; None where none has a plan."""
-    known = [price for price in prices if price.seconds is not None]
-    return min(known, key=lambda price: price.seconds or 0.0, default=None)
+    """The one that takes the least time per sample; None where none has a plan."""
+    return min((price for price in prices if price.seconds is not None), key=seconds_per_sample, default=None)
 
 
 def described(plan: al.Plan) -> str:
