@@ -106,6 +106,7 @@ def _meshes(say: Callable[[str], None]) -> Iterator[Claim]:
 def _shardings(say: Callable[[str], None]) -> Iterator[Claim]:
     for family, by_sharding in SHARDINGS.items():
         for place, devices in enumerate((2, 4, 8)):
+            measured: dict[peaks.Sharding, float | None]
             measured = {name: rates[place] for name, rates in by_sharding.items() if name != "auto"}
             found = {name: _predict(family, name, (devices, 1), say) for name in measured}
             searched = min(_predict(family, "auto", mesh, say).seconds for mesh in _meshes_of(devices))
