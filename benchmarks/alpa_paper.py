@@ -20,11 +20,11 @@ from rich.table import Table
 
 from alpa_lite.planners import Auto
 from benchmarks.alpa.cases import FAMILIES, PUBLISHED, Case
-from benchmarks.alpa.fixed_plans import FixedPlan, fixed_plans
+from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
 from benchmarks.alpa.orderings import Claim, orderings
 from benchmarks.alpa.price import Desk, Price, best
-from benchmarks.alpa.verdicts import MANUAL, OURS, verdicts
+from benchmarks.alpa.verdicts import MANUAL, OURS, no_manual_plan, verdicts
 from benchmarks.demo import progress_line
 
 _COLUMNS = ("case", "plan of", "plan", "micro-batches", "planned in", "step", "TFLOPS", "measured", "ratio", "peak")
@@ -126,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in chosen:
             found = list(prices_of(case, search=not given.no_search, grid=not given.no_grid, say=say))
             claims += verdicts(found)
+            if case.id in NO_MANUAL_PLAN and not given.no_grid:
+                claims.append(no_manual_plan(case, found))
             prices += found
         if not given.no_orderings:
             claims += orderings(say)

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.planners import Auto, Planner
 from benchmarks.alpa.cases import CASES, Case, gpt
@@ -38,7 +39,7 @@ from cost_models.cluster import Cluster
 _HOST, _HIDDEN, _HEADS = "dgx-a100", 4096, 32
 LAYERS = (12, 24, 48, 96, 192, 384)
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_USUAL_LAYERS, _USUAL_DEVICES = 48, 64
+_USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,8 @@ def _gpt(num_layers: int, num_devices: int) -> Case:
         family="gpt",
         model=gpt(_HIDDEN, num_layers, _HEADS, dtype=jnp.bfloat16),
         num_devices=num_devices,
-        global_batch=4 * max(DEVICES),
-        num_microbatches=num_devices,
+        global_batch=_SAMPLES_PER_DEVICE * num_devices,
+        num_microbatches=_SAMPLES_PER_DEVICE,
         host=_HOST,
     )
 
@@ -121,7 +122,11 @@ def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planne
         column.justify = "right"
     for size in sizes:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            row = alone.submit(measure, make(size), planner=planner).result()
+            try:
+                row = alone.submit(measure, make(size), planner=planner).result()
+            except AlpaLiteError as error:
+                console.print(f"{title} {size}: {error}", highlight=False, markup=False)
+                continue
         console.print(f"{title} {size}: {row.seconds:.1f} s", highlight=False)
         table.add_row(
             str(size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from benchmarks.alpa.cases import Case
 from benchmarks.alpa.orderings import Claim
 from benchmarks.alpa.price import Price, best, seconds_per_sample
 
@@ -31,6 +32,16 @@ def verdicts(prices: Sequence[Price]) -> Iterator[Claim]:
     for price in prices:
         if price.measured_tflops is not None:
             yield _as_measured(price)
+
+
+def no_manual_plan(case: Case, prices: Sequence[Price]) -> Claim:
+    """Of a case whose manual baseline ran out of memory."""
+    manual = best([price for price in prices if price.system in MANUAL])
+    return Claim(
+        text=f"{case.id}: every manual plan runs out of memory",
+        holds=manual is None,
+        figures="none fits" if manual is None else f"{manual.plan} fits",
+    )
 
 
 def _never_worse(ours: Price, other: Price, rival: str) -> Claim:
