@@ -1,5 +1,7 @@
 """Adam and LAMB, written so that a step over thousands of arrays traces quickly: one traced rule for all of a shape.
 
+Any other optax optimizer gets float32 copies of narrow weights from `with_master_weights`.
+
     m, v   = b1 m + (1 - b1) g,  b2 v + (1 - b2) g^2                          (`adam`; Kingma and Ba 2015, algorithm 1)
     u      = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w  (AdamW; Loshchilov and Hutter 2019)
     u      = u |w| / |u|                                                      (LAMB; You et al. 2020, algorithm 2)
@@ -83,5 +85,23 @@ def adam(
         changes, first, second, copies = (structure.unflatten(column) for column in zip(*rows, strict=True))
         master = copies if master_weights else None
         return changes, AdamState(count=count, first=first, second=second, master=master)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer that works on float32 copies of the weights, which are part of its state."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return optimizer.init(wide(params)), wide(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        inner, copies = state
+        changes, inner = optimizer.update(wide(grads), inner, copies)
+        copies = optax.apply_updates(copies, changes)
+        return jax.tree.map(lambda c, p: c - p.astype(jnp.float32), copies, params), (inner, copies)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

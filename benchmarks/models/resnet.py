@@ -15,8 +15,9 @@ hold are described by that number. With the whole batch (None) every image bears
 sum over micro-batches and workers must exchange statistics. Running averages are not kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -40,6 +41,7 @@ class ResNet:
         width_factor: of the 3x3 convolutions.
         stage_sizes: blocks per stage.
         norm_batch: images that batch norm normalises over together; None for the whole batch.
+        recompute: the backward pass computes each block again from its input.
         dtype: of activations and of weights where they are used; statistics and loss are computed in float32.
         param_dtype: of the weights.
     """
@@ -50,6 +52,7 @@ class ResNet:
     num_classes: int = 1000
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
     norm_batch: int | None = None
+    recompute: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -119,15 +122,21 @@ class ResNet:
         unit = jax.jit(self._convolve, static_argnames=("stride", "active"))  # traced once per shape
         x = unit(images.astype(self.dtype), weights["stem"], stride=2, active=True)
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        bottleneck = partial(self._bottleneck, unit)
+        if self.recompute:
+            bottleneck = jax.checkpoint(bottleneck, static_argnums=2)
         for i, block in enumerate(weights["blocks"]):
-            stride = 2 if i > 0 and block_starts(i, self.stage_sizes) else 1
-            y = unit(x, block["reduce"], stride=1, active=True)
-            y = unit(y, block["conv"], stride=stride, active=True)
-            y = unit(y, block["expand"], stride=1, active=False)
-            if "project" in block:
-                x = unit(x, block["project"], stride=stride, active=False)
-            x = jax.nn.relu(x + y)
+            x = bottleneck(x, block, 2 if i > 0 and block_starts(i, self.stage_sizes) else 1)
         return jnp.mean(x, axis=(1, 2)) @ weights["dense"]["w"] + weights["dense"]["b"]
+
+    def _bottleneck(self, unit: Callable[..., jax.Array], x: jax.Array, block: Params, stride: int) -> jax.Array:
+        """One block, the 3x3 convolution with the stride: ``[batch, h, w, in] -> [batch, h/stride, w/stride, out]``."""
+        y = unit(x, block["reduce"], stride=1, active=True)
+        y = unit(y, block["conv"], stride=stride, active=True)
+        y = unit(y, block["expand"], stride=1, active=False)
+        if "project" in block:
+            x = unit(x, block["project"], stride=stride, active=False)
+        return jax.nn.relu(x + y)
 
     def _convolve(self, x: jax.Array, weights: Params, *, stride: int, active: bool) -> jax.Array:
         """Convolution, batch norm and, if `active`, relu: ``[batch, h, w, in] -> [batch, h/stride, w/stride, out]``."""

@@ -27,10 +27,11 @@ import alpa_lite as al
 from alpa_lite.api import TracedFunction
 from alpa_lite.planners import Hybrid
 from benchmarks.models.feed_forward import Experts
-from benchmarks.models.optimizers import adam
+from benchmarks.models.optimizers import adam, with_master_weights
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.train import init_state, make_train_step
 from benchmarks.models.transformer import Transformer
+from cost_models.cluster import Cluster
 
 Family = Literal["GPT", "MoE", "Wide-ResNet"]
 Sharding = Literal["auto", "data", "zero-2", "zero-3"]
@@ -115,11 +116,9 @@ def runs() -> Iterator[Run]:
             yield Run(family=family, sharding=sharding, data=data, model=model, measured_gib=gib)
 
 
-def predicted(run: Run) -> PeakRow:
-    """The peak of our plan for a run."""
-    cluster = al.cluster("p3.16xlarge", num_hosts=1)
-    device = replace(cluster.device, memory_bytes=_UNLIMITED_BYTES)
-    planner = Hybrid(
+def planner_of(run: Run) -> Hybrid:
+    """The plan of a run."""
+    return Hybrid(
         data=run.data,
         model=run.model,
         # What stage 2 adds to stage 1, gradients that are scattered at once, follows from the costs.
@@ -128,15 +127,19 @@ def predicted(run: Run) -> PeakRow:
         expert=run.data if run.family != "GPT" and run.sharding == "auto" else 1,
         sequence_parallel=False,
     )
-    plan = (
-        _traced(run)
-        .plan(
-            cluster=replace(cluster, devices_per_host=run.num_devices, device=device),
-            planner=planner,
-            num_microbatches=1,
-        )
-        .last_plan
-    )
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The devices of a run, without a limit on memory: some runs are here for how much more they would need."""
+    cluster = al.cluster("p3.16xlarge", num_hosts=1)
+    device = replace(cluster.device, memory_bytes=_UNLIMITED_BYTES)
+    return replace(cluster, devices_per_host=run.num_devices, device=device)
+
+
+def predicted(run: Run) -> PeakRow:
+    """The peak of our plan for a run."""
+    planned = traced(run).plan(cluster=cluster_of(run), planner=planner_of(run), num_microbatches=1)
+    plan = planned.last_plan
     (stage,), (peak,) = plan.stages, plan.prediction.peak_bytes
     return PeakRow(
         family=run.family,
@@ -150,7 +153,7 @@ def predicted(run: Run) -> PeakRow:
     )
 
 
-def _traced(run: Run) -> TracedFunction:
+def traced(run: Run) -> TracedFunction:
     """The train step of a run, traced with shapes alone."""
     model, optimizer, batch = _training(run)
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
@@ -176,25 +179,7 @@ def _training(run: Run) -> tuple[Any, optax.GradientTransformation, Any]:
         experts=Experts(num_experts=experts, top_k=2, group_size=1024, every=2),
         **common,
     )
-    return model, _with_copies(optax.adafactor(1e-2)), model.batch_shapes(8)
-
-
-def _with_copies(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that works on float32 copies of the weights."""
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def init(params: Any) -> Any:
-        return optimizer.init(wide(params)), wide(params)
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        inner, copies = state
-        changes, inner = optimizer.update(wide(grads), inner, copies)
-        copies = optax.apply_updates(copies, changes)
-        return jax.tree.map(lambda c, p: c - p.astype(jnp.float32), copies, params), (inner, copies)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    return model, with_master_weights(optax.adafactor(1e-2)), model.batch_shapes(8)
 
 
 def run_all(say: Callable[[str], None]) -> list[PeakRow]:

@@ -11,7 +11,6 @@ import alpa_lite as al
 from alpa_lite.api import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import PlanRequest
 from benchmarks.published.cluster_of import cluster_of
 from benchmarks.published.model_of import training_of
 from benchmarks.published.plan_of import (
@@ -23,9 +22,9 @@ from benchmarks.published.plan_of import (
     sharding_of,
 )
 from benchmarks.published.row import Row, RowError
+from benchmarks.requests import request_of
 from cost_models.backend import Backend
 from cost_models.cluster import Cluster
-from cost_models.composed import ComposedCostModel
 
 #: Sequences per replica and micro-batch that are tried where a row does not say.
 MICROBATCHES = (1, 2, 4)
@@ -103,16 +102,7 @@ class Predictor:
             devices=devices,
         )
         traced = self._traced_step(row)
-        request = PlanRequest(
-            function=row.id,
-            step_at=lambda m, loop_parts: traced.step(m, loop_parts=loop_parts).step,
-            num_arguments=len(traced.traced.leaves),
-            batch_size=traced.traced.batch_size,
-            cluster=cluster,
-            cost_model_for=lambda c: ComposedCostModel(c, backend),
-            num_microbatches=row.num_microbatches or 1,
-            advise=False,
-        )
+        request = request_of(traced, cluster, backend=backend, num_microbatches=row.num_microbatches or 1, name=row.id)
         return planner.plan(request)
 
     def _traced_step(self, row: Row) -> TracedFunction:

@@ -1,0 +1,111 @@
+"""Plans as Alpa publishes them: how many layers each stage has, which devices, and their logical mesh.
+
+A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it, as in Alpa's
+search: where a batch dim is forced on the first axis, that axis splits the batch (and may split state) and the second
+anything else; else a mesh of one axis is used freely (`inter_op.stage_costs.free_restriction`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.inter_op.stage_costs import AXIS_NAMES, StageCosts
+from alpa_lite.layers import Layers, make_layers
+from alpa_lite.mesh import LogicalMesh, Submesh, place
+from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.relax import show_bytes
+from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStage:
+    """A stage as it is published.
+
+    Attributes:
+        layers: of the clusters that the model is cut into.
+        hosts, devices_per_host: of its submesh.
+        data, model: sizes of the logical mesh.
+    """
+
+    layers: int
+    hosts: int
+    devices_per_host: int
+    data: int
+    model: int
+
+    def mesh(self, *, force_batch: bool) -> LogicalMesh:
+        """Its logical mesh; without a forced batch dim an axis of one device is left out."""
+        if force_batch or min(self.data, self.model) > 1:
+            return LogicalMesh(axis_names=AXIS_NAMES[2], shape=(self.data, self.model))
+        return LogicalMesh(axis_names=AXIS_NAMES[1], shape=(self.data * self.model,))
+
+    def __str__(self) -> str:
+        return f"{self.layers} on {self.data}×{self.model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenStages(Planner):
+    """The given stages, in order.
+
+    by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
+    force_batch: the first axis of each mesh splits the batch and the second never does.
+    """
+
+    stages: tuple[GivenStage, ...]
+    by_loops: bool
+    force_batch: bool
+    schedule: Schedule = field(default_factory=OneFOneB)
+
+    @property
+    def name(self) -> str:
+        """`4 + 4 on 2×4`-like."""
+        if len(set(self.stages)) == 1 and len(self.stages) > 1:
+            return f"{len(self.stages)} stages: {self.stages[0]}"
+        return ", ".join(map(str, self.stages))
+
+    @property
+    def num_layers(self) -> int:
+        """Clusters of all stages."""
+        return sum(stage.layers for stage in self.stages)
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `InfeasibleError` where a stage does not fit into memory."""
+        started = time.perf_counter()
+        step = request.best_step((), loop_parts=0)
+        layers = self._layers(step)
+        step = read_originals_across(step, layers.of_op)
+        costs = StageCosts(step=step, layers=layers, cost_model=request.cost_model, progress=request.progress)
+        cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
+        submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
+        placed = self._solved(costs, submeshes, step.num_microbatches)
+        return assemble(self.name, request, step, layers, placed, self.schedule, started)
+
+    def _layers(self, step: StepGraph) -> Layers:
+        if self.num_layers == 1:
+            return make_layers(step, 1)
+        return make_layers(step, self.num_layers, by_loops=self.by_loops)
+
+    def _solved(self, costs: StageCosts, submeshes: Sequence[Submesh], microbatches: int) -> list[PlacedStage]:
+        found: list[PlacedStage] = []
+        tasks, last = self.schedule.tasks(len(self.stages), microbatches), self.num_layers - 1
+        if self.schedule.stages_per_processor > 1:
+            raise PlanError(f"Each stage has devices of its own; {self.schedule} shares them. Use OneFOneB.")
+        for number in reversed(range(len(self.stages))):  # fewer micro-batches in flight first
+            stage, submesh = self.stages[number], submeshes[number]
+            mesh, first = stage.mesh(force_batch=self.force_batch), last - stage.layers + 1
+            held = peak_in_flight(tasks[number])
+            solution = costs.solution(first, last, submesh, mesh, in_flight=held)
+            if solution.choice is None:
+                raise InfeasibleError(
+                    f"{self.name} does not fit: stage {number} with {held} micro-batch(es) in flight needs "
+                    f"{show_bytes(solution.peak_bytes)} per device. Use more micro-batches."
+                )
+            found.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
+            last = first - 1
+        return found[::-1]

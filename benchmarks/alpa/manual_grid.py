@@ -1,0 +1,83 @@
+"""Manual plans of a case, all that its baseline could have tried.
+
+    GPT            Megatron-LM   data × tensor within a host × pipeline × micro-batches
+    MoE            DeepSpeed     ZeRO-2 with expert-parallel devices × micro-batches
+    Wide-ResNet    PP-DP         pipeline × data, stages of equal FLOPs × micro-batches
+
+For each choice of degrees micro-batches grow until one does not fit or takes longer than the one before. Left out is
+what cannot fit: 14 bytes per weight of GPT, in float16 with the float32 copy and moments of Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from alpa_lite.planners import Hybrid
+from benchmarks.alpa.cases import Case
+from benchmarks.alpa.fixed_plans import FixedPlan, deepspeed, in_loops, megatron
+from benchmarks.alpa.price import Desk, Price
+from benchmarks.models.transformer import Transformer
+
+#: Samples per data-parallel replica and micro-batch that are tried, in steps of about 2.
+LARGEST_MICROBATCH = 64
+_BYTES_PER_WEIGHT = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """A manual plan but for the micro-batches, and into how many parts it splits them."""
+
+    case: Case
+    planner: Hybrid
+    data: int
+
+
+def degrees(case: Case) -> Iterator[Degrees]:
+    """The degrees that the baseline of a case can choose."""
+    devices, model = case.num_devices, case.model
+    if not isinstance(model, Transformer):
+        for pipeline in _divisors(min(devices, sum(model.stage_sizes))):
+            if devices % pipeline == 0:
+                data = devices // pipeline
+                yield Degrees(case=case, planner=Hybrid(pipeline=pipeline, data=data), data=data)
+        return
+    if model.experts is not None:
+        for experts in _divisors(gcd(devices, model.experts.num_experts)):
+            yield Degrees(case=case, planner=deepspeed(devices, experts), data=devices)
+        return
+    memory = case.cluster.device.memory_bytes
+    for pipeline in _divisors(gcd(devices, model.num_layers)):
+        for tensor in _divisors(gcd(devices // pipeline, case.cluster.devices_per_host)):
+            if _BYTES_PER_WEIGHT * case.parameters / (pipeline * tensor) <= memory:
+                data = devices // pipeline // tensor
+                yield Degrees(case=in_loops(case, pipeline), planner=megatron(data, tensor, pipeline), data=data)
+
+
+def numbers_of_microbatches(case: Case, data: int) -> Iterator[int]:
+    """From the smallest micro-batches on."""
+    if case.num_samples % data:
+        return
+    last = 0.0
+    for size in _divisors(case.num_samples // data):
+        if 1.5 * last <= size <= LARGEST_MICROBATCH:
+            last = size
+            yield case.num_samples // data // size
+
+
+def grid_prices(desk: Desk, case: Case) -> Iterator[Price]:
+    """The prices of the grid."""
+    for choice in degrees(case):
+        shortest = float("inf")
+        for count in numbers_of_microbatches(case, choice.data):
+            plan = FixedPlan(system="best manual", case=choice.case, planner=choice.planner, num_microbatches=count)
+            price = desk.price(plan)
+            yield price
+            if price.seconds is None or price.seconds > shortest:
+                break
+            shortest = price.seconds
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]

@@ -1,0 +1,110 @@
+"""Prices of plans: predicted seconds and TFLOPS per device, as the software that they were measured with runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import alpa_lite as al
+from alpa_lite.api import TracedFunction
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.planners import Auto
+from alpa_lite.planners.planner import Planner
+from benchmarks.alpa.cases import Case
+from benchmarks.alpa.fixed_plans import FixedPlan
+from benchmarks.requests import request_of
+from cost_models.backend import Backend
+
+#: XLA of that time ran collectives and kernels in turn, on GPUs.
+BACKEND = Backend(overlap=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What the cost model thinks of a plan, and what was measured.
+
+    Attributes:
+        system: whose plan it is.
+        seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
+        planning_seconds: from the function to the plan.
+        problem: why there is none.
+    """
+
+    case: str
+    system: str
+    plan: str
+    global_batch: int
+    num_microbatches: int
+    planning_seconds: float
+    seconds: float | None = None
+    tflops: float | None = None
+    peak_bytes: float | None = None
+    measured_tflops: float | None = None
+    problem: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted to measured TFLOPS."""
+        return None if self.tflops is None or self.measured_tflops is None else self.tflops / self.measured_tflops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """Prices plans, and remembers the steps that it has traced of the case at hand."""
+
+    _traced: dict[Case, TracedFunction] = field(default_factory=dict[Case, TracedFunction], repr=False)
+
+    def price(self, fixed: FixedPlan) -> Price:
+        """The price of one plan; a plan that does not fit has none."""
+        started, case = time.perf_counter(), fixed.case
+        seconds = tflops = peak = None
+        text, problem, count = fixed.planner.name, "", fixed.num_microbatches
+        try:
+            plan = self.plan(case, fixed.planner, fixed.num_microbatches)
+        except AlpaLiteError as error:
+            problem = str(error)
+        else:
+            text = described(plan) if isinstance(fixed.planner, Auto) else text
+            count, seconds = plan.num_microbatches, plan.prediction.step_seconds
+            tflops, peak = case.tflops_per_device(seconds), max(plan.prediction.peak_bytes)
+        return Price(
+            case=case.id,
+            system=fixed.system,
+            plan=text,
+            global_batch=case.global_batch,
+            num_microbatches=count,
+            planning_seconds=time.perf_counter() - started,
+            seconds=seconds,
+            tflops=tflops,
+            peak_bytes=peak,
+            measured_tflops=fixed.measured_tflops,
+            problem=problem,
+        )
+
+    def plan(self, case: Case, planner: Planner, num_microbatches: int) -> al.Plan:
+        """The plan that a planner makes. Raises `AlpaLiteError`."""
+        if case not in self._traced:
+            self._traced[case] = al.parallelize(case.train_step()).trace(*case.arguments())
+        request = request_of(
+            self._traced[case], case.cluster, backend=BACKEND, num_microbatches=num_microbatches, name=case.id
+        )
+        return planner.plan(request)
+
+
+def seconds_per_sample(price: Price) -> float:
+    """Infinite without a plan. Some systems were measured with smaller batches, so steps alone do not compare."""
+    return float("inf") if price.seconds is None else price.seconds / price.global_batch
+
+
+def best(prices: Sequence[Price]) -> Price | None:
+    """The one that takes the least time per sample; None where none has a plan."""
+    return min((price for price in prices if price.seconds is not None), key=seconds_per_sample, default=None)
+
+
+def described(plan: al.Plan) -> str:
+    """The stages of a plan by logical mesh, such as "2 stages (2,1), 1 stage (4,1)"."""
+    meshes = ["(" + ",".join(map(str, stage.mesh_shape.shape)) + ")" for stage in plan.stages]
+    runs = [(mesh, len(list(members))) for mesh, members in groupby(meshes)]
+    return ", ".join(f"{count} stage{'s' if count > 1 else ''} {mesh}" for mesh, count in runs)

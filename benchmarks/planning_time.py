@@ -1,0 +1,204 @@
+"""Seconds from a train step to its plan: `python -m benchmarks.planning_time --case gpt-39B --json`.
+
+Nothing is known beforehand: the step is traced with shapes, cut into micro-batches, layers and stages, and the search
+runs as `al.plan` runs it. Not counted are imports; of this project's own kernels, which numba compiles once after it is
+installed, the first run of all does count the compilation. With --json the last line is one object:
+
+    seconds       from the function to the plan
+    gap           of the solver (`plan.solver.gap`)
+    phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), search
+
+Without --case two tables show how the time grows with the layers and with the devices, each row in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.planners import Auto, Planner
+from benchmarks.alpa.cases import CASES, Case, gpt
+from benchmarks.requests import request_of
+from cost_models.cluster import Cluster
+
+#: One width on one kind of host, so that only what varies varies.
+_HOST, _HIDDEN, _HEADS = "dgx-a100", 4096, 32
+LAYERS = (12, 24, 48, 96, 192, 384)
+DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How long one plan took, and what it is worth."""
+
+    case: str
+    cluster: str
+    seconds: float
+    gap: float
+    predicted_tflops_per_device: float
+    peak_rss_bytes: int
+    num_stages: int
+    num_microbatches: int
+    phases: Mapping[str, float]
+
+    def to_line(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def measure(case: Case, *, planner: Planner | None = None, num_microbatches: int | str = "auto") -> Measured:
+    """Plan a case for its cluster, timed. Raises `AlpaLiteError` when there is no plan."""
+    cluster, step, arguments = case.cluster, case.train_step(), case.arguments()
+    started = time.perf_counter()
+    traced = al.parallelize(step).trace(*arguments)
+    traced_at = time.perf_counter()
+    splitting = 0.0
+
+    def step_at(count: int, loop_parts: int) -> StepGraph:
+        nonlocal splitting
+        asked = time.perf_counter()
+        try:
+            return traced.step(count, loop_parts=loop_parts).step
+        finally:
+            splitting += time.perf_counter() - asked
+
+    request = request_of(traced, cluster, num_microbatches=num_microbatches, step_at=step_at)
+    plan = (planner or Auto()).plan(request)
+    ended = time.perf_counter()
+    return Measured(
+        case=case.id,
+        cluster=f"{case.host}:{cluster.num_hosts}",
+        seconds=ended - started,
+        gap=plan.solver.gap,
+        predicted_tflops_per_device=case.tflops_per_device(plan.prediction.step_seconds),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        num_stages=len(plan.stages),
+        num_microbatches=plan.num_microbatches,
+        phases={"trace": traced_at - started, "split": splitting, "search": ended - traced_at - splitting},
+    )
+
+
+def growing_layers(num_layers: int) -> Case:
+    """A case for the table of layers."""
+    return _gpt(num_layers, _USUAL_DEVICES)
+
+
+def growing_devices(num_devices: int) -> Case:
+    """A case for the table of devices."""
+    return _gpt(_USUAL_LAYERS, num_devices)
+
+
+def _gpt(num_layers: int, num_devices: int) -> Case:
+    return Case(
+        id=f"gpt, {num_layers} layers",
+        family="gpt",
+        model=gpt(_HIDDEN, num_layers, _HEADS, dtype=jnp.bfloat16),
+        num_devices=num_devices,
+        global_batch=_SAMPLES_PER_DEVICE * num_devices,
+        num_microbatches=_SAMPLES_PER_DEVICE,
+        host=_HOST,
+    )
+
+
+def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planner: Planner, console: Console) -> None:
+    """Measure the cases one after the other, and print a table of them."""
+    table = Table(title, "seconds", *PHASES, "peak memory", "stages", "micro-batches", "TFLOPS per device")
+    for column in table.columns:
+        column.justify = "right"
+    for size in sizes:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            try:
+                row = alone.submit(measure, make(size), planner=planner).result()
+            except AlpaLiteError as error:
+                console.print(f"{title} {size}: {error}", highlight=False, markup=False)
+                continue
+        console.print(f"{title} {size}: {row.seconds:.1f} s", highlight=False)
+        table.add_row(
+            str(size),
+            f"{row.seconds:.1f}",
+            *(f"{row.phases[name]:.1f}" for name in PHASES),
+            f"{row.peak_rss_bytes / 1e9:.2f} GB",
+            str(row.num_stages),
+            str(row.num_microbatches),
+            f"{row.predicted_tflops_per_device:.0f}",
+        )
+    console.print(table)
+
+
+PHASES = ("trace", "split", "search")
+
+
+def on_cluster(case: Case, text: str) -> Case:
+    """The case on a cluster given as NAME:HOSTS."""
+    name, _, hosts = text.partition(":")
+    per_host = al.cluster(name, num_hosts=1).devices_per_host
+    return replace(case, host=name, num_devices=per_host * int(hosts or 1))
+
+
+def listed() -> Table:
+    """The cases."""
+    table = Table("case", "parameters", "cluster", "batch")
+    for case in CASES.values():
+        cluster: Cluster = case.cluster
+        where = f"{cluster.num_hosts} × {cluster.devices_per_host} of {cluster.name}"
+        table.add_row(case.id, f"{case.parameters / 1e9:.2f} B", where, str(case.global_batch))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, plan, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(CASES), metavar="ID", help="what to plan (see --list)")
+    parser.add_argument("--list", action="store_true", help="show the cases")
+    parser.add_argument("--cluster", metavar="NAME:HOSTS", help="default: the case's own")
+    parser.add_argument("--num-microbatches", default="auto", help="a number, or auto (default)")
+    parser.add_argument("--no-manual", action="store_true", help="price no manual plans beside the search")
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="plan as if for the first time (so far nothing of a plan is kept for the next process)",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    given = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    planner = Auto(manual=()) if given.no_manual else Auto()
+    if given.list:
+        console.print(listed())
+        return 0
+    if given.case is None:
+        growth("layers", growing_layers, LAYERS, planner, console)
+        growth("devices", growing_devices, DEVICES, planner, console)
+        return 0
+    case = CASES[given.case] if given.cluster is None else on_cluster(CASES[given.case], given.cluster)
+    wanted = given.num_microbatches
+    row = measure(case, planner=planner, num_microbatches=wanted if wanted == "auto" else int(wanted))
+    if given.json:
+        print(row.to_line())
+        return 0
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row.phases.items())
+    console.print(
+        f"{row.case} on {row.cluster}: {row.seconds:.2f} s ({phases}); {row.num_stages} stages, {row.num_microbatches} "
+        f"micro-batches, {row.predicted_tflops_per_device:.1f} TFLOPS per device, gap {100 * row.gap:.2f} %, peak "
+        f"memory {row.peak_rss_bytes / 1e9:.2f} GB",
+        highlight=False,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

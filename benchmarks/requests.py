@@ -1,0 +1,40 @@
+"""Requests to planners with a backend of one's own; `al.plan` plans for what XLA does today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from alpa_lite.api import TracedFunction
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.planners.planner import PlanRequest
+from cost_models.backend import Backend
+from cost_models.cluster import Cluster
+from cost_models.composed import ComposedCostModel
+
+
+def request_of(
+    traced: TracedFunction,
+    cluster: Cluster,
+    *,
+    backend: Backend | None = None,
+    num_microbatches: int | str = "auto",
+    step_at: Callable[[int, int], StepGraph] | None = None,
+    name: str | None = None,
+    advise: bool = False,
+) -> PlanRequest:
+    """A request to plan a traced step; `step_at` stands in for the step's own, as to measure it."""
+
+    def cut(num_microbatches: int, loop_parts: int) -> StepGraph:
+        return traced.step(num_microbatches, loop_parts=loop_parts).step
+
+    return PlanRequest(
+        function=name or traced.traced.name,
+        step_at=step_at or cut,
+        num_arguments=len(traced.traced.leaves),
+        batch_size=traced.traced.batch_size,
+        cluster=cluster,
+        cost_model_for=partial(ComposedCostModel, backend=backend or Backend()),
+        num_microbatches=num_microbatches,
+        advise=advise,
+    )

@@ -1,0 +1,40 @@
+"""The time of planning as a command, on one device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import planning_time
+from benchmarks.alpa.cases import CASES
+
+
+def test_the_last_line_is_one_object(capsys):
+    given = ["--case", "gpt-350M", "--num-microbatches", "64", "--no-manual", "--no-cache", "--json"]
+    assert planning_time.main(given) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["case"] == "gpt-350M" and row["cluster"] == "p3.16xlarge:1"
+    assert row["num_microbatches"] == 64 and row["num_stages"] == 1
+    assert row["peak_rss_bytes"] > 1e8 and 0 <= row["gap"] < 0.01
+    assert 30 < row["predicted_tflops_per_device"] < 125
+    assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
+
+
+def test_the_list_shows_every_case(capsys):
+    assert planning_time.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in CASES)
+
+
+def test_a_case_moves_to_another_cluster():
+    case = planning_time.on_cluster(CASES["gpt-2.6B"], "dgx-a100:3")
+    assert case.num_devices == 24
+    assert (case.cluster.name, case.cluster.num_hosts) == ("dgx-a100", 3)
+
+
+def test_the_cases_of_the_tables_grow():
+    layers = [planning_time.growing_layers(n) for n in planning_time.LAYERS]
+    assert [case.parameters for case in layers] == sorted(case.parameters for case in layers)
+    for number in planning_time.DEVICES:
+        assert planning_time.growing_devices(number).cluster.num_devices == number
