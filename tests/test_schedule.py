@@ -320,7 +320,8 @@ def test_json_round_trip_by_name(schedule):
 
 def test_unknown_names_and_impossible_sizes_are_refused():
     with pytest.raises(
-        PlanError, match=r"no schedule named 'zigzag'. Choose one of: sequential, gpipe, 1f1b, interleaved-1f1b"
+        PlanError,
+        match=r"no schedule named 'zigzag'. Choose one of: sequential, gpipe, 1f1b, eager-1f1b, interleaved-1f1b",
     ):
         schedule_named("zigzag")
     with pytest.raises(PlanError, match=r"option"):

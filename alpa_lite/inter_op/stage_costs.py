@@ -81,7 +81,7 @@ class Tight:
     first: int
     last: int
     peak_bytes: float
-    shortage: Shortage
+    shortage: Shortage | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,10 +218,15 @@ class StageCosts:
         catalogue = self._catalogue(self._kind(submesh, mesh), submesh, mesh)
         return explain_shortage(view, catalogue, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
 
-    def tightest(self) -> Tight | None:
+    @property
+    def tightest_tried(self) -> bool:
+        """Whether something was solved within a limit."""
+        return bool(self._within_memory())
+
+    def tightest(self, *, explain: bool) -> Tight | None:
         """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
 
-        None when nothing was tried, or something of each fitted.
+        None when nothing was tried, or something of each fitted. `explain`: with what it needs its memory for.
         """
         failed: dict[tuple[int, int], Solved] = {}
         fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
@@ -240,7 +245,7 @@ class StageCosts:
         needs = replace(self, seeks_peaks=True, _solved={}).solution(
             first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
         )
-        shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight)
+        shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
         return Tight(first=first, last=last, peak_bytes=needs.peak_bytes, shortage=shortage)
 
     def _within_memory(self) -> list[Solved]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
@@ -76,22 +77,31 @@ class Auto(Planner):
         return f"auto, {' and '.join(words)}" if words else "auto"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest."""
+        """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest.
+
+        `KeyboardInterrupt` ends the search with the best plan so far, if there is one.
+        """
         started = time.perf_counter()
         self._check()
         limited = replace(request, cluster=self._limited(request.cluster))
         problems: list[AlpaLiteError] = []
-        plans = [*self._search(limited, problems), *self._manual(limited, problems)]
+        plans: list[Plan] = []
+        try:
+            for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
+                plans.append(plan)
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            request.progress("interrupted: the best plan so far is taken")
         if not plans:
             raise self._advised(limited, _most_telling(problems))
         best = min(plans, key=lambda p: p.prediction.step_seconds)
-        others = [(_with_microbatches(p), p.prediction.step_seconds) for p in plans if p is not best]
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
-            alternatives=tuple(sorted(others, key=lambda o: o[1])),
+            alternatives=_others(best, plans),
             solver=_certificate(best, bound, time.perf_counter() - started),
         )
 
@@ -157,6 +167,16 @@ def _certificate(best: Plan, bound: float, seconds: float) -> SolverReport:
     predicted = best.prediction.step_seconds
     gap = max(0.0, (predicted - bound) / predicted) if predicted > 0 else 0.0
     return SolverReport(status="optimal" if gap <= PROVEN_GAP else "feasible", bound=bound, gap=gap, seconds=seconds)
+
+
+def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:
+    """The other plans with their seconds, the fastest of each name."""
+    found: dict[str, float] = {}
+    for plan in plans:
+        name, seconds = _with_microbatches(plan), plan.prediction.step_seconds
+        found[name] = min(seconds, found.get(name, seconds))
+    found.pop(_with_microbatches(best))
+    return tuple(sorted(found.items(), key=lambda other: other[1]))
 
 
 def _with_microbatches(plan: Plan) -> str:

@@ -98,10 +98,12 @@ class JointSearch:
     _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue])
 
     def plans(self) -> Iterator[Plan]:
-        """The best plan of one number of micro-batches after the other, the most promising number first."""
+        """The best plan of one number of micro-batches after the other, the most promising number first; at last the
+        best of them, refined."""
         found = list[Found]()
         survey, ordered = self._ordered()
-        for number, guessed in ordered:
+        fitting = [(number, guessed) for number, guessed in ordered if guessed < math.inf]
+        for number, guessed in fitting:
             at_most = min((each.sum_seconds for each in found), default=math.inf)
             if len(found) == MAX_SEARCHED or guessed >= at_most:
                 break
@@ -110,10 +112,13 @@ class JointSearch:
             except (PlanError, NonAdditiveError, TraceError) as error:
                 self.problems.append(error)
             else:
-                found += [better] if better is not None else []
-        found.sort(key=lambda each: each.seconds)
-        for refined in [*(self._refined(each) for each in found[:1]), *found[1:]]:
-            yield self._plan(refined)
+                if better is not None:
+                    found.append(better)
+                    yield self._plan(better)
+        if found:
+            yield self._plan(self._refined(min(found, key=lambda each: each.seconds)))
+        elif not fitting:
+            self.problems.append(InfeasibleError(self._infeasible(max(number for number, _ in ordered))))
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
@@ -248,7 +253,7 @@ class JointSearch:
         if found.stages and found.seconds >= at_most:
             return None
         if not found.stages:
-            raise InfeasibleError(self._infeasible(number, known))
+            raise InfeasibleError(self._infeasible(number))
         stages = _placed(self.request, search, found)
         if search.coarse is not None:
             costs = search.coarse(len(stages))
@@ -258,24 +263,35 @@ class JointSearch:
         best = self._scheduled(min(priced, key=lambda way: way.seconds))
         return replace(best, sum_seconds=found.seconds)
 
-    def _infeasible(self, number: int, known: StageCosts) -> str:
+    def _infeasible(self, number: int) -> str:
         """The part of the step that needs the most memory even at its best, as a sentence."""
+        if any(isinstance(problem, InfeasibleError) for problem in self.problems):
+            # One explanation is enough, and it takes time.
+            return f"No plan fits into memory at num_microbatches={number}."
         cluster, device = self.request.cluster, self.request.cluster.device
         have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
-        for costs in sorted(self._solved_at(number), key=lambda costs: -costs.layers.num_layers):
-            tight = costs.tightest()
+        if not any(costs.tightest_tried for costs in self._costs_at_number(number)):
+            self._try_hardest(number)
+        for costs in sorted(self._costs_at_number(number), key=lambda costs: -costs.layers.num_layers):
+            tight = costs.tightest(explain=self.request.advise)
             if tight is not None:
                 where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
-                why = show_shortage(tight.shortage) if self.request.advise else ""
+                why = show_shortage(tight.shortage)
                 return (
                     f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, "
                     f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
                 ).rstrip()
-        held = state_bytes(known.step, known.layers).sum() / cluster.num_devices
-        keeps = f"What the step keeps takes {show_bytes(held)} per device of {cluster.name}"
-        return f"No plan fits into memory. {keeps} {have}"
+        return f"No plan fits into memory {have}"
 
-    def _solved_at(self, number: int) -> list[StageCosts]:
+    def _try_hardest(self, number: int) -> None:
+        """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
+        costs = self._costs_at(number)
+        layer = int(state_bytes(costs.step, costs.layers).argmax())
+        useful = np.flatnonzero(self.space.worthwhile(flops_shares(costs.step, costs.layers))[layer, layer])
+        kind = max(useful.tolist() or range(len(self.space.kinds)), key=lambda k: self.space.devices[k])
+        costs.solution(layer, layer, self.space.submesh(kind), self.space.mesh(kind, 0))
+
+    def _costs_at_number(self, number: int) -> list[StageCosts]:
         return [costs for (of_number, _), costs in self._costs.items() if of_number == number]
 
     def _agreeing(self, costs: StageCosts, stages: Sequence[PlacedStage]) -> Iterator[list[PlacedStage]]:
