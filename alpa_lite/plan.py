@@ -153,7 +153,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How the plan was found: status of the search, proven bound on the objective, relative gap, seconds spent."""
+    """How the plan was found: status of the search, seconds spent; a lower bound on the seconds of a step under the
+    cost model, whatever the plan (a manual one: with as many micro-batches), and the gap to it relative to the plan."""
 
     status: str
     bound: float

@@ -93,7 +93,8 @@ def headline(plan: Plan) -> tuple[str, str]:
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
         f"peak {show_bytes(max(prediction.peak_bytes, default=0.0))} of {show_bytes(cluster.device.memory_bytes)} · "
-        f"solution {solver.status}, gap {show_percent(solver.gap)}, found in {show_seconds(solver.seconds)}"
+        f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
+        f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
     return first, second
 

@@ -164,9 +164,9 @@ class StageCosts:
     def _solver(self) -> Portfolio:
         return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
 
-    def pinned(self, pins: Mapping[int, Spec]) -> StageCosts:
-        """The same with more inputs given. Nothing is solved yet."""
-        return replace(self, pins={**self.pins, **pins}, _solved={}, _views={}, _alike={})
+    def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
+        """The same with these inputs given. Nothing is solved yet if that changes anything."""
+        return self if pins == self.pins else replace(self, pins=pins, _solved={}, _views={}, _alike={})
 
     def structures(self) -> list[object]:
         """For each layer an object that stands for its structure: equal for layers that are alike."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,8 +103,17 @@ class StageSearch:
 
     def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
         if self.coarse is None:
-            return self._best_of(seconds)
-        return min(self._alike(seconds), key=lambda found: found.seconds, default=_NOTHING)
+            return self._dispatched(self._best_of(seconds))
+        return min(map(self._dispatched, self._alike(seconds)), key=lambda found: found.seconds, default=_NOTHING)
+
+    def _dispatched(self, found: StageChoice) -> StageChoice:
+        """Stages take no less than their host needs to dispatch all of their tasks."""
+        cluster, model = self.space.cluster, self.costs.cost_model
+        if not found.stages:
+            return found
+        beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
+        tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
+        return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks))
 
     def _alike(self, seconds: NDArray[np.float64]) -> Iterator[StageChoice]:
         """The best stages of each size in each logical mesh."""

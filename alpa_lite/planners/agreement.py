@@ -50,5 +50,7 @@ def forms_given(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
 
 def _solved_again(costs: StageCosts, stage: PlacedStage, wanted: dict[int, Spec], in_flight: int) -> PlacedStage:
     pins = {v: wanted[leaf] for leaf, v in _rows(costs, stage) if leaf in wanted}
-    solution = costs.pinned(pins).solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight)
+    solution = costs.with_pins({**costs.pins, **pins}).solution(
+        stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight
+    )
     return replace(stage, solution=solution)

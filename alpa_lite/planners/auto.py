@@ -24,7 +24,7 @@ from alpa_lite.planners.joint import JointSearch, microbatch_numbers
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.zero import Zero
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule
@@ -164,8 +164,7 @@ class Auto(Planner):
 
 def _certificate(best: Plan, bound: float, seconds: float) -> SolverReport:
     """How far from the best the plan can be at most."""
-    predicted = best.prediction.step_seconds
-    gap = max(0.0, (predicted - bound) / predicted) if predicted > 0 else 0.0
+    gap = relative_gap(best.prediction.step_seconds, bound)
     return SolverReport(status="optimal" if gap <= PROVEN_GAP else "feasible", bound=bound, gap=gap, seconds=seconds)
 
 

@@ -206,14 +206,16 @@ class JointSearch:
             submesh_groups=self.space.groups,
         )
         most = self.num_stages if self._overlaps(number) else 1
-        return solve(
+        dispatched = self.request.cost_model.launch_seconds() * 2 * number
+        found = solve(
             table,
             num_devices=self.space.devices_of_groups,
             num_microbatches=number,
             min_stages=most if self.num_stages and most else 1,
             max_stages=most,
             serialized=cluster.shared_processor,
-        ).seconds
+        )
+        return max(found.seconds, dispatched)
 
     def _guess(self, survey: Survey, number: int, num_layers: int) -> NDArray[np.float64]:
         """[layers, kinds, shapes]: seconds of each layer by a survey."""
@@ -281,7 +283,7 @@ class JointSearch:
                     f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, "
                     f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
                 ).rstrip()
-        return f"No plan fits into memory {have}"
+        return f"No plan fits into memory, though every stage that was tried does in some way, {have}"
 
     def _try_hardest(self, number: int) -> None:
         """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Value
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh, sharing
@@ -110,8 +111,8 @@ def assemble(
     """A `Plan` with its prediction, from solved stages."""
     plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
     statuses = {stage.solution.status.value for stage in stages}
-    objective = sum(stage.solution.objective for stage in stages)
-    bound = sum(stage.solution.bound for stage in stages)
+    prediction = predict(request, step, layers, stages, schedule)
+    bound = least_seconds(step, request.cluster, request.cost_model_for)
     return Plan(
         name=name,
         function=request.function,
@@ -123,17 +124,22 @@ def assemble(
         input_layers=layers.of_input,
         loop_parts=step.loop_parts,
         cluster=request.cluster,
-        prediction=predict(request, step, layers, stages, schedule),
+        prediction=prediction,
         solver=SolverReport(
             status=statuses.pop() if len(statuses) == 1 else "feasible",
             bound=bound,
-            gap=max(0.0, (objective - bound) / objective) if objective > 0 else 0.0,
+            gap=relative_gap(prediction.step_seconds, bound),
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),
         undivided=_undivided(request, step, layers, stages),
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
+
+
+def relative_gap(seconds: float, bound: float) -> float:
+    """How much less than `seconds` the best can take at most, relative to it."""
+    return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
 
 
 def _undivided(

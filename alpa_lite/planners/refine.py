@@ -54,7 +54,8 @@ class Found:
 def polished(request: PlanRequest, found: Found) -> Found:
     """Stages solved again to a smaller gap, where that is faster; stacked arguments keep their form."""
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
-    costs = replace(found.costs.pinned(pins), relative_gap=RELATIVE_GAP, time_limit_seconds=POLISH_SECONDS)
+    costs = found.costs.with_pins({**found.costs.pins, **pins})
+    costs = replace(costs, relative_gap=RELATIVE_GAP, time_limit_seconds=POLISH_SECONDS)
     stages: list[PlacedStage] = []
     for stage, held in zip(found.stages, found.in_flight, strict=True):
         solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)

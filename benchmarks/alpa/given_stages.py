@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
-from alpa_lite.inter_op.stage_costs import AXIS_NAMES, StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
@@ -42,8 +42,8 @@ class GivenStage:
     def mesh(self, *, force_batch: bool) -> LogicalMesh:
         """Its logical mesh; without a forced batch dim an axis of one device is left out."""
         if force_batch or min(self.data, self.model) > 1:
-            return LogicalMesh(axis_names=AXIS_NAMES[2], shape=(self.data, self.model))
-        return LogicalMesh(axis_names=AXIS_NAMES[1], shape=(self.data * self.model,))
+            return LogicalMesh(axis_names=("data", "model"), shape=(self.data, self.model))
+        return LogicalMesh(axis_names=("x",), shape=(self.data * self.model,))
 
     def __str__(self) -> str:
         return f"{self.layers} on {self.data}×{self.model}"

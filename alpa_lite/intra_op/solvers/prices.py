@@ -44,6 +44,9 @@ class PricedSearch:
         """Search until the gap is closed to `relative_gap`, or nothing more can be gained by prices."""
         times = np.unique(self.problem.usage_times)
         self._cheapest(np.ones(times.size), costs_count=False)
+        if np.isinf(self._costs[0]):
+            self.bound = np.inf  # no choices have finite cost, whatever they hold
+            return
         prices = np.zeros(times.size)
         for _ in range(MAX_ROUNDS):
             value = self._cheapest(prices)

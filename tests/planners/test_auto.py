@@ -1,0 +1,156 @@
+"""The joint search: restrictions hold, pins are kept, an interruption keeps what was found, bounds are carried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import alpa_lite as al
+from alpa_lite.inspection.units import show_percent, show_seconds
+from alpa_lite.planners import Auto, Hybrid
+from alpa_lite.planners.joint import microbatch_numbers
+from alpa_lite.sharding import Spec
+
+DEPTH, WIDTH, BATCH = 8, 2048, 2048
+
+
+def _step(weights: Any, x: Any) -> Any:
+    """Training of a deep network whose layers are one loop."""
+
+    def loss(weights: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["in"]) @ w["out"] + h, None), x, weights)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+def _shapes(dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    weights = {
+        "in": jax.ShapeDtypeStruct((DEPTH, WIDTH, 4 * WIDTH), dtype),
+        "out": jax.ShapeDtypeStruct((DEPTH, 4 * WIDTH, WIDTH), dtype),
+    }
+    return weights, jax.ShapeDtypeStruct((BATCH, WIDTH), dtype)
+
+
+def _plan(planner: al.planners.Planner, **options: Any) -> al.Plan:
+    cluster = options.pop("cluster", al.cluster("p3.16xlarge", num_hosts=2))
+    return al.plan(_step, *_shapes(), cluster=cluster, planner=planner, **options)
+
+
+def test_numbers_of_microbatches_divide_the_batch_and_lie_apart() -> None:
+    assert microbatch_numbers(1024) == tuple(2**i for i in range(11))
+    for size in (1, 7, 36, 1520):
+        numbers = microbatch_numbers(size)
+        assert numbers[0] == 1 and all(size % n == 0 for n in numbers)
+        assert all(b >= 1.5 * a for a, b in pairwise(numbers))
+    # No divisor is far from one that is considered.
+    assert all(min(max(d / n, n / d) for n in microbatch_numbers(1520)) < 2 for d in range(1, 1521) if 1520 % d == 0)
+
+
+def test_the_plan_carries_a_bound_and_prints_it() -> None:
+    plan = _plan(Auto())
+    solver, seconds = plan.solver, plan.prediction.step_seconds
+    assert 0 < solver.bound <= seconds and solver.gap == pytest.approx(1 - solver.bound / seconds)
+    assert f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)}" in str(plan)
+
+
+def test_restrictions_hold() -> None:
+    free = _plan(Auto(manual=()))
+    intra, inter = _plan(Auto(intra_op_only=True)), _plan(Auto(inter_op_only=True), cluster=_four_devices())
+    assert len(intra.stages) == 1 and intra.name == "auto, intra-op only"
+    assert all(stage.submesh.num_devices == 1 for stage in inter.stages) and len(inter.stages) == 4
+    assert free.prediction.step_seconds <= intra.prediction.step_seconds * (1 + 1e-9)
+    for count in (1, 2, 4):
+        assert len(_plan(Auto(num_stages=count)).stages) == count
+    with pytest.raises(al.errors.PlanError, match="Ask for one of them"):
+        _plan(Auto(intra_op_only=True, num_stages=2))
+
+
+def _four_devices() -> al.Cluster:
+    return replace(al.cluster("p3.16xlarge"), devices_per_host=4)
+
+
+def test_less_memory_may_be_asked_for() -> None:
+    roomy = _plan(Auto(manual=()), num_microbatches=4)
+    limit = 0.97 * max(roomy.prediction.peak_bytes)
+    tight = _plan(Auto(manual=(), max_memory_bytes=limit), num_microbatches=4)
+    assert max(tight.prediction.peak_bytes) <= limit
+    assert tight.prediction.step_seconds >= roomy.prediction.step_seconds
+    assert tight.cluster == roomy.cluster
+    with pytest.raises(al.errors.PlanError, match="max_memory_bytes"):
+        _plan(Auto(max_memory_bytes=-1))
+
+
+@pytest.mark.parametrize(
+    ("dims", "wanted"),
+    [
+        (PartitionSpec(None, None, "model"), ((), (), ("model",))),
+        (PartitionSpec(None, "model"), ((), ("model",), ())),
+        ((), ((), (), ())),
+    ],
+)
+def test_pins_are_kept(dims: Any, wanted: tuple[tuple[str, ...], ...]) -> None:
+    plan = _plan(Auto(pins={"in": dims}))
+    pinned = [
+        spec for stage in plan.stages for name, spec in stage.specs.items() if "in" in name.split("[")[0].split("/")
+    ]
+    assert pinned and all(spec == Spec(wanted) for spec in pinned)
+    free = _plan(Auto(manual=()))
+    assert plan.prediction.step_seconds >= free.prediction.step_seconds * 0.99
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"inn": (None,)}, r"no argument 'inn' to pin. Did you mean .*weights/in"),
+        ({"in": ("tensor",)}, r"mesh axes \['tensor'\]"),
+        ({"in": ("x", "model")}, r"either the axis x alone"),
+        ({"in": (None, None, None, "model")}, r"has 4 dims"),
+        ({"in": "model"}, r"give a PartitionSpec"),
+    ],
+)
+def test_impossible_pins_are_refused(pins: Any, message: str) -> None:
+    with pytest.raises(al.errors.PlanError, match=message):
+        _plan(Auto(pins=pins))
+
+
+def test_an_interruption_keeps_the_best_so_far() -> None:
+    said: list[str] = []
+
+    def interrupt(text: str) -> None:
+        said.append(text)
+        if text == "refine":
+            raise KeyboardInterrupt
+
+    plan = _plan(Auto(), progress=interrupt)
+    assert "interrupted" in said[-1]
+    assert 0 < plan.solver.bound <= plan.prediction.step_seconds
+
+    def at_once(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _plan(Auto(), progress=at_once)
+
+
+def test_equal_stages_agree_on_stacked_weights() -> None:
+    """Where they do not, rows are brought together after each step, which takes longer than the step."""
+    plan = _plan(Auto(num_stages=2), num_microbatches=8)
+    first, second = plan.stages
+    assert first.mesh_shape == second.mesh_shape
+    rows = [{n.split("[")[0]: s for n, s in stage.specs.items() if n != "x"} for stage in plan.stages]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+
+
+def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
+    auto = _plan(Auto(manual=()))
+    for pipeline, model, number in [(1, 1, 1), (1, 8, 1), (2, 1, 8), (2, 2, 8), (4, 1, 16)]:
+        manual = _plan(Hybrid(pipeline=pipeline, model=model, zero=1), num_microbatches=number)
+        assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
