@@ -16,6 +16,7 @@ from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.planners.joint import microbatch_numbers
 from alpa_lite.sharding import Spec
+from cost_models.cluster import Cluster, HostGroup
 
 DEPTH, WIDTH, BATCH = 8, 2048, 2048
 
@@ -73,7 +74,7 @@ def test_restrictions_hold() -> None:
         _plan(Auto(intra_op_only=True, num_stages=2))
 
 
-def _four_devices() -> al.Cluster:
+def _four_devices() -> Cluster:
     return replace(al.cluster("p3.16xlarge"), devices_per_host=4)
 
 
@@ -154,3 +155,46 @@ def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
     for pipeline, model, number in [(1, 1, 1), (1, 8, 1), (2, 1, 8), (2, 2, 8), (4, 1, 16)]:
         manual = _plan(Hybrid(pipeline=pipeline, model=model, zero=1), num_microbatches=number)
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
+
+
+def _written_out(weights: Any, x: Any) -> Any:
+    """Training of a deep network whose layers are written one by one."""
+
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
+    slow = al.cluster("p3.16xlarge")
+    fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
+    groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=slow.intra_host) for device in (slow.device, fast))
+    mixed = replace(slow, num_hosts=2, groups=groups)
+    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 12
+    batch = jax.ShapeDtypeStruct((16384, 4096), jnp.float16)
+
+    def plan(cluster: Cluster) -> al.Plan:
+        planner = Auto(num_stages=2, num_layers=12, manual=())
+        return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+
+    found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
+    layers = {stage.submesh.first_device: stage.layers[1] - stage.layers[0] + 1 for stage in found.stages}
+    assert layers[8] >= 2 * layers[0]
+    assert found.prediction.step_seconds < 0.9 * usual.prediction.step_seconds
+    assert found.solver.bound < found.prediction.step_seconds
+
+
+@pytest.mark.parametrize("devices", [3, 6, 12, 20])
+def test_any_number_of_devices_is_used(devices: int) -> None:
+    weights = [jax.ShapeDtypeStruct((960, 960), jnp.float32)] * 6
+    batch = jax.ShapeDtypeStruct((960, 960), jnp.float32)
+    cluster = replace(al.cluster("p3.16xlarge"), num_hosts=max(1, devices // 10), devices_per_host=min(devices, 10))
+    if devices == 12:
+        cluster = replace(cluster, num_hosts=2, devices_per_host=6)
+    plan = al.plan(_written_out, weights, batch, cluster=cluster, planner=Auto(manual=()))
+    assert sum(stage.submesh.num_devices for stage in plan.stages) == devices
