@@ -18,11 +18,12 @@ from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.mesh import LogicalMesh, Submesh, sharing
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
-FORMAT = 2
+FORMAT = 3
 """Version of the plan file."""
 
 
@@ -167,6 +168,9 @@ class Plan:
 
     `op_layers[i]` is the layer of op i (None: repeated where it is read); `loop_parts` into how many parts at least
     loops over layers are cut (0: they are kept).
+
+    `remat` says what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
+    the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
     """
 
     name: str
@@ -185,6 +189,8 @@ class Plan:
     alternatives: tuple[tuple[str, float], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
     undivided: tuple[UndividedDim, ...] = ()
+    remat: tuple[Remat, ...] = ()
+    traced_layers: tuple[int | None, ...] = ()
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""
