@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,7 +165,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
     ]
     loops = {loop for loop in forward_loops(step) if _contractions(graph, graph.ops[loop])}
     heavy = sum(_contractions(graph, op) for ops in forward for op in ops if op.id not in loops)
-    units = len(loops) + int(heavy) // CONTRACTIONS_PER_PART
+    units = len(loops) + ceil(heavy / CONTRACTIONS_PER_PART)
     count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
     of_op: list[int | None] = [None] * len(graph.ops)
     for layer, ops in enumerate(forward):

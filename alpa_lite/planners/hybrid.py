@@ -24,7 +24,7 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import subdivided
+from alpa_lite.layers import Layers, forward_loops, subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.cutting import cut_into_stages
@@ -51,7 +51,7 @@ class Hybrid(Planner):
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
     devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
     remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
-        by layer of each stage. The last layer of all keeps everything: its backward pass follows at once.
+        by layer of each stage. The last layer of all keeps everything unless it is a loop: its backward pass follows at once.
     """
 
     pipeline: int = 1
@@ -98,7 +98,7 @@ class Hybrid(Planner):
         if self.remat != "none":
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
-        step, remat = read_originals_across(step, traced_layers), self.policies(layers.num_layers)
+        step, remat = read_originals_across(step, traced_layers), self.policies(step, layers)
         if remat:
             again = rematerialise(step, traced_layers, remat)
             step, layers = again.step, replace(layers, of_op=again.of_op)
@@ -120,11 +120,12 @@ class Hybrid(Planner):
         plan = assemble(self.name, request, step, layers, stages, self.schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
-    def policies(self, num_layers: int) -> tuple[Remat, ...]:
+    def policies(self, step: StepGraph, layers: Layers) -> tuple[Remat, ...]:
         """What each layer computes again; nothing said where none does."""
-        if self.remat == "none" or num_layers == 1:
-            return ()
-        return (*(Remat(self.remat),) * (num_layers - 1), Remat.NONE)
+        last = layers.num_layers - 1
+        loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
+        remat = (Remat(self.remat),) * last + (Remat(self.remat) if loops else Remat.NONE,)
+        return remat if any(policy is not Remat.NONE for policy in remat) else ()
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
         """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""
