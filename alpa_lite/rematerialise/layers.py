@@ -76,7 +76,7 @@ class _Writer:
         self.phases: list[Phase] = []
         self.again: dict[int, int] = {}  # forward value -> its copy
         self.held: dict[tuple[int, int], int] = {}  # layer and value that it receives -> the same behind a barrier
-        self.free = free_values(step.graph)
+        self.constant = _constants(step.graph)
         self.kept = {r for loop in loops for r in step.graph.ops[loop].results}
         self._find_kept()
 
@@ -104,7 +104,7 @@ class _Writer:
         return self.layer_of[producer] if in_forward else None
 
     def _is_made_again(self, value: int, layer: int) -> bool:
-        return self._home(value) == layer and value not in self.kept and value not in self.free
+        return self._home(value) == layer and value not in self.kept and value not in self.constant
 
     def _closure(self, layer: int, reads: Sequence[int]) -> list[int]:
         """The ops to copy before an op of a layer that reads these values, in order; not those that are copied."""
@@ -157,7 +157,7 @@ class _Writer:
         A parameter that went through a barrier would be gathered once for the copies and once for the gradients.
         """
         v, producer = self.graph.values[value], self.graph.producer[value]
-        if v.literal is not None or value in self.free:
+        if v.literal is not None or value in self.constant:
             return False
         in_loop = producer is not None and self.step.phases[producer].in_loop
         return in_loop or self.step.batch_dims[value] is not None or not v.is_float
@@ -176,3 +176,14 @@ class _Writer:
             local_iotas=frozenset(iotas),
         )
         return _Written(step=written, of_op=tuple(self.layers))
+
+
+def _constants(graph: Graph) -> frozenset[int]:
+    """Values that are the same in every step and are made wherever they are read; masks of dropout are not the same."""
+    free, found = free_values(graph), set[int]()
+    for op in graph.ops:
+        if not free.isdisjoint(op.results) and all(
+            v in found or graph.values[v].literal is not None for v in op.operands
+        ):
+            found.update(op.results)
+    return frozenset(found)
