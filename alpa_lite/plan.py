@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -195,6 +196,17 @@ class Plan:
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
+
+    @property
+    def recomputed(self) -> str:
+        """Which layers compute what again in their backward pass: `layers 0–6: full`, for instance; else empty."""
+        runs = [(policy, list(run)) for policy, run in groupby(range(len(self.remat)), key=self.remat.__getitem__)]
+        shown = [
+            f"layers {run[0]}–{run[-1]}: {policy}" if len(run) > 1 else f"layer {run[0]}: {policy}"
+            for policy, run in runs
+            if policy is not Remat.NONE
+        ]
+        return ", ".join(shown)
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:

@@ -23,5 +23,5 @@ def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.A
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = once_there(jax.random.key_data(x), result, barriers_stay=False)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    there = (first == first) | (first != first)  # noqa: PLR0124
+    there = (first == first) | (first != first)
     return lax.select(there, x, lax.full_like(x, 0))

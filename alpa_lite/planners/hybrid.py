@@ -51,7 +51,8 @@ class Hybrid(Planner):
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
     devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
     remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
-        by layer of each stage. The last layer of all keeps everything unless it is a loop: its backward pass follows at once.
+        by layer of each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it
+        is a loop.
     """
 
     pipeline: int = 1

@@ -48,7 +48,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
         same = tuple(Origin(step.graph, op.id) for op in step.graph.ops)
         return Rematerialised(step=step, of_op=tuple(of_op), origins={step.graph: same})
     looped = repeat_trips(step, of_op, remat)
-    writer = _Writer(looped.step, of_op, remat, looped.rewritten)
+    writer = _Writer(looped.step, of_op, remat, looped.forward)
     for op in looped.step.graph.ops:
         writer.write(op)
     made = writer.finished()
@@ -69,7 +69,7 @@ class _Writer:
     def __init__(
         self, step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat], loops: frozenset[int]
     ) -> None:
-        """`loops`: those whose results are kept, since their trips are repeated one by one."""
+        """`loops`: those of the forward pass whose results are kept, since trips are repeated one by one if at all."""
         self.step, self.graph, self.layer_of, self.remat = step, step.graph, of_op, remat
         self.copier = Copier(step.graph)
         self.layers: list[int | None] = []
@@ -124,9 +124,7 @@ class _Writer:
             operands = tuple(self.again[v] if self._is_made_again(v, layer) else v for v in operands)
         self._append(op, operands, op.results, layer, phase)
 
-    def _append(
-        self, op: Op, operands: Sequence[int], results: Sequence[int], layer: int | None, phase: Phase
-    ) -> None:
+    def _append(self, op: Op, operands: Sequence[int], results: Sequence[int], layer: int | None, phase: Phase) -> None:
         self.copier.emit(op, operands, results, Origin(self.graph, op.id))
         self._note(layer, phase)
 

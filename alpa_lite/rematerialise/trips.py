@@ -1,4 +1,4 @@
-"""Loops over layers that repeat, in each trip of the backward pass, the trip of the forward pass whose residuals it reads.
+"""Loops over layers that repeat, in each trip of the backward pass, the trip of the forward pass that it goes back over.
 
     forward   carry, ys, residuals = scan(f)(consts, carry, xs)        forward   carry, ys, carries = scan(f')
     backward  scan(b)(residuals, cotangents)                      →    backward  scan(b')(consts, xs, carries, …)
@@ -21,13 +21,14 @@ from alpa_lite.rematerialise.policy import Remat, keeps_results
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Looped:
-    """A step with some pairs of loops rewritten; ops keep their numbers. `rewritten`: the forward ones of them.
+    """A step with some pairs of loops rewritten; ops keep their numbers.
 
+    forward   the loops of the forward pass whose trips a loop of the backward pass repeats, or had no need to
     origins   for each body that was written again the op of a traced body that each of its ops is or repeats
     """
 
     step: StepGraph
-    rewritten: frozenset[int]
+    forward: frozenset[int]
     origins: Mapping[Graph, tuple[Origin | None, ...]]
 
 
@@ -102,13 +103,14 @@ class _Rewriter:
         self.batch_dims = list(step.batch_dims)
         self.scopes = dict(step.bodies)
         self.origins: dict[Graph, tuple[Origin | None, ...]] = {}
-        self.rewritten: set[int] = set()
+        self.forward: set[int] = set()
         self.bodies: dict[object, tuple[Graph, Graph]] = {}
 
     def finished(self) -> Looped:
         """The step as it is now."""
-        if not self.rewritten:
-            return Looped(step=self.step, rewritten=frozenset(), origins={})
+        forward = frozenset(self.forward)
+        if not self.origins:
+            return Looped(step=self.step, forward=forward, origins={})
         made = replace(
             self.step,
             graph=replace(self.step.graph, values=tuple(self.values), ops=tuple(self.ops)),
@@ -116,13 +118,14 @@ class _Rewriter:
             batch_dims=tuple(self.batch_dims),
             bodies=self.scopes,
         )
-        return Looped(step=made, rewritten=frozenset(self.rewritten), origins=self.origins)
+        return Looped(step=made, forward=forward, origins=self.origins)
 
     def rewrite(self, forward: int, backward: int, policy: Remat) -> None:
         """Rewrite a pair of loops, if that saves anything."""
         f, b = self.ops[forward], self.ops[backward]
-        if forward in self.rewritten or not {f.bodies[0], b.bodies[0]} <= self.scopes.keys():
+        if forward in self.forward or not {f.bodies[0], b.bodies[0]} <= self.scopes.keys():
             return
+        self.forward.add(forward)
         trade = self._trade(f, b, policy)
         if trade is None:
             return
@@ -137,7 +140,6 @@ class _Rewriter:
         first, second = self.bodies[key]
         self._replace_forward(f, trade, stacks, first)
         self._replace_backward(b, trade, feed, operand_of, second)
-        self.rewritten.add(forward)
 
     # ------------------------------------------------------------------------------------------------ what to hand on
 
@@ -208,9 +210,7 @@ class _Rewriter:
         results += [stacks[v] for v, r in trade.stacked.items() if r is None]
         self.ops[f.id] = replace(f, results=tuple(results), bodies=(body,))
 
-    def _replace_backward(
-        self, b: Op, trade: _Trade, feed: _Feed, operand_of: Mapping[int, int], body: Graph
-    ) -> None:
+    def _replace_backward(self, b: Op, trade: _Trade, feed: _Feed, operand_of: Mapping[int, int], body: Graph) -> None:
         of_b = int(b.params["num_consts"])
         consts = [operand_of[v] for v, i in feed.consts.items() if i is None]
         slices = [operand_of[v] for v, i in feed.slices.items() if i is None]
