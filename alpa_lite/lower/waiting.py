@@ -20,7 +20,7 @@ def once_there(x: jax.Array, result: jax.Array, *, barriers_stay: bool) -> jax.A
     first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ())
     if barriers_stay:
         return lax.optimization_barrier((x, first))[0]
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = once_there(jax.random.key_data(x), result, barriers_stay=False)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     there = (first == first) | (first != first)

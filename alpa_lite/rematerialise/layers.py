@@ -1,8 +1,8 @@
 """Layers that compute forward values again: copies of forward ops as ops of the backward pass.
 
-    read again    forward values of a layer that its own backward ops read, from the last layer to the first
-    kept          what is there anyway: outputs, what backward ops of other layers read, what layers above it receive
-    copied        the forward ops of the layer between what is kept and what is read again            (`_Writer._closure`)
+read again    forward values of a layer that its own backward ops read, from the last layer to the first
+kept          what is there anyway: outputs, what backward ops of other layers read, what layers above it receive
+copied        the forward ops of the layer between what is kept and what is read again     (`_Writer._closure`)
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class _Writer:
     def _home(self, value: int) -> int | None:
         """The layer whose forward pass computes a value."""
         producer = self.graph.producer[value]
-        in_forward = producer is not None and self.step.phases[producer] is Phase.FORWARD
-        return self.layer_of[producer] if in_forward else None
+        if producer is None or self.step.phases[producer] is not Phase.FORWARD:
+            return None
+        return self.layer_of[producer]
 
     def _is_made_again(self, value: int, layer: int) -> bool:
         return self._home(value) == layer and value not in self.kept and value not in self.constant

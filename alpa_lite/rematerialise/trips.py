@@ -1,4 +1,4 @@
-"""Loops over layers that repeat, in each trip of the backward pass, the trip of the forward pass that it goes back over.
+"""Loops over layers that repeat, in each trip of the backward pass, the trip that it goes back over.
 
     forward   carry, ys, residuals = scan(f)(consts, carry, xs)        forward   carry, ys, carries = scan(f')
     backward  scan(b)(residuals, cotangents)                      →    backward  scan(b')(consts, xs, carries, …)
