@@ -48,9 +48,7 @@ def test_five_steps_give_the_same_loss_gradients_and_state(
 ) -> None:
     training = Training(model=model, optimizer="momentum+clip")
     chosen = replace(PLANNERS[planner], remat=remat)
-    step = al.parallelize(
-        training.step(), cluster=eager_cluster(), planner=chosen, num_microbatches=num_microbatches
-    )
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=chosen, num_microbatches=num_microbatches)
     assert_same(training.run(step), reference(training), TOLERANCE)
     assert remat in step.last_plan.remat
 
