@@ -58,11 +58,11 @@ def blocks(num_layers: int, *, scan: bool, own: bool = False) -> Traced:
 
 
 @cache
-def traced_model(model: str, loop_parts: int = 0) -> TracedStep:
-    """A step of one of the end-to-end models, at one micro-batch."""
+def traced_model(model: str, loop_parts: int = 0, num_microbatches: int = 1) -> TracedStep:
+    """A step of one of the end-to-end models."""
     training = Training(model=model)
     args = training.start(), make_batch(MODELS[model], 0), jax.random.key(0)
-    return split_step(trace(training.step(), args), 1, loop_parts=loop_parts)
+    return split_step(trace(training.step(), args), num_microbatches, loop_parts=loop_parts)
 
 
 def again(made: TracedStep, policies: Sequence[Remat]) -> Rematerialised:

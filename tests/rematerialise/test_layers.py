@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
+from alpa_lite.graph.ir import Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
 from alpa_lite.graph.verify import verify
@@ -42,17 +44,22 @@ def test_any_policies_leave_a_valid_step_that_computes_the_same(model: str, loop
     check()
 
 
+def _check_batch(values: Sequence[Value], full_shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None]) -> None:
+    """At the full batch each value is as at one of four micro-batches, but four times as large in its dim."""
+    for value, full, dim in zip(values, full_shapes, dims, strict=True):
+        assert full == tuple(4 * n if d == dim else n for d, n in enumerate(value.shape))
+
+
 @pytest.mark.parametrize("model", ["mlp", "gpt", "gpt_scan", "gpt_remat", "cnn"])
 def test_tables_have_a_row_for_every_value_and_every_op(model: str) -> None:
-    changed = again(traced_model(model), (Remat.FULL, Remat.SELECTIVE))
+    changed = again(traced_model(model, num_microbatches=4), (Remat.FULL, Remat.SELECTIVE))
     step, graph = changed.step, changed.step.graph
-    assert len(step.full_shapes) == len(step.batch_dims) == len(graph.values)
     assert len(step.phases) == len(changed.of_op) == len(graph.ops) == len(changed.origins[graph])
-    for value, full, dim in zip(graph.values, step.full_shapes, step.batch_dims, strict=True):
-        assert len(full) == value.rank and (dim is None or dim < value.rank)
-    for body, scope in step.bodies.items():
-        if body in changed.origins:
-            assert len(scope.full_shapes) == len(scope.batch_dims) == len(body.values)
+    _check_batch(graph.values, step.full_shapes, step.batch_dims)
+    rewritten = [body for body in changed.origins if body is not graph]
+    assert bool(rewritten) == (model == "gpt_scan")
+    for body in rewritten:
+        _check_batch(body.values, step.bodies[body].full_shapes, step.bodies[body].batch_dims)
 
 
 def _copies(before: StepGraph, changed: Rematerialised) -> list[int]:
@@ -99,6 +106,10 @@ def test_a_layer_keeps_what_crosses_its_borders_and_nothing_else(model: str) -> 
             inside = {v for v in op.operands if home(v) is not None} - crossing - set(graph.outputs)
             makers = [graph.ops[graph.producer[v] or 0].primitive for v in inside - free_values(graph)]
             assert not makers, "what is the same in every step is free, and made wherever it is read"
+    held = {v for op in graph.ops if changed.step.phases[op.id] is Phase.BACKWARD for v in op.operands} & crossing
+    for number in _copies(made.step, changed):
+        origin = changed.origins[graph][number]
+        assert origin is not None and held.isdisjoint(origin.graph.ops[origin.op].results)
 
 
 def _saved_bytes(step: StepGraph, layers: Layers) -> float:
