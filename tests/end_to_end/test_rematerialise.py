@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.planners import Hybrid, Planner
+from alpa_lite.planners import Hybrid
 from alpa_lite.schedule import GPipe
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
-from cost_models.cluster import Cluster
 from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, reference
 
 PLANNERS: Mapping[str, Hybrid] = {
@@ -76,18 +75,14 @@ def shapes_of(model: Any) -> tuple[Any, Any]:
     return jax.eval_shape(model.init, jax.random.key(0)), batch
 
 
-def one_device() -> Cluster:
-    return replace(eager_cluster(), devices_per_host=1)
-
-
 @functools.cache
-def compiled(model: str, planner: Planner, num_microbatches: int) -> Any:
+def compiled(model: str, planner: Hybrid, num_microbatches: int) -> Any:
     def step(params: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(MODELS[model].loss_fn)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-    hosts = replace(eager_cluster(), devices_per_host=2) if planner != Hybrid(remat=planner.remat) else one_device()
-    made = al.parallelize(step, cluster=hosts, planner=planner, num_microbatches=num_microbatches, batch_argnums=(1,))
+    cluster = replace(eager_cluster(), devices_per_host=planner.pipeline)
+    made = al.parallelize(step, cluster=cluster, planner=planner, num_microbatches=num_microbatches, batch_argnums=(1,))
     return made.trace(*shapes_of(MODELS[model])).plan().lower().compile()
 
 
