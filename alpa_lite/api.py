@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from alpa_lite.errors import MismatchError, PlanError
+from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.lower.program import Program, build_program
-from alpa_lite.lower.recomputed import equations_again
+from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
 from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
-from alpa_lite.rematerialise import rematerialise
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.execute import Executor, TaskTime
@@ -123,26 +121,11 @@ class PlannedFunction:
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
         plan.verify(step.step)
-        step = _with_recomputation(step, plan)
+        step = as_planned(step, plan)
         return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
 
     def __str__(self) -> str:
         return str(self.last_plan)
-
-
-def _with_recomputation(step: TracedStep, plan: Plan) -> TracedStep:
-    """The step as it was planned: recomputed values stay in their layer, and layers compute again what they should."""
-    layers = plan.traced_layers if plan.remat else plan.op_layers
-    own = read_originals_across(step.step, layers)
-    again = rematerialise(own, layers, plan.remat) if plan.remat else None
-    if again is None:
-        return replace(step, step=own)
-    if again.of_op != plan.op_layers:
-        raise MismatchError(
-            f"This plan of {plan.function!r} computes values again, but not those that it would with this version of "
-            "alpa_lite: its layers hold other operations. Make a new plan with al.plan."
-        )
-    return replace(step, step=again.step, equations=equations_again(again, own.graph, step.equations))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

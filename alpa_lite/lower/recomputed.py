@@ -1,4 +1,4 @@
-"""The equations of a step that computes values again: those of the ops that its ops are or repeat, and barriers."""
+"""The step of a plan: as it was traced, or with what its layers compute again (`as_planned`), and its equations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alpa_lite import _jax
+from alpa_lite.errors import MismatchError
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph
-from alpa_lite.rematerialise import Rematerialised
+from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.microbatch import TracedStep
+from alpa_lite.plan import Plan
+from alpa_lite.rematerialise import Rematerialised, rematerialise
+
+
+def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
+    """The step as it was planned: recomputed values stay in their layer, and layers compute again what they should."""
+    layers = plan.traced_layers if plan.remat else plan.op_layers
+    own = read_originals_across(step.step, layers)
+    again = rematerialise(own, layers, plan.remat) if plan.remat else None
+    if again is None:
+        return replace(step, step=own)
+    if again.of_op != plan.op_layers:
+        raise MismatchError(
+            f"This plan of {plan.function!r} computes values again, but not those that it would with this version of "
+            "alpa_lite: its layers hold other operations. Make a new plan with al.plan."
+        )
+    return replace(step, step=again.step, equations=equations_again(again, own.graph, step.equations))
 
 
 def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equation]) -> tuple[Equation, ...]:
