@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.lower.program import Program, build_program
+from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
 from alpa_lite.planners import Auto, Planner, PlanRequest
@@ -121,7 +121,7 @@ class PlannedFunction:
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
         plan.verify(step.step)
-        step = replace(step, step=read_originals_across(step.step, plan.op_layers))
+        step = as_planned(step, plan)
         return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
 
     def __str__(self) -> str:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.clustering import cluster_contiguous
+from alpa_lite.clustering import Flow, cluster_contiguous
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
@@ -29,6 +30,9 @@ FloatArray = NDArray[np.float64]
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
 MAX_LAYERS = 16
+
+#: Contractions outside of loops per layer that `subdivided` aims at: those of one block of a transformer.
+CONTRACTIONS_PER_PART = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,27 +142,62 @@ def make_layers(
             f"Ask for at most {max(1, len(forward))} layers or stages."
         )
     of_op: list[int | None] = [None] * len(graph.ops)
-    index, free = _blocks(step, forward, count), free_values(graph)
-    flows = [
-        (index[producer], index[consumer], float(graph.values[v].bytes))
-        for op in forward
-        for v in op.results
-        if (producer := op.id) in index and v not in free
-        for consumer in graph.consumers[v]
-        if consumer in index and index[consumer] != index[producer]
-    ]
+    index = _blocks(step, forward, count)
     if forward:
-        flops = np.zeros(max(index.values()) + 1)
-        for op in forward:
-            flops[index[op.id]] += _flops(graph, op) + 1.0
+        flops = _flops_of_blocks(graph, index)
         if by_loops:  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
             flops /= 100 * flops.sum()
             flops[[index[loop] for loop in forward_loops(step)]] += 1.0
         if shares:
             flops = _in_shares(flops, shares)
-        layers = cluster_contiguous(flops, flows, count, imbalance=imbalance)
+        layers = cluster_contiguous(flops, _flows(graph, index), count, imbalance=imbalance)
         for op in forward:
             of_op[op.id] = layers[index[op.id]]
+    return _followed(step, of_op, count)
+
+
+def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> Layers:
+    """Each layer cut into equally many of about a transformer's block each: layer i becomes i·n to (i + 1)·n - 1."""
+    graph = step.graph
+    forward = [
+        [op for op in graph.ops if step.phases[op.id] is Phase.FORWARD and layers.of_op[op.id] == layer]
+        for layer in range(layers.num_layers)
+    ]
+    loops = {loop for loop in forward_loops(step) if _contractions(graph, graph.ops[loop])}
+    heavy = sum(_contractions(graph, op) for ops in forward for op in ops if op.id not in loops)
+    units = len(loops) + ceil(heavy / CONTRACTIONS_PER_PART)
+    count = max(1, min(MAX_LAYERS, round(units / layers.num_layers), *map(len, forward)))
+    of_op: list[int | None] = [None] * len(graph.ops)
+    for layer, ops in enumerate(forward):
+        index = {op.id: i for i, op in enumerate(ops)}
+        parts = cluster_contiguous(_flops_of_blocks(graph, index), _flows(graph, index), count, imbalance=imbalance)
+        for op in ops:
+            of_op[op.id] = layer * count + parts[index[op.id]]
+    return _followed(step, of_op, layers.num_layers * count)
+
+
+def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
+    """What flows from block to block of the ops in `index`."""
+    free = free_values(graph)
+    return [
+        (here, index[consumer], float(graph.values[v].bytes))
+        for op, here in index.items()
+        for v in graph.ops[op].results
+        if v not in free
+        for consumer in graph.consumers[v]
+        if consumer in index and index[consumer] != here
+    ]
+
+
+def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
+    flops = np.zeros(max(index.values()) + 1)
+    for op, block in index.items():
+        flops[block] += _flops(graph, graph.ops[op]) + 1.0
+    return flops
+
+
+def _followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
+    """The layers when those of the forward ops are given."""
     _backward_layers(step, of_op, count)
     homes = _homes_by_parameter(step, of_op)
     _gradient_layers(step, of_op, homes)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,11 +19,12 @@ from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.mesh import LogicalMesh, Submesh, sharing
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
-FORMAT = 2
+FORMAT = 3
 """Version of the plan file."""
 
 
@@ -168,6 +170,9 @@ class Plan:
 
     `op_layers[i]` is the layer of op i (None: repeated where it is read); `loop_parts` into how many parts at least
     loops over layers are cut (0: they are kept).
+
+    `remat` says what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
+    the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
     """
 
     name: str
@@ -186,10 +191,23 @@ class Plan:
     alternatives: tuple[tuple[str, float], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
     undivided: tuple[UndividedDim, ...] = ()
+    remat: tuple[Remat, ...] = ()
+    traced_layers: tuple[int | None, ...] = ()
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
+
+    @property
+    def recomputed(self) -> str:
+        """Which layers compute what again in their backward pass: `layers 0–6: full`, for instance; else empty."""
+        runs = [(policy, list(run)) for policy, run in groupby(range(len(self.remat)), key=self.remat.__getitem__)]
+        shown = [
+            f"layers {run[0]}–{run[-1]}: {policy}" if len(run) > 1 else f"layer {run[0]}: {policy}"
+            for policy, run in runs
+            if policy is not Remat.NONE
+        ]
+        return ", ".join(shown)
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:

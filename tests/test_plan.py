@@ -19,6 +19,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.microbatch import split_step
 from alpa_lite.plan import FORMAT, Plan, fingerprint
 from alpa_lite.planners import Hybrid
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import GPipe, Interleaved1F1B
 from alpa_lite.trace import trace
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, assert_same, eager_cluster, make_batch, reference
@@ -63,6 +64,24 @@ def test_planning_twice_decides_the_same(model: str, planner: str) -> None:
     made = planned(model, planner)
     again = made.function.plan().last_plan
     assert _without_clock(again) == _without_clock(made.last_plan)
+
+
+def test_a_plan_that_computes_values_again_survives_a_file_and_belongs_to_the_step_as_traced(tmp_path: Path) -> None:
+    options: Any = {"cluster": eager_cluster(), "num_microbatches": 4}
+    traced = al.parallelize(Training(model="gpt").step(), **options).trace(*_arguments("gpt"))
+    plain, made = (traced.plan(planner=Hybrid(pipeline=2, remat=remat)) for remat in ("none", "full"))
+    plan = made.last_plan
+    plan.save(tmp_path / "plan.json")
+    loaded = al.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and set(plan.remat) == {"full", "none"}
+    assert plan.fingerprint == plain.last_plan.fingerprint and not plain.last_plan.remat
+    assert len(plan.op_layers) > len(plan.traced_layers) == len(plain.last_plan.op_layers)
+    assert str(made.function.plan(planner=loaded).lower().program) == str(made.lower().program)
+    assert plan.recomputed == "layers 0–2: full" and f"rematerialised: {plan.recomputed}" in " ".join(str(plan).split())
+    assert plain.last_plan.recomputed == "" and "rematerialised" in plain.last_plan.diff(plan)
+    edited = dataclasses.replace(plan, remat=(Remat.NONE,) * len(plan.remat))
+    with pytest.raises(MismatchError, match="computes values again, but not those"):
+        made.function.plan(planner=edited).lower()
 
 
 def _without_clock(plan: Plan) -> Plan:

@@ -90,6 +90,7 @@ def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
         ("cluster", _cluster(plan), _cluster(other)),
         ("micro-batches", str(plan.num_microbatches), str(other.num_microbatches)),
         ("schedule", str(plan.schedule), str(other.schedule)),
+        ("rematerialised", plan.recomputed or "nothing", other.recomputed or "nothing"),
         ("stages", str(len(plan.stages)), str(len(other.stages))),
     ]
     for number in range(max(len(plan.stages), len(other.stages))):

@@ -88,7 +88,7 @@ def headline(plan: Plan) -> tuple[str, str]:
     first = (
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}, "
-        f"schedule {plan.schedule}"
+        f"schedule {plan.schedule}" + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
     )
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "

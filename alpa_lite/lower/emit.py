@@ -30,6 +30,7 @@ from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.slice import Port, TaskSpec
+from alpa_lite.lower.waiting import once_there
 from alpa_lite.plan import OpPlacement
 from alpa_lite.sharding import Spec, Step
 from alpa_lite.spmd import Application, Walk, body_walk, sharing_axes
@@ -75,9 +76,13 @@ class LocalMachine:
         equations: Sequence[Equation],
         sizes: Mapping[str, int],
         microbatch: jax.Array | int,
+        *,
+        barriers_stay: bool = True,
     ) -> None:
-        """`microbatch`: index of the micro-batch being run."""
+        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end."""
         self.step = step
+        self.barriers_stay = barriers_stay
+        self.latest: jax.Array | None = None  # of the backward pass so far
         self.sizes = sizes
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
@@ -125,11 +130,28 @@ class LocalMachine:
             origins=origins,
             full_shapes=full_shapes,
         )
+        if graph is self.step.graph and op.primitive == "optimization_barrier":
+            operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
         with jax.named_scope(f"op{op.id}"):
             axes = sharing_axes(op, self.sizes)
             if axes:
                 return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
-            return bind_local(local, operands)
+            return self._noted(application, bind_local(local, operands))
+
+    def _held_back(self, value: int, array: Any) -> Any:
+        """A value of the forward pass that the backward pass reads to compute others again: not before it is there."""
+        producer = self.step.graph.producer[value]
+        is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
+        is_state = producer is None and self.step.batch_dims[value] is None
+        if self.latest is None or is_backward or is_state or not isinstance(array, jax.Array):
+            return array
+        return once_there(array, self.latest, barriers_stay=self.barriers_stay)
+
+    def _noted(self, application: Application, results: list[Any]) -> list[Any]:
+        if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
+            floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
+            self.latest = floats[0] if floats else self.latest
+        return results
 
     def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Where this micro-batch lies in the full batch, for ops whose values depend on the position."""
@@ -153,7 +175,7 @@ class LocalMachine:
             outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
             return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
-        return run_control_flow(application.op, wiring, body, operands)
+        return self._noted(application, run_control_flow(application.op, wiring, body, operands))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,11 +212,12 @@ def emit_task(
     graph, sizes = step.graph, dict(mesh.shape)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
+    barriers_stay = mesh.devices.flat[0].platform != "cpu"
     positional = step.num_microbatches > 1 and any(_is_positional(graph.ops[i]) for i in task.ops)
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
-        machine = LocalMachine(step, equations, sizes, microbatch)
+        machine = LocalMachine(step, equations, sizes, microbatch, barriers_stay=barriers_stay)
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)

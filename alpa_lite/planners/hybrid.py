@@ -24,12 +24,14 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.layers import Layers, forward_loops, subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.cutting import cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.rematerialise import Remat, rematerialise
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
 from alpa_lite.strategies import AxisRole, Restriction, Split
 from cost_models import Cluster
@@ -48,6 +50,9 @@ class Hybrid(Planner):
     equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
     devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
+    remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
+        by layer of each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it
+        is a loop.
     """
 
     pipeline: int = 1
@@ -62,6 +67,7 @@ class Hybrid(Planner):
     equal: Literal["flops", "loops"] = "flops"
     shares: tuple[float, ...] = ()
     devices: tuple[int, ...] = ()
+    remat: Literal["none", "selective", "full"] = "none"
 
     @property
     def name(self) -> str:
@@ -71,6 +77,7 @@ class Hybrid(Planner):
         parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
+        parts += [f"{self.remat} remat" if self.remat != "none" else ""]
         return " × ".join(filter(None, parts)) or "hybrid"
 
     @property
@@ -89,7 +96,13 @@ class Hybrid(Planner):
         tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
         for _, mesh in places:
             check_batch(self, step, mesh)
-        step = read_originals_across(step, layers.of_op)
+        if self.remat != "none":
+            layers = subdivided(step, layers)
+        traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
+        step, remat = read_originals_across(step, traced_layers), self.policies(step, layers)
+        if remat:
+            again = rematerialise(step, traced_layers, remat)
+            step, layers = again.step, replace(layers, of_op=again.of_op)
         costs = StageCosts(
             step=step,
             layers=layers,
@@ -101,10 +114,19 @@ class Hybrid(Planner):
         for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
             solved |= self._solve(costs, request, *places[part], tasks[part], step.num_microbatches)
         stages = [
-            PlacedStage(first=i, last=i, submesh=submesh, mesh=mesh, solution=solved[i])
+            PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solved[i])
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
+            for first, last in [_layers_of(i, per_stage)]
         ]
-        return assemble(self.name, request, step, layers, stages, self.schedule, started)
+        plan = assemble(self.name, request, step, layers, stages, self.schedule, started)
+        return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
+
+    def policies(self, step: StepGraph, layers: Layers) -> tuple[Remat, ...]:
+        """What each layer computes again; nothing said where none does."""
+        last = layers.num_layers - 1
+        loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
+        remat = (Remat(self.remat),) * last + (Remat(self.remat) if loops else Remat.NONE,)
+        return remat if any(policy is not Remat.NONE for policy in remat) else ()
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
         """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""
@@ -190,9 +212,11 @@ class Hybrid(Planner):
         microbatches: int,
     ) -> Mapping[int, StageSolution]:
         """The stages of one part of the cluster, which share its memory."""
+        per_stage = costs.layers.num_layers // self.num_stages
 
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            return costs.solution(stage, stage, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
+            layers = _layers_of(stage, per_stage)
+            return costs.solution(*layers, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
 
         found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
         if found.fits:
@@ -201,7 +225,7 @@ class Hybrid(Planner):
         why = None
         if request.advise and lacking:
             held = held_at_peak(tasks)[lacking[0]]
-            why = costs.shortage(lacking[0], lacking[0], submesh, mesh, in_flight=held)
+            why = costs.shortage(*_layers_of(lacking[0], per_stage), submesh, mesh, in_flight=held)
         raise InfeasibleError(self._too_large(request, submesh, found, tasks, microbatches, why))
 
     def _too_large(
@@ -238,6 +262,11 @@ class Hybrid(Planner):
             changes.append(Change(text=text, planner=wider, request=request))
         advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
         return f"{sentence} {show_shortage(shortage)}{advice}"
+
+
+def _layers_of(stage: int, per_stage: int) -> tuple[int, int]:
+    """First and last layer of a stage."""
+    return stage * per_stage, (stage + 1) * per_stage - 1
 
 
 def submeshes_of(cluster: Cluster, sizes: Sequence[int]) -> list[Submesh]:
