@@ -109,7 +109,7 @@ class JointSearch:
                 break
             try:
                 better = self._best_at(number, survey, at_most * (1 + CLOSE))
-            except (PlanError, NonAdditiveError, TraceError) as error:
+            except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(error)
             else:
                 if better is not None:
@@ -157,7 +157,8 @@ class JointSearch:
                 if self.request.num_microbatches != "auto":
                     raise
                 self.problems.append(error)
-                numbers = tuple(n for n in numbers if n != number)
+                alone = isinstance(error, NonAdditiveError)  # at any other number too
+                numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
         if not costs:
             costs, numbers = [self._costs_at(1)], (1,)
         survey = self._begun(costs[0], numbers)
