@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
+from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
@@ -163,6 +164,11 @@ class StageCosts:
     @property
     def _solver(self) -> Portfolio:
         return Portfolio() if self.seeks_peaks else Portfolio(peak_seconds=0.0)
+
+    def forget_unsolved(self) -> None:
+        """Let go of stages of which it is not known whether they fit."""
+        for known in self._solved.values():
+            known[:] = [s for s in known if s.solution.choice is not None or s.solution.status is Status.INFEASIBLE]
 
     def with_pins(self, pins: Mapping[int, Spec]) -> StageCosts:
         """The same with these inputs given. Nothing is solved yet if that changes anything."""

@@ -69,6 +69,9 @@ SEARCH_GAP = 0.05
 SEARCH_SECONDS = 3.0
 """How close to the best a stage is to be proven while others may still turn out to be better, and the time for that."""
 
+PATIENT_SECONDS = 60.0
+"""The time for a stage where nothing was found in less."""
+
 ONE_LAYER = Cut.into(1)
 
 
@@ -94,6 +97,7 @@ class JointSearch:
     num_stages: int | None = None
     pins: Pins = field(default_factory=dict[str, Sequence[Any]])
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
+    _seconds: float = SEARCH_SECONDS
     _costs: dict[tuple[int, Cut], StageCosts] = field(default_factory=dict[tuple[int, Cut], StageCosts])
     _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue])
 
@@ -103,22 +107,40 @@ class JointSearch:
         found = list[Found]()
         survey, ordered = self._ordered()
         fitting = [(number, guessed) for number, guessed in ordered if guessed < math.inf]
-        for number, guessed in fitting:
-            at_most = min((each.sum_seconds for each in found), default=math.inf)
-            if len(found) == MAX_SEARCHED or guessed >= at_most:
-                break
-            try:
-                better = self._best_at(number, survey, at_most * (1 + CLOSE))
-            except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
-                self.problems.append(error)
-            else:
-                if better is not None:
+        # The largest numbers need the least memory: of those of which nothing was found they are tried with patience.
+        hopeful = sorted(fitting, reverse=True)[:MAX_SEARCHED]
+        for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
+            if not found:
+                self._let_take(seconds)
+                for better in self._found(survey, numbers):
                     found.append(better)
                     yield self._plan(better)
         if found:
             yield self._plan(self._refined(min(found, key=lambda each: each.seconds)))
         elif not fitting:
             self.problems.append(InfeasibleError(self._infeasible(max(number for number, _ in ordered))))
+
+    def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
+        """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
+        count, at_most = 0, math.inf
+        for number, guessed in numbers:
+            if count == MAX_SEARCHED or guessed >= at_most:
+                return
+            try:
+                better = self._best_at(number, survey, at_most * (1 + CLOSE))
+            except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
+                self.problems.append(error)
+            else:
+                if better is not None:
+                    count, at_most = count + 1, min(at_most, better.sum_seconds)
+                    yield better
+
+    def _let_take(self, seconds: float) -> None:
+        """Let stages take so many seconds each to solve; those that were not solved in less may be now."""
+        self._seconds = seconds
+        self._costs = {key: replace(costs, time_limit_seconds=seconds) for key, costs in self._costs.items()}
+        for costs in self._costs.values():
+            costs.forget_unsolved()
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
@@ -326,7 +348,7 @@ class JointSearch:
                 cost_model=self.request.cost_model,
                 seeks_peaks=False,
                 relative_gap=SEARCH_GAP,
-                time_limit_seconds=SEARCH_SECONDS,
+                time_limit_seconds=self._seconds,
                 cost_model_for=self.request.cost_model_for,
                 pins=self._pins(step),
                 progress=self.request.progress,
