@@ -5,7 +5,7 @@ gradients and optimizer state. Once the loop is cut into parts, for the stages o
 belongs with its layers. `part_stacks` rewrites the graph: arrays become several inputs and outputs, one per part.
 
     seeds        values of which every row is read by itself or by the loop of its part; concatenations
-                 along the leading dim                                                              (_seeds)
+                 along the leading dim; inputs of which a part is asked for then              (_seeds, split)
     parted       what such values are computed from, or combined with element by element               (_standing)
     part(x, j)   rows of part j: an input of its own, the pieces of a concatenation, the op of x on
                  the parts j of its operands, or a slice of what is whole                               (_part)
@@ -73,6 +73,11 @@ class _Rewriter:
         self.rules: dict[int, Rule] = {}
         # Trips of one loop share the parameters of their equations, as one object.
         self.part_params: dict[tuple[object, ...], Mapping[str, Any] | None] = {}
+        self.split = self.split_inputs()
+        while not self.split <= self.seeds:
+            # What comes in parts is read in parts, by reductions too.
+            self.seeds, self.known = self.seeds | self.split, {}
+            self.split = self.split_inputs()
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -225,7 +230,7 @@ class _Rewriter:
 
     def rewritten(self) -> PartedProgram:
         """The program in parts; see `part_stacks`."""
-        graph, split = self.graph, self.split_inputs()
+        graph, split = self.graph, self.split
         inputs: list[tuple[int, Part]] = []
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]

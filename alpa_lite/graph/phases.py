@@ -4,7 +4,8 @@ Two traces of one step at two batch sizes have the same ops and differ in shapes
 batch (batch_dims). From them, and from the data flow, follow the phases of the ops (analyse):
 
     FORWARD, BACKWARD   the loop: ops that touch the batch, once per micro-batch
-    UPDATE              ops that follow what the loop sums up, once per step
+    UPDATE              ops that follow what the loop sums up, once per step, and those on arrays of state that the loop
+                        does not read (the size of each weight, by which some optimizers scale)
     INVARIANT           ops that depend on parameters, keys and counters alone; cheap, repeated wherever they are read
 
 What the loop hands to the update must be a sum over samples; then adding it up over micro-batches is exact, for mean
@@ -252,14 +253,17 @@ def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
 def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
     """Phase of every op of the graph, given the ops of the loop."""
     inside = forward_or_backward(graph, loop)
-    depends: set[int] = set()
+    needed, of_state, depends = _needed_by(graph, loop), set(graph.inputs), set[int]()
     phases: list[Phase] = []
     for op in graph.ops:
+        arrays = [v for v in op.operands if v in of_state and graph.values[v].rank > 0]
+        if arrays:
+            of_state.update(op.results)
         if op.id in inside:
             phases.append(inside[op.id])
             depends.update(op.results)
-        elif op.effectful or any(v in depends for v in op.operands):
-            # What has an effect happens once, not wherever it is read.
+        elif op.effectful or any(v in depends for v in op.operands) or arrays and op.id not in needed:
+            # What has an effect happens once, not wherever it is read; and state is not brought to all its readers.
             phases.append(Phase.UPDATE)
             depends.update(op.results)
         else:
@@ -282,13 +286,17 @@ def loop_without_batch(graph: Graph) -> set[int]:
 
 def effects_before(graph: Graph, loop: set[int]) -> set[int]:
     """Ops with an effect that the loop waits for: they run in it."""
+    return {i for i in _needed_by(graph, loop) if graph.ops[i].effectful}
+
+
+def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
+    """Ops outside the loop whose results it reads, through others too."""
     needed = {v for i in loop for v in graph.ops[i].operands}
     found: set[int] = set()
     for op in reversed(graph.ops):
         if op.id not in loop and any(r in needed for r in op.results):
             needed.update(op.operands)
-            if op.effectful:
-                found.add(op.id)
+            found.add(op.id)
     return found
 
 
