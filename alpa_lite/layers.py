@@ -10,7 +10,7 @@ invariant    no layer: these ops are repeated wherever they are read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -75,24 +75,33 @@ class Cut:
         return Cut(loop_parts=count if count > 1 else 0, num_layers=count)
 
 
-def natural_cut(step: StepGraph) -> Cut:
+def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     """Layers that fall on equal parts of the loops over layers, if these do most of the work; see `MAX_LAYERS`.
 
-    `step` has its loops whole.
+    `step` has its loops whole; `stages`: numbers of equal stages of which as many as can be should be possible, and the
+    least at any rate.
     """
     flops = op_flops(step)
     loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
     total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
     if 2 * sum(flops[op] for op in loops) < total:
-        count = default_num_layers(step)
+        count = max(default_num_layers(step), min(stages))
         return Cut(loop_parts=count if loops else 0, num_layers=count)
-    longest = max(_trips(step, op) for op in loops)
-    all_trips = sum(_trips(step, op) for op in loops)
-    wanted = max(1, MAX_LAYERS * longest // all_trips)
-    parts = max(d for d in range(1, wanted + 1) if longest % d == 0)
-    if 2 * parts <= wanted and longest <= 2 * wanted:
+    trips = [_trips(step, op) for op in loops]
+    longest, wanted = max(trips), max(1, MAX_LAYERS * max(trips) // sum(trips))
+
+    def layers(parts: int) -> int:
+        return sum(len(parts_of(count, parts)) for count in trips)
+
+    def possible(parts: int) -> int:
+        return sum(layers(parts) % count == 0 for count in stages)
+
+    parts = max((d for d in range(1, wanted + 1) if longest % d == 0), key=lambda d: (possible(d), d))
+    if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # a number with few divisors
-    return Cut(loop_parts=parts, num_layers=sum(len(parts_of(_trips(step, op), parts)) for op in loops))
+    if not possible(parts):
+        return Cut.into(min(stages))
+    return Cut(loop_parts=parts, num_layers=layers(parts))
 
 
 def _trips(step: StepGraph, op: int) -> int:

@@ -53,6 +53,11 @@ class Space:
         """The same with submeshes alone of which several make up the cluster."""
         return self.where([self.cluster.num_devices % devices == 0 for devices in self.devices])
 
+    @property
+    def equal_stages(self) -> list[int]:
+        """Into how many equal submeshes the cluster can be cut."""
+        return sorted({self.cluster.num_devices // n for n in self.devices if self.cluster.num_devices % n == 0})
+
     def where(self, kept: Iterable[bool]) -> Space:
         """The same with some of the kinds."""
         numbers = [i for i, keep in enumerate(kept) if keep]

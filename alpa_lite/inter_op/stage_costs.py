@@ -78,10 +78,14 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tight:
-    """Layers that do not fit: the least bytes per device that they were found to need, and why."""
+    """Layers that do not fit: the least bytes per device that they were found to need, and why.
+
+    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
+    """
 
     first: int
     last: int
+    in_flight: int | None
     peak_bytes: float
     shortage: Shortage | None
 
@@ -246,27 +250,30 @@ class StageCosts:
     def tightest(self, *, explain: bool) -> Tight | None:
         """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
 
-        None when nothing was tried, or something of each fitted. `explain`: with what it needs its memory for.
+        Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
+        all of it fitted. `explain`: with what it needs its memory for.
         """
-        failed: dict[tuple[int, int], Solved] = {}
         fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
-        for solved in self._within_memory():
-            key = (solved.view.first, solved.view.last)
-            if key not in fitted and (
-                key not in failed or solved.submesh.num_devices > failed[key].submesh.num_devices
-            ):
-                failed[key] = solved
+        failed = [solved for solved in self._within_memory() if solved.solution.choice is None]
         if not failed:
             return None
         held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
-        first, last = min(failed, key=lambda key: (key[1] - key[0], held[key[0]] - held[key[1] + 1]))
-        solved = failed[first, last]
+
+        def order(solved: Solved) -> tuple[float, ...]:
+            first, last = solved.view.first, solved.view.last
+            fits_with_fewer = (first, last) in fitted
+            devices = solved.submesh.num_devices
+            return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
+
+        solved = min(failed, key=order)
+        first, last = solved.view.first, solved.view.last
         submesh, mesh = solved.submesh, solved.kind.mesh
         needs = replace(self, seeks_peaks=True, _solved={}).solution(
             first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
         )
         shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
-        return Tight(first=first, last=last, peak_bytes=needs.peak_bytes, shortage=shortage)
+        in_flight = solved.in_flight if (first, last) in fitted else None
+        return Tight(first=first, last=last, in_flight=in_flight, peak_bytes=needs.peak_bytes, shortage=shortage)
 
     def _within_memory(self) -> list[Solved]:
         """What was solved within a limit."""

@@ -154,6 +154,7 @@ class Auto(Planner):
             steps=Steps(
                 request=request,
                 num_layers=self.num_layers,
+                stages=[self.num_stages] if self.num_stages else space.equal_stages,
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
                 time_limit_seconds=SEARCH_SECONDS,

@@ -144,7 +144,8 @@ class JointSearch:
         self.request.progress("refine")
         best = self._scheduled(polished(self.request, found))
         count = len(best.stages) * CHUNKS
-        if self.schedules and best.prediction.bubble_fraction > BUBBLE and len(best.stages) > 1:
+        chunks = self.schedules and self.num_stages is None and len(best.stages) > 1
+        if chunks and best.prediction.bubble_fraction > BUBBLE:
             with suppress(PlanError):  # too few ops for so many layers
                 cut, number = Cut.into(count), best.costs.step.num_microbatches
                 costs, per_chunk = self.steps.mixed(number, cut, best.policies * CHUNKS)

@@ -82,9 +82,10 @@ def tightest_stage(request: PlanRequest, steps: Steps, space: Space, number: int
         tight = costs.tightest(explain=request.advise)
         if tight is not None:
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
+            held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
             why = show_shortage(tight.shortage)
             return (
-                f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, "
+                f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
                 f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
             ).rstrip()
     return f"No plan fits into memory, though every stage that was tried does in some way, {have}"

@@ -9,7 +9,7 @@ insides of one block at a time. What a stage of one policy takes does not depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -42,12 +42,14 @@ class Steps:
     """Makes the step of a request as it is asked for, and remembers; its stage costs share what they know.
 
     num_layers            layers that stages are made of; None: by the model
+    stages                numbers of stages that should be possible then
     relative_gap          how close to the best stages are solved
     time_limit_seconds    how long one of them may take
     """
 
     request: PlanRequest
     num_layers: int | None
+    stages: Collection[int]
     pins: Pins
     relative_gap: float
     time_limit_seconds: float
@@ -61,7 +63,7 @@ class Steps:
         """The layers that stages are made of."""
         if self.num_layers is not None:
             return Cut(loop_parts=self.num_layers, num_layers=self.num_layers)
-        return natural_cut(self.request.step_at(1, 0))
+        return natural_cut(self.request.step_at(1, 0), self.stages)
 
     @property
     def known(self) -> StageCosts:
