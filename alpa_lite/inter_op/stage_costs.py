@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,11 +142,8 @@ class StageCosts:
         """
         view, kind = self._view(first, last), self._kind(submesh, mesh)
         limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
-        key = (self._structure(view), kind)
-        known = self._solved.setdefault(key, [])
-        others = (s for costs in self.beside for s in costs._solved.get(key, ()))
         wanted = QUICK_GAP if quick else self.relative_gap
-        found = next((s for s in chain(known, others) if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
+        found = self._known(view, kind, in_flight, limit, wanted)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
@@ -168,12 +165,24 @@ class StageCosts:
                 wanted_gap=wanted if solution.gap > self.relative_gap else 0.0,
                 solution=solution,
             )
-            known.append(found)
+            self._solved.setdefault((self._structure(view), kind), []).append(found)
         solved = found.solution
         if solved.choice is None:
             return solved
         peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    def knows(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int, quick: bool) -> bool:
+        """Whether `solution` need not solve anything within the memory of a device."""
+        wanted, room = QUICK_GAP if quick else self.relative_gap, self.room_bytes(submesh)
+        view, kind = self._view(first, last), self._kind(submesh, mesh)
+        return self._known(view, kind, in_flight, room, wanted) is not None
+
+    def _known(self, view: StageView, kind: Kind, in_flight: int, limit: float, wanted: float) -> Solved | None:
+        """What was solved here or beside, and is the answer."""
+        key = (self._structure(view), kind)
+        solved = (s for costs in (self, *self.beside) for s in costs._solved.get(key, ()))
+        return next((s for s in solved if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
 
     @property
     def _solver(self) -> Portfolio:

@@ -97,8 +97,11 @@ class StageSearch:
             pending = [entry for entry in entries if not self.solved[entry]]
             if not pending:
                 return found
+            # The slowest decides about most plans; what is like something solved comes with it for nothing.
+            self._solve(*max(pending, key=lambda entry: self.seconds[entry]))
             for entry in pending:
-                self._solve(*entry)
+                if not self.solved[entry] and self._knows(*entry):
+                    self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
 
@@ -164,13 +167,24 @@ class StageSearch:
 
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
         """The best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
-        in_flight, policy = self.in_flight(configuration), self.policy(configuration)
+        costs, first, last = self._asked(first, last, kind, configuration)
         submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
+        return costs.solution(first, last, submesh, mesh, in_flight=self.in_flight(configuration), quick=quick)
+
+    def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:
+        """Whether `_solve` has nothing to solve."""
+        quick = not self.least[first, last, kind, configuration]
+        costs, first, last = self._asked(first, last, kind, configuration)
+        submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
+        return costs.knows(first, last, submesh, mesh, in_flight=self.in_flight(configuration), quick=quick)
+
+    def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
+        """The costs that know about a stage, and which layers it is there."""
         count = self.equal_stages(first, last, kind) if self.all_equal else None
         if count is not None:
             first = last = first * count // self.num_layers
-        costs = self.under(policy, count) if self.under is not None else self.costs
-        return costs.solution(first, last, submesh, mesh, in_flight=in_flight, quick=quick)
+        policy = self.policy(configuration)
+        return (self.costs if self.under is None else self.under(policy, count)), first, last
 
     def equal_stages(self, first: int, last: int, kind: int) -> int | None:
         """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
@@ -225,6 +239,14 @@ class StageSearch:
 
     def _overhead(self) -> NDArray[np.float64]:
         return overhead_seconds(self.space.cluster, self.inflow_seconds, self.num_microbatches)
+
+    def excess(self) -> NDArray[np.float64]:
+        """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least."""
+        guessed = np.tile(self._guessed, len(self.held))
+        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed)
+        ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
+        least = ratio.reshape(len(self.space.kinds), len(self.held), len(self.policies), -1).min(axis=1)
+        return np.moveaxis(np.where(np.isfinite(least), np.maximum(least, 1.0), 1.0), 1, 0)
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""

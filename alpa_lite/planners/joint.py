@@ -28,6 +28,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageSearch, guessed_stages, overhead_seconds
 from alpa_lite.inter_op.survey import Survey
+from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
@@ -97,6 +98,7 @@ class JointSearch:
     num_stages: int | None = None
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
+    _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
         """The best plan of one number of micro-batches after the other, the most promising number first; at last the
@@ -119,18 +121,20 @@ class JointSearch:
 
     def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        count, at_most = 0, math.inf
-        for number, guessed in numbers:
-            if count == MAX_SEARCHED or guessed >= at_most:
+        count, at_most, open_ = 0, math.inf, dict(numbers)
+        while open_ and count < MAX_SEARCHED:
+            number = min(open_, key=lambda n: open_[n])
+            if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
                 return
             try:
                 better = self._best_at(number, survey, at_most * (1 + CLOSE))
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(error)
-            else:
-                if better is not None:
-                    count, at_most = count + 1, min(at_most, better.sum_seconds)
-                    yield better
+                continue
+            open_ = {n: self._guessed(survey, n) for n in open_}
+            if better is not None:
+                count, at_most = count + 1, min(at_most, better.sum_seconds)
+                yield better
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
@@ -266,7 +270,10 @@ class JointSearch:
     def _guess(self, survey: Survey, number: int, num_layers: int) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
         of_policies = [survey.guess(self._batch / number, number, profile) for profile in self._profiles.values()]
+        # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
         guess = np.stack(of_policies)
+        for excess in [known for searched, known in self._excess.items() if searched >= number]:
+            guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
         return guess if guess.shape[1] == num_layers else guess.sum(axis=1, keepdims=True)
 
     def _following(self, survey: Survey, number: int) -> NDArray[np.int64]:
@@ -306,6 +313,7 @@ class JointSearch:
             equal_stages=stacked,
         )
         found = search.run(at_most)
+        self._excess[number] = search.excess()
         if found.stages and found.seconds >= at_most:
             return None
         if not found.stages:
