@@ -14,9 +14,9 @@ from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.from_jaxpr import loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
+from alpa_lite.graph.loops import loops_over_samples
 from alpa_lite.graph.phases import (
     StepGraph,
     assign_phases,

@@ -16,8 +16,9 @@ from alpa_lite import _jax
 from alpa_lite.graph.alignment import align
 from alpa_lite.graph.equations import GraphWithEquations
 from alpa_lite.graph.extrapolate import at_one_sample
-from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.loops import loops_over_samples
 from alpa_lite.graph.phases import Part, batch_dims, body_scopes, check_same_structure
 from alpa_lite.sinking import sink_free_values
 from alpa_lite.stacks import PartedProgram, part_stacks
