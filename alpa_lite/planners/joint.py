@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.profile import Profile
-from alpa_lite.inter_op.space import Space, flops_shares, hosts_of_groups
+from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageSearch, guessed_stages, overhead_seconds
+from alpa_lite.inter_op.stage_search import Equal, StageSearch, guessed_stages, overhead_seconds
 from alpa_lite.inter_op.survey import Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
@@ -96,6 +96,7 @@ class JointSearch:
     steps: Steps
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
+    equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
@@ -192,7 +193,7 @@ class JointSearch:
         profile = Profile.of(costs)
         if _has_stacks(costs):
             self.space = self.space.equal_parts()
-        worthwhile = self.space.worthwhile(flops_shares(costs.step, costs.layers))
+        worthwhile = self.space.worthwhile(profile.shares)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
         fits = [each.holds(self.space, self._batch / n, [1]) > 0 for n in numbers for each in profiles]
@@ -247,7 +248,7 @@ class JointSearch:
             self._guess(survey, number, costs.layers.num_layers),
             self._following(survey, number),
             overhead_seconds(cluster, inflow, number),
-            self.space.worthwhile(flops_shares(costs.step, costs.layers)),
+            self.space.worthwhile(survey.profile.shares),
         )
         table = StageTable(
             seconds=seconds,
@@ -307,10 +308,12 @@ class JointSearch:
             self.space,
             self._guess(survey, number, costs.layers.num_layers),
             following if following.shape[1] == costs.layers.num_layers else following[:, :1, -1:],
+            self.space.worthwhile(survey.profile.shares if costs.layers.num_layers > 1 else np.ones(1)),
             num_stages=self.num_stages,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else cut, policy),
             policies=tuple(self._profiles),
             equal_stages=stacked,
+            equal=self.equal,
         )
         found = search.run(at_most)
         self._excess[number] = search.excess()
