@@ -262,7 +262,7 @@ def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
         if op.id in inside:
             phases.append(inside[op.id])
             depends.update(op.results)
-        elif op.effectful or any(v in depends for v in op.operands) or arrays and op.id not in needed:
+        elif op.effectful or any(v in depends for v in op.operands) or (arrays and op.id not in needed):
             # What has an effect happens once, not wherever it is read; and state is not brought to all its readers.
             phases.append(Phase.UPDATE)
             depends.update(op.results)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
+from alpa_lite.rematerialise import Remat
 from alpa_lite.sharding import Spec
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
@@ -94,6 +95,9 @@ class StageCosts:
     `cost_model_for`: the cost model of a part of a cluster whose devices differ.
     `pins`: the specs of some inputs of the graph, which are given.
     `catalogues`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
+    `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
+    `beside`: costs of other steps that share `structures`, whose solutions count here as well.
+    `remat`, `traced_layers`: what `Plan` says of layers that compute values again.
     """
 
     step: StepGraph
@@ -107,11 +111,15 @@ class StageCosts:
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     progress: Callable[[str], None] = field(default=lambda _: None)
     catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
+    structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
+    beside: tuple[StageCosts, ...] = field(default=(), repr=False)
+    remat: tuple[Remat, ...] = ()
+    traced_layers: tuple[int | None, ...] = ()
     _solved: dict[tuple[object, Kind], list[Solved]] = field(
         default_factory=dict[tuple[object, Kind], list[Solved]], repr=False
     )
     _views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView], repr=False)
-    _alike: dict[object, object] = field(default_factory=dict[object, object], repr=False)
+    _alike: dict[StageView, object] = field(default_factory=dict[StageView, object], repr=False)
 
     def solution(
         self,
@@ -130,9 +138,11 @@ class StageCosts:
         """
         view, kind = self._view(first, last), self._kind(submesh, mesh)
         limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
-        known = self._solved.setdefault((self._structure(view), kind), [])
+        key = (self._structure(view), kind)
+        known = self._solved.setdefault(key, [])
+        others = (s for costs in self.beside for s in costs._solved.get(key, ()))
         wanted = QUICK_GAP if quick else self.relative_gap
-        found = next((s for s in known if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
+        found = next((s for s in chain(known, others) if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
@@ -174,7 +184,11 @@ class StageCosts:
         """The same with these inputs given. Nothing is solved yet if that changes anything."""
         return self if pins == self.pins else replace(self, pins=pins, _solved={}, _views={}, _alike={})
 
-    def structures(self) -> list[object]:
+    def of_another(self, step: StepGraph, layers: Layers) -> StageCosts:
+        """The same for another step."""
+        return replace(self, step=step, layers=layers, _solved={}, _views={}, _alike={})
+
+    def structure_of_layers(self) -> list[object]:
         """For each layer an object that stands for its structure: equal for layers that are alike."""
         return [self._structure(self._view(layer, layer)) for layer in range(self.layers.num_layers)]
 
@@ -188,7 +202,7 @@ class StageCosts:
     def _structure(self, view: StageView) -> object:
         """An object that stands for the signature of a view, which is long to hash."""
         if view not in self._alike:
-            self._alike[view] = self._alike.setdefault(view.signature, object())
+            self._alike[view] = self.structures.setdefault(view.signature, object())
         return self._alike[view]
 
     def room_bytes(self, submesh: Submesh) -> float:

@@ -14,7 +14,7 @@ memory into account, and what its layers hand to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.mesh import LogicalMesh
 from alpa_lite.pricing import dispatch_seconds
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 from cost_models.cluster import Cluster
 
@@ -36,7 +37,8 @@ _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE,
 class StageSearch:
     """The stage DP on one step: guesses become costs where its answer depends on them; see the module.
 
-    A configuration of a stage is a logical shape and how many micro-batches in flight its sharding leaves room for.
+    A configuration of a stage is a logical shape, a policy of rematerialisation, and how many micro-batches in flight
+    its sharding leaves room for; shapes change first, then policies.
     """
 
     def __init__(
@@ -50,29 +52,35 @@ class StageSearch:
         following: NDArray[np.int64],
         *,
         num_stages: int | None = None,
-        coarse: Callable[[int], StageCosts] | None = None,
+        under: Callable[[Remat, int | None], StageCosts] | None = None,
+        policies: Sequence[Remat] = (Remat.NONE,),
+        equal_stages: bool = False,
     ) -> None:
         """Nothing is solved yet.
 
+        costs           of the layers, for what does not depend on the policy
         inflow_seconds  [layers]: to receive what a layer reads from earlier ones, per micro-batch
-        guess           [layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot run
-        following       [layers, layers, kinds]: how many stages may follow one given its memory, at best; -1 for none
+        guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
+                        run
+        following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
+                        for none
         num_stages      how many stages to make; None for the best number
-        coarse          the step in so many layers: there each of so many equal stages is a layer. Then only equal
-                        stages are made, in one logical mesh; None: any stages, of the layers of `costs`
+        under           the costs of all layers, or of so many equal ones, under a policy; None: `costs`
+        equal_stages    make equal stages alone, in one logical mesh: each is solved as one of so many equal layers
         """
         self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
         self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
-        self.num_microbatches, self.coarse = num_microbatches, coarse
+        self.num_microbatches, self.all_equal = num_microbatches, equal_stages
+        self.under, self.policies = under, tuple(policies)
         self.held = self._levels()
-        size = (self.num_layers, self.num_layers, len(space.kinds), space.most_shapes * len(self.held))
+        self.width = space.most_shapes * len(self.policies)
+        size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
-        self._possible = space.worthwhile(flops_shares(costs.step, costs.layers)) & (following >= 0)
-        if coarse is not None:
-            self._possible &= self._equal()
-        self._at_best = following[..., None]
-        self._guessed = stage_seconds(guess, self._overhead(), self._possible)
+        possible = space.worthwhile(flops_shares(costs.step, costs.layers))
+        if equal_stages:
+            possible &= self._equal()
+        self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
         self._refresh()
 
     def run(self, at_most: float = math.inf) -> StageChoice:
@@ -102,7 +110,7 @@ class StageSearch:
         return self._best(np.where(self.solved, self.seconds, np.inf))
 
     def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
-        if self.coarse is None:
+        if not self.all_equal:
             return self._dispatched(self._best_of(seconds))
         return min(map(self._dispatched, self._alike(seconds)), key=lambda found: found.seconds, default=_NOTHING)
 
@@ -146,15 +154,23 @@ class StageSearch:
         """The logical mesh of a configuration of a kind of submesh."""
         return self.space.mesh(kind, configuration % self.space.most_shapes)
 
+    def policy(self, configuration: int) -> Remat:
+        """The policy of rematerialisation of a configuration."""
+        return self.policies[configuration % self.width // self.space.most_shapes]
+
+    def in_flight(self, configuration: int) -> int:
+        """For how many micro-batches in flight the sharding of a configuration leaves room."""
+        return self.held[configuration // self.width]
+
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
         """The best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
-        in_flight = self.held[configuration // self.space.most_shapes]
+        in_flight, policy = self.in_flight(configuration), self.policy(configuration)
         submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
-        count = self.equal_stages(first, last, kind)
-        if self.coarse is not None and count is not None:
-            number = first * count // self.num_layers
-            return self.coarse(count).solution(number, number, submesh, mesh, in_flight=in_flight, quick=quick)
-        return self.costs.solution(first, last, submesh, mesh, in_flight=in_flight, quick=quick)
+        count = self.equal_stages(first, last, kind) if self.all_equal else None
+        if count is not None:
+            first = last = first * count // self.num_layers
+        costs = self.under(policy, count) if self.under is not None else self.costs
+        return costs.solution(first, last, submesh, mesh, in_flight=in_flight, quick=quick)
 
     def equal_stages(self, first: int, last: int, kind: int) -> int | None:
         """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
@@ -185,7 +201,7 @@ class StageSearch:
     def _refresh(self) -> None:
         """Put guesses in the place of all stages that are not solved, and what is known of them."""
         for level, held in enumerate(self.held):
-            part = np.s_[..., level * self.space.most_shapes : (level + 1) * self.space.most_shapes]
+            part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
             # More room is never faster; that it costs nothing is all that is known before it is solved.
             lower = self._guessed if level == 0 else np.maximum(self._guessed, self._solved_with_less_room(level))
@@ -196,10 +212,10 @@ class StageSearch:
             self.following[part] = np.where(open_, np.where(np.isfinite(lower), most, -1), self.following[part])
 
     def _solved_with_less_room(self, level: int) -> NDArray[np.float64]:
-        """[layers, layers, kinds, shapes]: the most seconds that a stage took with room for fewer; 0 where unknown."""
-        shapes, found = self.space.most_shapes, np.zeros(self.seconds.shape[:3] + (self.space.most_shapes,))
+        """[…, shapes and policies]: the most seconds that a stage took with room for fewer; 0 where unknown."""
+        found = np.zeros(self._guessed.shape)
         for lower in range(level):
-            part = np.s_[..., lower * shapes : (lower + 1) * shapes]
+            part = np.s_[..., lower * self.width : (lower + 1) * self.width]
             found = np.maximum(found, np.where(self.solved[part], self.seconds[part], 0.0))
         return found
 
@@ -212,7 +228,7 @@ class StageSearch:
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""
-        entry, shapes = (first, last, kind, configuration), self.space.most_shapes
+        entry = (first, last, kind, configuration)
         quick = not self.least[entry]
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
@@ -223,7 +239,7 @@ class StageSearch:
         self.seconds[entry], self.following[entry] = np.inf, -1
         if solution.status is Status.INFEASIBLE:
             # Nor does what holds more layers fit, or more micro-batches in flight.
-            around = np.s_[: first + 1, last:, kind, configuration::shapes]
+            around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         if solution.choice is not None:
             self.seconds[entry] = self._overhead()[first] + work_seconds(solution, self.num_microbatches)
@@ -255,6 +271,22 @@ def stage_seconds(
     stages = sums[None, 1:] - sums[:-1, None] + overhead[:, None, None, None]
     complete = missing[None, 1:] == missing[:-1, None]
     return np.where(complete & possible[..., None], stages, np.inf)
+
+
+def guessed_stages(
+    guess: NDArray[np.float64],
+    following: NDArray[np.int64],
+    overhead: NDArray[np.float64],
+    possible: NDArray[np.bool_],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """[layers, layers, kinds, shapes of each policy]: seconds of stages as guessed, and how many may follow at best.
+
+    `guess`, `following`: as in `StageSearch`; `possible`: [layers, layers, kinds].
+    """
+    at_best = np.repeat(np.moveaxis(following, 0, -1), guess.shape[-1], axis=-1)
+    seconds = np.concatenate([stage_seconds(of_layers, overhead, possible) for of_layers in guess], axis=-1)
+    seconds = np.where(at_best >= 0, seconds, np.inf)
+    return seconds, np.where(np.isfinite(seconds), at_best, -1)
 
 
 def work_seconds(solution: StageSolution, num_microbatches: int) -> float:

@@ -83,14 +83,18 @@ class Survey:
                 found |= loop <= FAR * loop.min(axis=1, keepdims=True)
         return found if self._loops else ~found
 
-    def guess(self, size: float, num_microbatches: int) -> FloatArray:
+    def guess(self, size: float, num_microbatches: int, profile: Profile | None = None) -> FloatArray:
         """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part
-        of the update; infinite where a shape does not divide them."""
-        sizes, alone, found = sorted(self._loops), self.profile, list[FloatArray]()
+        of the update; infinite where a shape does not divide them.
+
+        `profile`: of layers that compute values again; None: of those that were surveyed.
+        """
+        sizes, known, found = sorted(self._loops), self.profile, list[FloatArray]()
+        alone = profile or known
         for layer, stands in enumerate(self._stands):
             loop = _on_lines(np.array(sizes), np.stack([self._loops[s][stands] for s in sizes]), size)
-            work = _ratio(alone.loop_seconds, layer, stands)
-            update = _ratio(alone.update_seconds, layer, stands)
+            work = _ratio(alone.loop_seconds[layer], known.loop_seconds[stands])
+            update = _ratio(alone.update_seconds[layer], known.update_seconds[stands])
             # What takes no time at all here takes none there (and infinity times nothing is no number).
             with np.errstate(invalid="ignore"):
                 found.append(
@@ -99,8 +103,8 @@ class Survey:
         return np.where(self.space.divides(int(size)), np.stack(found), np.inf)
 
 
-def _ratio(values: FloatArray, layer: int, stands: int) -> float:
-    return float(values[layer] / values[stands]) if values[stands] > 0 else 1.0
+def _ratio(value: float, known: float) -> float:
+    return float(value / known) if known > 0 else 1.0
 
 
 def _on_lines(sizes: FloatArray, points: FloatArray, size: float) -> FloatArray:

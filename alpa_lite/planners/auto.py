@@ -13,20 +13,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.planners.joint import JointSearch, microbatch_numbers
+from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch, microbatch_numbers
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
+from alpa_lite.planners.steps import Steps
 from alpa_lite.planners.zero import Zero
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule
 from cost_models.cluster import Cluster
 
@@ -56,6 +58,8 @@ class Auto(Planner):
     inter_op_only     every stage on one device
     pins              arguments whose sharding is given, by path; see `pins`
     max_memory_bytes  what a plan may use of each device, if that is less than its memory
+    remat             what layers compute again in the backward pass instead of keeping it: "none" but what the step
+                      itself says, "selective", "full" (see `Remat`), or "auto", what is best for each stage
     schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
     manual            plans that are priced as well, unless the search is restricted
     """
@@ -66,6 +70,7 @@ class Auto(Planner):
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
     pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
@@ -146,9 +151,15 @@ class Auto(Planner):
             schedules=() if self.schedule else SCHEDULES,
             space=space,
             name=self.name,
-            num_layers=self.num_layers,
+            steps=Steps(
+                request=request,
+                num_layers=self.num_layers,
+                pins=self.pins,
+                relative_gap=SEARCH_GAP,
+                time_limit_seconds=SEARCH_SECONDS,
+            ),
+            policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.num_stages,
-            pins=self.pins,
             problems=problems,
         ).plans()
 

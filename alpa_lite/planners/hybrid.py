@@ -24,13 +24,14 @@ from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import Layers, forward_loops, subdivided
+from alpa_lite.layers import subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.cutting import cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.planners.steps import policies_of
 from alpa_lite.rematerialise import Remat, rematerialise
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
 from alpa_lite.strategies import AxisRole, Restriction, Split
@@ -99,7 +100,8 @@ class Hybrid(Planner):
         if self.remat != "none":
             layers = subdivided(step, layers)
         traced_layers, per_stage = layers.of_op, layers.num_layers // self.num_stages
-        step, remat = read_originals_across(step, traced_layers), self.policies(step, layers)
+        remat = policies_of(step, layers, (Remat(self.remat),) * layers.num_layers)
+        step = read_originals_across(step, traced_layers)
         if remat:
             again = rematerialise(step, traced_layers, remat)
             step, layers = again.step, replace(layers, of_op=again.of_op)
@@ -120,13 +122,6 @@ class Hybrid(Planner):
         ]
         plan = assemble(self.name, request, step, layers, stages, self.schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
-
-    def policies(self, step: StepGraph, layers: Layers) -> tuple[Remat, ...]:
-        """What each layer computes again; nothing said where none does."""
-        last = layers.num_layers - 1
-        loops = any(layers.of_op[loop] == last for loop in forward_loops(step))
-        remat = (Remat(self.remat),) * last + (Remat(self.remat) if loops else Remat.NONE,)
-        return remat if any(policy is not Remat.NONE for policy in remat) else ()
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
         """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""

@@ -17,6 +17,7 @@ from alpa_lite.plan import Prediction
 from alpa_lite.planners.agreement import forms_given
 from alpa_lite.planners.planner import PlacedStage, PlanRequest, predict
 from alpa_lite.planners.shared_devices import solve_together
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 
 POLISH_SECONDS = 3.0
@@ -43,6 +44,12 @@ class Found:
     def seconds(self) -> float:
         """Of one step."""
         return self.prediction.step_seconds
+
+    @property
+    def policies(self) -> tuple[Remat, ...]:
+        """What the layers of each stage compute again."""
+        remat = self.costs.remat
+        return tuple(remat[stage.first] if remat else Remat.NONE for stage in self.stages)
 
     @property
     def in_flight(self) -> list[int]:
@@ -83,9 +90,11 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
             yield replace(other, prediction=prediction)
 
 
-def interleaved(request: PlanRequest, found: Found, costs: StageCosts, schedule: Schedule) -> Iterator[Found]:
-    """Chunks of the layers dealt out over the submeshes of some stages: `costs` has one layer per chunk."""
-    parts, chunks = len(found.stages), costs.layers.num_layers
+def interleaved(
+    request: PlanRequest, found: Found, costs: StageCosts, per_chunk: int, schedule: Schedule
+) -> Iterator[Found]:
+    """Chunks of the layers dealt out over the submeshes of some stages: `costs` has so many layers per chunk."""
+    parts, chunks = len(found.stages), costs.layers.num_layers // per_chunk
     if costs.step.num_microbatches % parts:
         return
     tasks = schedule.tasks(chunks, costs.step.num_microbatches)
@@ -95,8 +104,9 @@ def interleaved(request: PlanRequest, found: Found, costs: StageCosts, schedule:
         def solve(
             chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[number]
         ) -> StageSolution:
-            where = (chunk, chunk, place.submesh, place.mesh)
-            return costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+            first, last = _layers_of(chunk, per_chunk)
+            where = (place.submesh, place.mesh)
+            return costs.solution(first, last, *where, in_flight=in_flight, limit_bytes=limit_bytes)
 
         together = solve_together(solve, tasks[number], costs.room_bytes(found.stages[number].submesh))
         if not together.fits:
@@ -104,12 +114,17 @@ def interleaved(request: PlanRequest, found: Found, costs: StageCosts, schedule:
         solved |= together.solutions
     stages = [
         PlacedStage(
-            first=chunk,
-            last=chunk,
+            first=first,
+            last=last,
             submesh=found.stages[chunk % parts].submesh,
             mesh=found.stages[chunk % parts].mesh,
             solution=solved[chunk],
         )
         for chunk in range(chunks)
+        for first, last in [_layers_of(chunk, per_chunk)]
     ]
     yield Found.of(request, costs, stages, schedule)
+
+
+def _layers_of(chunk: int, per_chunk: int) -> tuple[int, int]:
+    return chunk * per_chunk, (chunk + 1) * per_chunk - 1

@@ -1,13 +1,19 @@
-"""When nothing fits into memory: which change is the cheapest that would."""
+"""When nothing fits into memory: what needs the most, and which change is the cheapest that would do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.inter_op.space import Space, flops_shares
+from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
 from alpa_lite.intra_op.shortage import Shortage
+from alpa_lite.layers import Cut
 from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.steps import Steps
 
 #: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
 MAX_TRIES = 4
@@ -61,6 +67,35 @@ def _predicted(change: Change) -> float | None:
         return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
     except AlpaLiteError:
         return None
+
+
+def tightest_stage(request: PlanRequest, steps: Steps, space: Space, number: int, cut: Cut) -> str:
+    """The part of the step that needs the most memory even at its best, as a sentence.
+
+    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was.
+    """
+    cluster, device = request.cluster, request.cluster.device
+    have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
+    if not any(costs.tightest_tried for costs in steps.at(number)):
+        _try_hardest(steps.of(number, cut), space)
+    for costs in steps.at(number):
+        tight = costs.tightest(explain=request.advise)
+        if tight is not None:
+            where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
+            why = show_shortage(tight.shortage)
+            return (
+                f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers, "
+                f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
+            ).rstrip()
+    return f"No plan fits into memory, though every stage that was tried does in some way, {have}"
+
+
+def _try_hardest(costs: StageCosts, space: Space) -> None:
+    """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
+    layer = int(state_bytes(costs.step, costs.layers).argmax())
+    useful = np.flatnonzero(space.worthwhile(flops_shares(costs.step, costs.layers))[layer, layer])
+    kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
+    costs.solution(layer, layer, space.submesh(kind), space.mesh(kind, 0))
 
 
 def show_shortage(shortage: Shortage | None) -> str:

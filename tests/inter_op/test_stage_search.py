@@ -38,7 +38,7 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
 def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
     costs = _costs(memory_bytes, solved)
     space, profile = Space.of(costs.cost_model.cluster), Profile.of(costs)
-    survey = Survey(space, profile, costs.structures())
+    survey = Survey(space, profile, costs.structure_of_layers())
     survey.add(costs)
     held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
     return StageSearch(
@@ -47,8 +47,8 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         OneFOneB(),
         np.full(LAYERS, 1e-5),
         space,
-        survey.guess(BATCH / NUMBER, NUMBER),
-        profile.holds(space, BATCH / NUMBER, held) - 1,
+        survey.guess(BATCH / NUMBER, NUMBER)[None],
+        profile.holds(space, BATCH / NUMBER, held)[None] - 1,
     )
 
 
