@@ -27,12 +27,13 @@ from dataclasses import replace
 from itertools import combinations
 
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
-from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
+from alpa_lite.intra_op.sharing import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
@@ -43,13 +44,24 @@ from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
 
 _UNIT = 0  # the node of everything that has no choice
+_NUM_BUILDERS = 4  # builders kept on a mesh
+
+
+@kept
+def _builders(catalogue: Catalogue) -> Recent[StageView, Builder]:
+    return Recent(_NUM_BUILDERS)
+
+
+def builder_of(view: StageView, catalogue: Catalogue) -> Builder:
+    """The builder of a stage, one of the last few on this mesh: stages are often solved quickly first and then well."""
+    return _builders(catalogue)(view, lambda: Builder(view, catalogue))
 
 
 class Builder:
-    """Builds the problem of one stage on one logical mesh."""
+    """Builds the problems of one stage on one logical mesh, which differ in their memory alone."""
 
     def __init__(self, view: StageView, catalogue: Catalogue) -> None:
-        """The catalogue may be shared by all builders with its mesh and restriction."""
+        """Lay the stage out. The catalogue may be shared by all builders with its mesh and restriction."""
         self.view = view
         self.step = view.step
         self.catalogue = catalogue
@@ -60,7 +72,6 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.usages: tuple[UsageOf, ...] = ()
         self.demanded: dict[Key, Options] = {}  # what ops without bodies want of their operands
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
@@ -68,11 +79,32 @@ class Builder:
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
         self.extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
+        self._last_problem: dict[tuple[float | None, int], Problem] = {}
+        self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
+        self._lay_out()
 
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, *, limit_bytes: float | None, in_flight: int) -> Problem:
         """The problem of the whole stage; `in_flight` micro-batches are held when memory peaks."""
+        key = (limit_bytes, in_flight)
+        if key not in self._last_problem:
+            problem = Problem.of(
+                node_costs=self.costs,
+                edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
+                usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
+                limit_bytes=limit_bytes,
+            )
+            self._last_problem = {key: problem}
+        return self._last_problem[key]
+
+    def usages(self, in_flight: int) -> tuple[UsageOf, ...]:
+        """The memory that the choices take when so many micro-batches are held."""
+        if in_flight not in self._last_usages:
+            self._last_usages = {in_flight: usages_of(self._layout(), self.arrays, in_flight=in_flight)}
+        return self._last_usages[in_flight]
+
+    def _lay_out(self) -> None:
         graph = self.view.graph
         aliased = {i: o for o, i in self.step.aliases.items()}
         for v in self.view.external:
@@ -88,13 +120,6 @@ class Builder:
             if out is not None and (0, out) in self.offers and out != v:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
-        self.usages = usages_of(self._layout(), self.arrays, in_flight=in_flight)
-        return Problem.of(
-            node_costs=self.costs,
-            edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages),
-            limit_bytes=limit_bytes,
-        )
 
     def choice(self, choices: Sequence[int]) -> Choice:
         """Specs and placements of a solution."""
@@ -103,10 +128,10 @@ class Builder:
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
-    def held(self, choices: Sequence[int], time: int) -> dict[Key, float]:
+    def held(self, choices: Sequence[int], time: int, *, in_flight: int) -> dict[Key, float]:
         """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
         held: dict[Key, float] = {}
-        for usage in self.usages:
+        for usage in self.usages(in_flight):
             if usage.start <= time < usage.end:
                 size = math.ceil(float(usage.sizes[choices[usage.node]]))
                 held[usage.value] = held.get(usage.value, 0.0) + size

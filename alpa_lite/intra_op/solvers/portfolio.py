@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from alpa_lite.graph.kept import kept
 from alpa_lite.intra_op.parts import connected_parts
 from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
@@ -68,7 +69,7 @@ class Portfolio(Solver):
         return replace(solution, seconds=clock.spent)
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
-        reduced = simplify(problem, stop=clock.over)
+        reduced = _simplified(problem, clock)
         clock.report(f"reduced from {problem.num_nodes} to {reduced.problem.num_nodes} nodes")
         if math.isinf(reduced.offset):
             return no_solution(status=Status.INFEASIBLE, started=clock.started, solver=self.name)
@@ -156,6 +157,23 @@ class Portfolio(Solver):
             return replace(inner, bound=bound, solver=self.name)
         proven = inner.status is Status.OPTIMAL
         return self._answer(problem, reduced.restore(inner.choices), bound=bound, proven=proven)
+
+
+@kept
+def _known_reductions(problem: Problem) -> list[Simplified]:
+    """A cell for what is left of a problem."""
+    return []
+
+
+def _simplified(problem: Problem, clock: Clock) -> Simplified:
+    """What is left of a problem: found once, also for who solves it again to another gap, unless time runs out."""
+    known = _known_reductions(problem)
+    if known:
+        return known[0]
+    reduced = simplify(problem, stop=clock.over)
+    if not clock.over():
+        known.append(reduced)
+    return reduced
 
 
 def _cheaper(a: Solution, b: Solution) -> Solution:
