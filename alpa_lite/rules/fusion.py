@@ -28,7 +28,7 @@ import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
-from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, rule_of_op
 from cost_models.backend import Fusion
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
@@ -71,15 +71,6 @@ class OnChip:
     values: frozenset[int]
     products: frozenset[int]
     half_masked: frozenset[int]
-
-
-class PriceClass(NamedTuple):
-    """The class of an op, what it moves, and what part it has in a fused attention kernel."""
-
-    op: OpClass
-    access: Access
-    in_attention: bool
-    half_masked: bool
 
 
 @kept
@@ -130,19 +121,6 @@ def _alone(graph: Graph, op: Op) -> Access:
         return _indexed(graph, op)
     reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_unfolded(graph, v)].rank > 0)
     return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
-
-
-@kept
-def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_attention: bool = False) -> PriceClass:
-    """What ops have in common that have the same prices under the same placements."""
-    access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
-    kernels = on_chip(graph) if fused_attention else None
-    return PriceClass(
-        op=op_class(graph, op_id),
-        access=access,
-        in_attention=kernels is not None and op_id in kernels.products,
-        half_masked=kernels is not None and op_id in kernels.half_masked,
-    )
 
 
 @kept

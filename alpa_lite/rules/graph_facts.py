@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
@@ -16,10 +16,11 @@ class OpClass:
     """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
 
     `view` is that of the op that was seen first: the numbers and names of its values, and where it reads in an array,
-    are not those of the others.
+    are not those of the others. `layout` is the rule without its price: one object for all that are laid out alike.
     """
 
     rule: Rule
+    layout: Rule
     view: OpView
 
 
@@ -61,7 +62,13 @@ def _class(look: _Look) -> OpClass:
 
 
 def _class_of(look: _Look) -> OpClass:
-    return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
+    rule = (opaque_rule if look.effectful else rule_of)(look.view)
+    return OpClass(rule=rule, layout=_layout(replace(rule, flops=0.0, work_kind="elementwise")), view=look.view)
+
+
+@lru_cache(maxsize=50_000)
+def _layout(rule: Rule) -> Rule:
+    return rule
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
