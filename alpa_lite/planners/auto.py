@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import Plan, SolverReport
@@ -96,8 +97,9 @@ class Auto(Planner):
         problems: list[AlpaLiteError] = []
         plans: list[Plan] = []
         try:
-            for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
-                plans.append(plan)
+            with rare_collection():
+                for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
+                    plans.append(plan)
         except KeyboardInterrupt:
             if not plans:
                 raise
