@@ -6,10 +6,10 @@ following   the backward pass, gradients, the update, inputs                    
 """
 
 from alpa_lite.layers.following import Layers as Layers
-from alpa_lite.layers.forward import Equal as Equal
 from alpa_lite.layers.forward import make_layers as make_layers
 from alpa_lite.layers.forward import subdivided as subdivided
 from alpa_lite.layers.number import Cut as Cut
+from alpa_lite.layers.number import Equal as Equal
 from alpa_lite.layers.number import default_num_layers as default_num_layers
 from alpa_lite.layers.number import forward_loops as forward_loops
 from alpa_lite.layers.number import natural_cut as natural_cut

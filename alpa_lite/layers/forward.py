@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +13,10 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers.following import Layers, followed, readers_of
-from alpa_lite.layers.number import MAX_LAYERS, contractions, default_num_layers, flops_of, forward_loops
+from alpa_lite.layers.number import MAX_LAYERS, Equal, contractions, default_num_layers, flops_of, forward_loops
 from alpa_lite.rules.graph_facts import free_values
 
 FloatArray = NDArray[np.float64]
-
-Equal = Literal["flops", "loops", "operators"]
-"""What layers have equal shares of: FLOPs, the loops over layers as they are written, or ops of the forward pass."""
 
 #: Contractions outside of loops per layer that `subdivided` aims at: those of one block of a transformer.
 CONTRACTIONS_PER_PART = 6
@@ -88,7 +84,9 @@ def _weights(step: StepGraph, index: Mapping[int, int], equal: Equal) -> FloatAr
         return np.bincount(list(index.values())).astype(float)
     if equal == "loops":  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
         flops /= 100 * flops.sum()
-        flops[[index[loop] for loop in forward_loops(step)]] += 1.0
+        # A part of a loop of one trip is no loop any more, but reads its rows of stacked arguments.
+        parts = [*forward_loops(step), *(op for op in _rows_read(step) if op in index)]
+        flops[list({index[op] for op in parts})] += 1.0
     return flops
 
 
@@ -124,12 +122,7 @@ def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int
 
     Single ops throughout when these runs are fewer than the layers to make.
     """
-    graph = step.graph
-    rows = {v: part.rows for v, part in zip(graph.inputs, step.input_parts, strict=True) if part.rows is not None}
-    read: dict[int, set[tuple[int, int]]] = {}
-    for v, part in rows.items():
-        for c in readers_of(step, v):
-            read.setdefault(c, set()).add(part)
+    read = _rows_read(step)
     reading = [i for i, op in enumerate(forward) if op.id in read]
     index: dict[int, int] = {}
     block, current = -1, set[tuple[int, int]]()
@@ -142,3 +135,13 @@ def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int
             current = read[op.id]
         index[op.id] = block
     return index if block + 1 >= count else {op.id: i for i, op in enumerate(forward)}
+
+
+def _rows_read(step: StepGraph) -> dict[int, set[tuple[int, int]]]:
+    """The rows of stacked arguments that ops read, by op."""
+    read: dict[int, set[tuple[int, int]]] = {}
+    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
+        if part.rows is not None:
+            for c in readers_of(step, v):
+                read.setdefault(c, set()).add(part.rows)
+    return read

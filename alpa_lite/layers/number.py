@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.rules.graph_facts import rule_of_op
+
+Equal = Literal["flops", "loops", "operators"]
+"""What layers have equal shares of: FLOPs, the loops over layers as they are written, or ops of the forward pass."""
 
 #: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
@@ -36,15 +40,21 @@ def default_num_layers(step: StepGraph) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Into how many parts at least loops over layers are cut, and how many layers are made."""
+    """Into how many parts at least loops over layers are cut, and how many layers are made.
+
+    equal        what layers have equal shares of
+    imbalance    by how much one may exceed its share for the sake of smaller cuts
+    """
 
     loop_parts: int
     num_layers: int
+    equal: Equal = "flops"
+    imbalance: float = 0.3
 
     @staticmethod
     def into(count: int) -> Cut:
-        """So many layers, and loops in no more parts than these need."""
-        return Cut(loop_parts=count if count > 1 else 0, num_layers=count)
+        """So many layers, each of which will be a stage, and loops in no more parts than these need."""
+        return Cut(loop_parts=count if count > 1 else 0, num_layers=count, imbalance=0.1)
 
 
 def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
@@ -73,7 +83,7 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
         parts = longest  # a number with few divisors
     if not possible(parts):
         return Cut.into(min(stages))
-    return Cut(loop_parts=parts, num_layers=layers(parts))
+    return Cut(loop_parts=parts, num_layers=layers(parts), equal="loops")
 
 
 def _trips(step: StepGraph, op: int) -> int:

@@ -111,7 +111,8 @@ class Steps:
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step = self.request.step_at(number, cut.loop_parts)
-        layers = make_layers(step, cut.num_layers, equal=self.equal)
+        equal = cut.equal if self.equal == "flops" else self.equal
+        layers = make_layers(step, cut.num_layers, equal=equal, imbalance=cut.imbalance)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,
