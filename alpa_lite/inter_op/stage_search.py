@@ -37,6 +37,9 @@ from cost_models.cluster import Cluster
 Equal = Literal["layers", "devices"]
 """What all stages may be asked to have equally many of."""
 
+MANY = 3
+"""How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
+
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
 
@@ -234,12 +237,14 @@ class StageSearch:
 
     def _refresh(self) -> None:
         """Put guesses in the place of all stages that are not solved, and what is known of them."""
+        # What several stages took longer than guessed on a mesh, the others are guessed to take there too.
+        guessed = self._guessed * self._longer_than_guessed(MANY)
         for level, held in enumerate(self.held):
             part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
             # More room is never faster; that it costs nothing is all that is known before it is solved.
-            lower = self._guessed if level == 0 else np.maximum(self._guessed, self._solved_with_less_room(level))
-            lower = np.maximum(lower, self.least[part])
+            lower = np.where(self.least[part] > 0, np.maximum(self._guessed, self.least[part]), guessed)
+            lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
             # A sharding with the least room may turn out to have room for all.
             most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
@@ -262,11 +267,18 @@ class StageSearch:
 
     def excess(self) -> NDArray[np.float64]:
         """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least."""
+        ratio = self._longer_than_guessed(1).reshape(len(self.space.kinds), len(self.policies), -1)
+        return np.moveaxis(ratio, 1, 0)
+
+    def _longer_than_guessed(self, many: int) -> NDArray[np.float64]:
+        """[kinds, shapes and policies]: the least ratio of seconds and guesses, where so many are known."""
         guessed = np.tile(self._guessed, len(self.held))
         looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed)
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
-        least = ratio.reshape(len(self.space.kinds), len(self.held), len(self.policies), -1).min(axis=1)
-        return np.moveaxis(np.where(np.isfinite(least), np.maximum(least, 1.0), 1.0), 1, 0)
+        count = looked_at.sum(axis=(0, 1))
+        least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))
+        enough = (known.sum(axis=1) >= many) & np.isfinite(least.min(axis=1))
+        return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""
