@@ -6,6 +6,7 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
 
 
+@lru_cache(maxsize=10_000)
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
     """An `optimization_barrier` equation for one value."""
     return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
 
 
-def zeros_jaxpr(shape: Sequence[int], dtype: Any) -> Any:
+@lru_cache(maxsize=1_000)
+def zeros_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
     """A jaxpr that makes an array of zeros."""
     return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
 

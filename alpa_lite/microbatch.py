@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.garbage import uncollected
 from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.from_jaxpr import loops_over_samples
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import (
@@ -35,7 +35,15 @@ from alpa_lite.graph.phases import (
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.one_sample import batch_of_one, extrapolated, in_parts, program_of, traces_alike
+from alpa_lite.one_sample import (
+    batch_of_one,
+    extrapolated,
+    full_in_parts,
+    in_parts,
+    over_samples,
+    program_of,
+    traces_alike,
+)
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.rules.graph_facts import is_zero, rule_of_op
@@ -52,6 +60,7 @@ class TracedStep:
     constants: tuple[Any, ...]
 
 
+@uncollected()
 def split_step(traced: Traced, num_microbatches: int, *, loop_parts: int = 0) -> TracedStep:
     """The step cut into phases for `num_microbatches`.
 
@@ -76,19 +85,18 @@ def split_step(traced: Traced, num_microbatches: int, *, loop_parts: int = 0) ->
         else:
             verify(full.program.graph)
             return _with_batch(traced, full, other, batch, num_microbatches, loop_parts)
-    own = in_parts(traced, program_of(traced, traced.jaxpr, loop_parts, frozenset()), loop_parts)
-    return _at_one_size(traced, own, loop_parts, problem)
+    return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
 
 
 def _at_two_sizes(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
     """The programs at the full batch and at another size, which are the same program."""
     if size == 1 and not traces_alike(traced, size):
-        programs = extrapolated(traced, loop_parts)
-        full, other = (in_parts(traced, programs[n], loop_parts) for n in (traced.require_batch(), 1))
+        loops = over_samples(traced, loop_parts)
+        program = extrapolated(traced, loop_parts)[size]
     else:
-        jaxprs = traced.jaxpr, traced.at_batch_size(size)
-        over_samples = loops_over_samples(*jaxprs) if loop_parts else frozenset[int]()
-        full, other = (in_parts(traced, program_of(traced, j, loop_parts, over_samples), loop_parts) for j in jaxprs)
+        loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
+        program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
+    full, other = full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
     check_same_structure(full.program.graph, other.program.graph)
     return full, other
 

@@ -16,8 +16,10 @@ from alpa_lite import _jax
 from alpa_lite.graph.alignment import align
 from alpa_lite.graph.equations import GraphWithEquations
 from alpa_lite.graph.extrapolate import at_one_sample
-from alpa_lite.graph.from_jaxpr import from_jaxpr, loops_over_samples
+from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
+from alpa_lite.graph.kept import kept
+from alpa_lite.graph.loops import loops_over_samples
 from alpa_lite.graph.phases import Part, batch_dims, body_scopes, check_same_structure
 from alpa_lite.sinking import sink_free_values
 from alpa_lite.stacks import PartedProgram, part_stacks
@@ -30,6 +32,19 @@ _SHOWING, _CHECKING = (2, 3), 5
 def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
     """The program of a jaxpr of the step; loops over samples are never cut."""
     return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, kept=over_samples))
+
+
+@kept
+def full_program(traced: Traced, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
+    """The program at the full batch: the same for all numbers of micro-batches."""
+    return program_of(traced, traced.jaxpr, loop_parts, over_samples)
+
+
+@kept
+def full_in_parts(traced: Traced, loop_parts: int, over_samples: frozenset[int]) -> PartedProgram:
+    """The same with its stacked arrays in parts."""
+    program = full_program(traced, loop_parts, over_samples)
+    return in_parts(traced, program, loop_parts)
 
 
 def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int) -> PartedProgram:
@@ -61,17 +76,19 @@ def _alike(jaxpr: Any, other: Any) -> bool:
     )
 
 
-def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquations]:
-    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from.
+def over_samples(traced: Traced, loop_parts: int, sizes: tuple[int, int] = _SHOWING) -> frozenset[int]:
+    """The loops that are not to be cut because they go over samples, as two batch sizes show them."""
+    return loops_over_samples(*map(traced.at_batch_size, sizes)) if loop_parts else frozenset()
 
-    The full batch is among them unless it is one sample itself.
-    """
-    full = traced.require_batch()
-    sizes = (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
-    jaxprs = [traced.at_batch_size(size) for size in sizes]
-    over_samples = loops_over_samples(*jaxprs[:2]) if loop_parts else frozenset[int]()
+
+def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquations]:
+    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from."""
+    full, loops = traced.require_batch(), over_samples(traced, loop_parts)
     programs = {
-        size: program_of(traced, jaxpr, loop_parts, over_samples) for size, jaxpr in zip(sizes, jaxprs, strict=True)
+        size: program_of(traced, traced.at_batch_size(size), loop_parts, loops)
+        if size != full
+        else full_program(traced, loop_parts, loops)
+        for size in (*_SHOWING, full if full > max(_SHOWING) else _CHECKING)
     }
     return {1: at_one_sample(programs), **programs}
 

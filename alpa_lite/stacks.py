@@ -4,9 +4,8 @@ A model that scans over its layers keeps the weights of all layers in single arr
 gradients and optimizer state. Once the loop is cut into parts, for the stages of a pipeline, each part of these arrays
 belongs with its layers. `part_stacks` rewrites the graph: arrays become several inputs and outputs, one per part.
 
-    seeds        values of which every row is read by itself or by the loop of its part; concatenations
-                 along the leading dim; inputs of which a part is asked for then              (_seeds, split)
-    parted       what such values are computed from, or combined with element by element               (_standing)
+    parted       arrays of which every row is read with others of its part alone, and what they
+                 are computed from or combined with                                           (standing.Parting)
     part(x, j)   rows of part j: an input of its own, the pieces of a concatenation, the op of x on
                  the parts j of its operands, or a slice of what is whole                               (_part)
     f over rows  f(x) = f(part 0) + f(part 1) + …, for sums, maxima and minima over the leading dim     (_combined)
@@ -16,33 +15,22 @@ Nothing else changes: a value that is needed whole is put together again where i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from itertools import accumulate
-from typing import Any
 
-import jax
 from jax.extend.core import primitives
 
-from alpa_lite import _jax
-from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
+from alpa_lite.graph.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Part
-from alpa_lite.graph.wiring import parts_of, wiring_of
-from alpa_lite.rules import FactorKind, Rule, rule_of, view_of
+from alpa_lite.standing import Parting, Standing, joins_rows, rows_read
 
-_COMBINERS = {"sum": primitives.add_p, "max": primitives.max_p, "min": primitives.min_p}
-#: Ops that name the shape of their result.
-_SHAPED = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
-
-
-class _Standing(IntEnum):
-    """Whether a value may be cut into parts, and whether it should."""
-
-    WHOLE = 0
-    FITS = 1
-    PARTED = 2
+_COMBINERS = {
+    "sum": Equation(primitive=primitives.add_p, params={}),
+    "max": Equation(primitive=primitives.max_p, params={}),
+    "min": Equation(primitive=primitives.min_p, params={}),
+}
+_JOIN = Equation(primitive=primitives.concatenate_p, params={"dimension": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,182 +47,26 @@ def part_stacks(program: GraphWithEquations, batched: Sequence[bool], num_parts:
 
     batched    for each of the first inputs whether it holds the batch; such inputs are never cut
     """
-    return _Rewriter(program, batched, num_parts).rewritten()
+    return _Rewriter(Parting(program, batched, num_parts)).rewritten()
 
 
 class _Rewriter:
-    def __init__(self, program: GraphWithEquations, batched: Sequence[bool], num_parts: int) -> None:
-        self.program, self.graph, self.num_parts = program, program.graph, num_parts
-        inputs = self.graph.inputs
-        self.eligible = {v for i, v in enumerate(inputs) if i >= len(batched) or not batched[i]}
-        self.seeds = self._seeds()
-        self.lengths = {self.graph.values[v].shape[0] for v in self.seeds}
-        self.known: dict[int, _Standing] = {}
-        self.rules: dict[int, Rule] = {}
-        # Trips of one loop share the parameters of their equations, as one object.
-        self.part_params: dict[tuple[object, ...], Mapping[str, Any] | None] = {}
-        self.split = self.split_inputs()
-        while not self.split <= self.seeds:
-            # What comes in parts is read in parts, by reductions too.
-            self.seeds, self.known = self.seeds | self.split, {}
-            self.split = self.split_inputs()
+    def __init__(self, parting: Parting) -> None:
+        self.parting, self.program, self.graph = parting, parting.program, parting.graph
+        self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
         self.whole: dict[int, int] = {}
         self.parts: dict[tuple[int, int], int] = {}
 
-    # ------------------------------------------------------------------------------------------------ analysis
-
-    def bounds(self, length: int) -> list[tuple[int, int]]:
-        """First and last + 1 row of each part."""
-        return parts_of(length, self.num_parts)
-
-    def _seeds(self) -> set[int]:
-        """Values of which every row is read with others of its part alone."""
-        read: dict[int, set[tuple[int, int]]] = {}
-        for op in self.graph.ops:
-            rows = _rows_read(self.graph, op)
-            if rows is not None:
-                read.setdefault(op.operands[0], set()).add(rows)
-
-        def in_parts(length: int, found: set[tuple[int, int]]) -> bool:
-            inside = all(self.part_with(length, rows) is not None for rows in found)
-            return inside and len({row for rows in found for row in range(*rows)}) == length > 1
-
-        return {v for v, found in read.items() if in_parts(self.graph.values[v].shape[0], found)}
-
-    def part_with(self, length: int, rows: tuple[int, int]) -> int | None:
-        """The part that has these rows; None when no part has all of them."""
-        bounds = self.bounds(length)
-        return next((j for j, (a, b) in enumerate(bounds) if a <= rows[0] and rows[1] <= b), None)
-
-    def standing(self, v: int) -> _Standing:
-        """Whether the value is cut; remembered."""
-        if v not in self.known:
-            found = self._standing(self.graph.values[v])
-            self.known[v] = _Standing.PARTED if found and v in self.seeds else found
-        return self.known[v]
-
-    def _standing(self, value: Value) -> _Standing:
-        if value.rank == 0 or value.shape[0] not in self.lengths or value.dtype.startswith("key<"):
-            return _Standing.WHOLE
-        producer = self.graph.producer[value.id]
-        if producer is None:
-            return _Standing.FITS if value.id in self.eligible else _Standing.WHOLE
-        op = self.graph.ops[producer]
-        if _joins_rows(op):
-            fits = {stop for _, stop in self.bounds(value.shape[0])} <= set(self._piece_ends(op))
-            return _Standing.PARTED if fits else _Standing.WHOLE
-        factor = self._row_factor(op, value.id)
-        if factor is None or self._rule(op).kinds[factor] is not FactorKind.PASS:
-            return _Standing.WHOLE
-        return self._standing_of_operands(op, factor)
-
-    def _standing_of_operands(self, op: Op, factor: int) -> _Standing:
-        """The standing of what an op makes of its operands along a factor; one in parts takes whole ones along."""
-        found = [_Standing.FITS]
-        for v, dims in zip(op.operands, self._rule(op).operands, strict=True):
-            if any(factor in factors for factors in dims):
-                if dims[0] != (factor,) or any(factor in factors for factors in dims[1:]):
-                    return _Standing.WHOLE
-                found.append(self.standing(v))
-        if self._part_params(op, factor) is None:
-            return _Standing.WHOLE
-        return _Standing.PARTED if _Standing.PARTED in found else min(found)
-
-    def _rule(self, op: Op) -> Rule:
-        if op.id not in self.rules:
-            self.rules[op.id] = rule_of(view_of(self.graph, op))
-        return self.rules[op.id]
-
-    def _runs_on_rows(self, op: Op) -> bool:
-        """False for bodies, for ops without a rule, and where indices would count other rows than those of a part."""
-        return not (op.bodies or self._rule(op).opaque or self._rule(op).positional)
-
-    def _row_factor(self, op: Op, result: int) -> int | None:
-        """The factor that is all of the result's leading dim, of ops that are the same op on some rows."""
-        if not self._runs_on_rows(op):
-            return None
-        dims = self._rule(op).results[op.results.index(result)]
-        return dims[0][0] if len(dims[0]) == 1 else None
-
-    def _reduced_factor(self, op: Op) -> int | None:
-        """The leading dim of parted operands that an op reduces over, in a way that combines."""
-        rule = self._rule(op)
-        if not self._runs_on_rows(op) or len(op.results) != 1 or rule.reduction not in _COMBINERS:
-            return None
-        for dims in rule.operands:
-            if not dims or len(dims[0]) != 1 or rule.has_halo(dims[0][0]):
-                continue
-            if rule.kinds[dims[0][0]] is FactorKind.REDUCTION:
-                return dims[0][0] if self._standing_of_operands(op, dims[0][0]) is _Standing.PARTED else None
-        return None
-
-    def _piece_ends(self, op: Op) -> list[int]:
-        """The last row + 1 of each operand in the result of an op that joins rows."""
-        sizes = [1 if op.primitive == "stack" else self.graph.values[v].shape[0] for v in op.operands]
-        return list(accumulate(sizes))
-
-    def _part_params(self, op: Op, factor: int) -> Mapping[str, Any] | None:
-        """The parameters of an op on one part; None where they would have to say more than the shape."""
-        equation = self.program.equations[op.id]
-        shapes = tuple((v.shape, v.dtype) for v in (*self.graph.operands(op), *self.graph.results(op)))
-        key = (equation.primitive, id(equation.params), factor, shapes)
-        if key not in self.part_params:
-            self.part_params[key] = self._find_part_params(op, factor)
-        return self.part_params[key]
-
-    def _find_part_params(self, op: Op, factor: int) -> Mapping[str, Any] | None:
-        rule, params = self._rule(op), dict(self.program.equations[op.id].params)
-        length = rule.sizes[factor]
-        rows = self.bounds(length)[0][1]
-
-        def shape_of(v: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-            shape = self.graph.values[v].shape
-            return (rows, *shape[1:]) if dims and dims[0] == (factor,) else shape
-
-        expected = [shape_of(v, dims) for v, dims in zip(op.results, rule.results, strict=True)]
-        if op.primitive in _SHAPED:
-            params[_SHAPED[op.primitive]] = expected[0]
-        structs = [
-            _jax.struct(shape_of(v, dims), self.graph.values[v].dtype)
-            for v, dims in zip(op.operands, rule.operands, strict=True)
-        ]
-        primitive = self.program.equations[op.id].primitive
-        try:
-            made = jax.eval_shape(lambda *xs: _jax.bind(primitive, params, xs), *structs)
-        except (TypeError, ValueError):
-            return None
-        return params if [m.shape for m in made] == expected else None
-
-    def split_inputs(self) -> set[int]:
-        """The inputs that some part is asked of: by rows that are read, by outputs, by reductions."""
-        graph = self.graph
-        queue = [v for v in (*self.seeds, *graph.outputs) if self.standing(v) is _Standing.PARTED]
-        queue += [v for op in graph.ops if self._reduced_factor(op) is not None for v in op.operands]
-        found, seen = set[int](), set[int]()
-        while queue:
-            v = queue.pop()
-            if v in seen or not self.standing(v):
-                continue  # known already, or sliced where a part is asked of it
-            seen.add(v)
-            producer = graph.producer[v]
-            if producer is None:
-                found.add(v)
-            elif not _joins_rows(graph.ops[producer]):
-                queue += graph.ops[producer].operands
-        return found
-
-    # ------------------------------------------------------------------------------------------------ rewriting
-
     def rewritten(self) -> PartedProgram:
         """The program in parts; see `part_stacks`."""
-        graph, split = self.graph, self.split
+        graph, split = self.graph, self.parting.split
         inputs: list[tuple[int, Part]] = []
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]
-            for j, rows in enumerate(self.bounds(value.shape[0]) if v in split else ()):
+            for j, rows in enumerate(self.parting.bounds(value.shape[0]) if v in split else ()):
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
                 part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
@@ -246,8 +78,8 @@ class _Rewriter:
             self._rewrite(op)
         outputs: list[tuple[int, Part]] = []
         for number, v in enumerate(graph.outputs):
-            if self.standing(v) is _Standing.PARTED:
-                bounds = self.bounds(graph.values[v].shape[0])
+            if self.parting.standing(v) is Standing.PARTED:
+                bounds = self.parting.bounds(graph.values[v].shape[0])
                 outputs += [(self._part(v, j), Part(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
             else:
                 outputs.append((self._whole(v), Part(leaf=number)))
@@ -265,8 +97,8 @@ class _Rewriter:
         )
 
     def _rewrite(self, op: Op) -> None:
-        rows, factor = _rows_read(self.graph, op), self._reduced_factor(op)
-        if rows is not None and self.standing(op.operands[0]) is _Standing.PARTED:
+        rows, factor = rows_read(self.graph, op), self.parting.reduced.get(op.id)
+        if rows is not None and self.parting.standing(op.operands[0]) is Standing.PARTED:
             self.whole[op.results[0]] = self._rows_of(op.operands[0], rows, op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)
@@ -282,26 +114,27 @@ class _Rewriter:
             if value.literal is not None:
                 self.whole[v] = self._new(value)
             else:
-                parts = [self.parts[v, j] for j in range(len(self.bounds(value.shape[0])))]
+                parts = [self.parts[v, j] for j in range(len(self.parting.bounds(value.shape[0])))]
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
-                equation = Equation(primitive=primitives.concatenate_p, params={"dimension": 0})
-                (self.whole[v],) = self._emit(reader, equation, parts, [value])
+                (self.whole[v],) = self._emit(reader, _JOIN, parts, [value])
         return self.whole[v]
 
     def _part(self, v: int, j: int) -> int:
         if (v, j) not in self.parts:
             value, op = self.graph.values[v], self.graph.ops[self.graph.producer[v] or 0]
-            start, stop = self.bounds(value.shape[0])[j]
-            if not self.standing(v):
+            start, stop = self.parting.bounds(value.shape[0])[j]
+            if not self.parting.standing(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
-            elif _joins_rows(op):
-                pieces = [p for p, end in zip(op.operands, self._piece_ends(op), strict=True) if start < end <= stop]
+            elif joins_rows(op):
+                pieces = [
+                    p for p, end in zip(op.operands, self.parting.piece_ends(op), strict=True) if start < end <= stop
+                ]
                 part, operands = replace(value, shape=(stop - start, *value.shape[1:])), [*map(self._whole, pieces)]
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
                 self.parts[v, j] = emitted[0]
             else:
-                factor = self._row_factor(op, v)
+                factor = self.parting.row_factor(op, v)
                 assert factor is not None
                 results = self._on_part(op, factor, j)
                 self.parts.update({(r, j): made for r, made in zip(op.results, results, strict=True)})
@@ -309,9 +142,9 @@ class _Rewriter:
 
     def _on_part(self, op: Op, factor: int, j: int) -> list[int]:
         """The op on the rows of one part."""
-        rule, params = self._rule(op), self._part_params(op, factor)
-        assert params is not None
-        rows = self.bounds(rule.sizes[factor])[0][1]
+        rule, equation = self.parting.rule(op), self.parting.part_equation(op, factor)
+        assert equation is not None
+        rows = self.parting.bounds(rule.sizes[factor])[0][1]
         operands = [
             self._part(v, j) if dims and dims[0] == (factor,) else self._whole(v)
             for v, dims in zip(op.operands, rule.operands, strict=True)
@@ -320,24 +153,23 @@ class _Rewriter:
             replace(value, shape=(rows, *value.shape[1:])) if dims and dims[0] == (factor,) else value
             for value, dims in zip(self.graph.results(op), rule.results, strict=True)
         ]
-        return self._emit(op, replace(self.program.equations[op.id], params=params), operands, results)
+        return self._emit(op, equation, operands, results)
 
     def _combined(self, op: Op, factor: int) -> int:
-        rule, (value,) = self._rule(op), self.graph.results(op)
-        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.bounds(rule.sizes[factor])))]
-        equation = Equation(primitive=_COMBINERS[rule.reduction], params={})
+        rule, (value,) = self.parting.rule(op), self.graph.results(op)
+        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.parting.bounds(rule.sizes[factor])))]
         total = parts[0]
         for part in parts[1:]:
-            (total,) = self._emit(op, equation, [total, part], [value])
+            (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [value])
         return total
 
     def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
         """Some rows of a value in parts."""
         length = self.graph.values[v].shape[0]
-        j = self.part_with(length, rows)
+        j = self.parting.part_with(length, rows)
         if j is None:
             return self._rows(self._whole(v), rows, op)
-        first = self.bounds(length)[j][0]
+        first = self.parting.bounds(length)[j][0]
         return self._rows(self._part(v, j), (rows[0] - first, rows[1] - first), op)
 
     def _rows(self, source: int, rows: tuple[int, int], op: Op) -> int:
@@ -351,20 +183,21 @@ class _Rewriter:
         return self._emit(op, Equation(primitive=primitives.slice_p, params=params), [source], [taken])[0]
 
     def _new(self, like: Value) -> int:
-        self.values.append(replace(like, id=len(self.values)))
+        self.values.append(like.numbered(len(self.values)))
         return len(self.values) - 1
 
     def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[Value]) -> list[int]:
         """Append an op that stands where `op` stood."""
-        made = [self._new(replace(value, name="")) for value in results]
+        made = [self._new(value if not value.name else replace(value, name="")) for value in results]
         same = op is not None and equation.primitive.name == op.primitive
+        own = op is not None and equation.params is self.program.equations[op.id].params
         self.ops.append(
             Op(
                 id=len(self.ops),
                 primitive=equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(made),
-                params=plain_params(equation.params),
+                params=op.params if op is not None and own else self.plain.of(equation.params),
                 source=op.source if op is not None else "",
                 name_stack=op.name_stack if op is not None else "",
                 bodies=op.bodies if op is not None and same else (),
@@ -373,29 +206,3 @@ class _Rewriter:
         )
         self.equations.append(equation)
         return made
-
-
-def _rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """First and last + 1 of the rows that an op takes out of its operand's leading dim: one, or those of a loop.
-
-    None when it does anything else.
-    """
-    if op.primitive != "slice":
-        return None
-    (operand,), (result,) = graph.operands(op), graph.results(op)
-    if operand.rank == 0 or result.shape[1:] != operand.shape[1:] or operand.shape[0] < 2:
-        return None
-    if result.shape[0] != 1 and not any(_scans(graph.ops[c], result.id) for c in graph.consumers[result.id]):
-        return None
-    start, strides = int(op.params["start_indices"][0]), op.params["strides"]
-    return None if strides is not None and strides[0] != 1 else (start, start + result.shape[0])
-
-
-def _scans(op: Op, value: int) -> bool:
-    """True for loops that take the value row by row."""
-    wiring = wiring_of(op)
-    return wiring is not None and any(op.operands[i] == value for i in wiring.scanned)
-
-
-def _joins_rows(op: Op) -> bool:
-    return op.params.get({"concatenate": "dimension", "stack": "axis"}.get(op.primitive, "")) == 0

@@ -12,6 +12,7 @@ from alpa_lite.errors import TraceError
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.show import show
 from alpa_lite.microbatch import split_step
 from alpa_lite.sinking import sink_free_values
 from alpa_lite.trace import Traced, trace
@@ -90,6 +91,19 @@ def test_micro_batches_of_one_have_the_program_of_larger_ones() -> None:
     for v, w, dim in zip(one.graph.values, two.graph.values, one.batch_dims, strict=True):
         halved = tuple(n // 2 if d == dim else n for d, n in enumerate(w.shape))
         assert v.shape == halved and v.literal == w.literal
+
+
+@pytest.mark.parametrize("loop_parts", [0, 2])
+def test_a_number_of_micro_batches_has_the_same_program_whatever_was_asked_before(loop_parts: int) -> None:
+    """The program at the full batch is kept for other numbers: of one sample each, of several, and of all."""
+    traced = _traced("full", 4)
+    for m in (2, 4, 1, 2):
+        again, alone = (split_step(t, m, loop_parts=loop_parts) for t in (traced, _traced("full", 4)))
+        assert show(again.step.graph, step=again.step) == show(alone.step.graph, step=alone.step)
+        assert again.step.full_shapes == alone.step.full_shapes and again.step.batch_dims == alone.step.batch_dims
+        assert [tuple(e.params) for e in again.equations] == [tuple(e.params) for e in alone.equations]
+        bodies = (list(step.step.bodies.values()) for step in (again, alone))
+        assert next(bodies) == next(bodies)
 
 
 def _step(p: Any, x: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.verify import verify
 from alpa_lite.stacks import PartedProgram, part_stacks
+from benchmarks.models.optimizers import with_master_weights
 from tests.graph.test_from_jaxpr import evaluate
 
 L, B, D = 6, 4, 8
@@ -149,6 +150,29 @@ def test_the_update_of_a_part_reads_no_other_part() -> None:
     assert not any(op.primitive == "concatenate" for op in graph.ops)
     whole = {v.id for v in graph.values if v.shape == (L, D, D)}
     assert not whole & {v for op in graph.ops for v in op.operands}
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 6])
+def test_copies_of_weights_that_no_loop_reads_are_reduced_in_parts(num_parts: int) -> None:
+    """The loop reads float16 weights; Adafactor scales by the size of float32 copies, over all layers together."""
+    optimizer = with_master_weights(optax.adafactor(1e-2, min_dim_size_to_factor=4))
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(lambda p: _loss(p, x, _body))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    params = jax.tree.map(lambda a: a.astype(np.float16), PARAMS)
+    parted = _parts(step, num_parts, (params, optimizer.init(params)), X.astype(np.float16))
+    graph = verify(parted.program.graph)
+    joins = [op for op in graph.ops if op.primitive == "concatenate"]
+    assert not [op.source for op in joins if len(op.operands) == num_parts]
+    cut = {part.leaf for part in parted.input_parts if part.rows is not None}
+    state = enumerate(jax.tree.leaves((params, optimizer.init(params))))
+    assert cut >= {i for i, leaf in state if leaf.ndim > 1 and leaf.shape[0] == L}
+    sums = [op for op in graph.ops if op.primitive == "reduce_sum" and graph.values[op.results[0]].rank == 0]
+    assert {graph.values[op.operands[0]].shape for op in sums} >= {(L // num_parts, D, D), (L // num_parts, D)}
 
 
 def test_a_weight_that_is_read_whole_is_put_together_where_it_is_read() -> None:

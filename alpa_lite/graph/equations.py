@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +41,18 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
     kept.reverse()
     needed.update(graph.inputs, *(op.results for op in kept))
     alive = [v for v in graph.values if v.id in needed]
-    number = {v.id: i for i, v in enumerate(alive)}
+    number = [-1] * len(graph.values)
+    for i, v in enumerate(alive):
+        number[v.id] = i
+
+    def numbers(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[v] for v in values])
+
     renamed = Graph(
-        values=tuple(dataclasses.replace(v, id=number[v.id]) for v in alive),
-        ops=tuple(
-            dataclasses.replace(
-                op, id=i, operands=tuple(number[v] for v in op.operands), results=tuple(number[v] for v in op.results)
-            )
-            for i, op in enumerate(kept)
-        ),
-        inputs=tuple(number[v] for v in graph.inputs),
-        outputs=tuple(number[v] for v in graph.outputs),
+        values=tuple([v.numbered(i) for i, v in enumerate(alive)]),
+        ops=tuple([op.numbered(i, numbers(op.operands), numbers(op.results)) for i, op in enumerate(kept)]),
+        inputs=numbers(graph.inputs),
+        outputs=numbers(graph.outputs),
     )
     equations = tuple(program.equations[op.id] for op in kept)
     return dataclasses.replace(program, graph=renamed, equations=equations)
@@ -61,6 +62,21 @@ def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of an equation as plain data; whatever has no plain form is left out."""
     plain = {key: _plain(value) for key, value in params.items()}
     return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
+
+
+class PlainParams:
+    """`plain_params`, found once for each object that holds parameters: trips of a loop share theirs."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.known: dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+
+    def of(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters as plain data."""
+        if id(params) not in self.known:
+            # The parameters are kept, so that their id stays their own.
+            self.known[id(params)] = params, plain_params(params)
+        return self.known[id(params)][1]
 
 
 _NO_PLAIN_FORM = object()

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import primitives
 
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
-from alpa_lite.graph.equations import Equation, GraphWithEquations, plain_params, without_dead_ops
+from alpa_lite.graph.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.wiring import MAX_TRIPS, parts_of
+from alpa_lite.graph.loops import is_over_layers, scans
+from alpa_lite.graph.wiring import parts_of
 
 _CALLS = {
     "jit",
@@ -45,7 +47,6 @@ _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxp
 #: Parameters that hold the bodies of control flow, and those that count the constants of each.
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
-_HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
 def from_jaxpr(
@@ -63,7 +64,7 @@ def from_jaxpr(
     as they are, as do those numbered in `kept` (`loops_over_samples`).
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
-    builder = _Builder(num_parts=num_parts, kept={id(e) for i, e in enumerate(_scans(jaxpr)) if i in kept}, bodies={})
+    builder = _Builder(num_parts=num_parts, kept={id(e) for i, e in enumerate(scans(jaxpr)) if i in kept}, bodies={})
     result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
     return without_dead_ops(result) if num_parts else result
 
@@ -90,21 +91,6 @@ def _converted(
     return GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
 
 
-def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
-    """Numbers of the scans whose length follows the batch, from the jaxprs of one step at two batch sizes."""
-    pairs = zip(*(_scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
-    return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
-
-
-def _scans(jaxpr: Any) -> list[Any]:
-    """The scan equations of an open jaxpr at any depth, outer ones first, each once."""
-    found: dict[int, Any] = {}
-    for eqn in jaxpr.eqns:
-        inner = [e for body in _jax.inner_jaxprs(eqn) for e in _scans(_jax.open_jaxpr(body))]
-        found.update({id(e): e for e in ([eqn] if eqn.primitive.name == "scan" else []) + inner})
-    return list(found.values())
-
-
 class _Builder:
     """Collects values and ops while jaxprs are walked."""
 
@@ -115,6 +101,9 @@ class _Builder:
         self.bodies = bodies
         # Values that parts of a loop made, one after the other, so that parts of a later loop read them directly.
         self.pieces: dict[int, list[int]] = {}
+        # Bodies are walked once per trip where loops are cut.
+        self.places: dict[int, _Place] = {}
+        self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.equations: list[Equation] = []
@@ -122,7 +111,9 @@ class _Builder:
         self.constants: list[Any] = []
 
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
-        value = Value(id=len(self.values), shape=tuple(aval.shape), dtype=str(aval.dtype), literal=literal, name=name)
+        value = Value(
+            id=len(self.values), shape=tuple(aval.shape), dtype=_name_of(aval.dtype), literal=literal, name=name
+        )
         self.values.append(value)
         return value.id
 
@@ -148,11 +139,17 @@ class _Builder:
         """Append the equations of an open jaxpr; returns the value ids of its outputs."""
         for eqn in jaxpr.eqns:
             operands = [self.read(atom, environment) for atom in eqn.invars]
-            path = "/".join(filter(None, (stack, _jax.name_stack(eqn))))
-            line = _jax.source_line(eqn) or source
-            results = self.equation(eqn, operands, stack=path, source=line)
+            place = self.place(eqn)
+            path = "/".join(filter(None, (stack, place.stack)))
+            results = self.equation(eqn, operands, stack=path, source=place.line or source)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
+
+    def place(self, eqn: Any) -> _Place:
+        """Where an equation stands, remembered."""
+        if id(eqn) not in self.places:
+            self.places[id(eqn)] = _Place(eqn=eqn, stack=_jax.name_stack(eqn), line=_jax.source_line(eqn))
+        return self.places[id(eqn)]
 
     def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name = eqn.primitive.name
@@ -198,7 +195,7 @@ class _Builder:
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name, params = eqn.primitive.name, dict(eqn.params)
-        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and _is_over_layers(params):
+        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
             return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
             return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
@@ -286,8 +283,18 @@ class _Builder:
         """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
         if value in self.pieces and len(self.pieces[value]) == len(bounds):
             return self.pieces[value][number]
-        v = self.values[value]
-        return self.call(_rows_jaxpr(v.shape, v.dtype, *bounds[number]), [value], stack=stack, source=source)[0]
+        shape, dtype = self.values[value].shape[1:], self.values[value].dtype
+        start, stop = bounds[number]
+        rows = _jax.struct((stop - start, *shape), dtype)
+        if 0 in shape and not dtype.startswith("key<"):
+            return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), stack=stack, source=source)
+        limits, strides = ((start, *[0] * len(shape)), (stop, *shape)), (1,) * rows.ndim
+        params = {"start_indices": limits[0], "limit_indices": limits[1], "strides": strides}
+        (taken,) = self.append(primitives.slice_p, params, [value], [rows], (), stack, source)
+        if stop > start + 1:
+            return taken
+        row = _jax.struct(shape, dtype)
+        return self.append(primitives.squeeze_p, {"dimensions": (0,)}, [taken], [row], (), stack, source)[0]
 
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
         """Op that puts pieces one after the other, or stacks them."""
@@ -316,7 +323,7 @@ class _Builder:
                 primitive=primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=plain_params(params),
+                params=self.plain.of(params),
                 source=source,
                 name_stack=stack,
                 bodies=tuple(body.graph for body in bodies),
@@ -326,6 +333,15 @@ class _Builder:
         inner = tuple(body.equations for body in bodies)
         self.equations.append(Equation(primitive=primitive, params=params, bodies=inner))
         return results
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Name stack and line of an equation, which is kept so that its id stays its own."""
+
+    eqn: Any
+    stack: str
+    line: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,21 +356,15 @@ class _Body:
     of_loop: GraphWithEquations
 
 
-@lru_cache(maxsize=10_000)
-def _rows_jaxpr(shape: tuple[int, ...], dtype: str, start: int, stop: int) -> Any:
-    """`x[start:stop]` of an array; `x[start]` if that is one row."""
-    if stop == start + 1:
-        take = partial(jax.lax.index_in_dim, index=start, axis=0, keepdims=False)
-    else:
-        take = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=0)
-    return jax.make_jaxpr(take)(_jax.struct(shape, dtype))
-
-
 @lru_cache(maxsize=1_000)
 def _join_jaxpr(shape: tuple[int, ...], dtype: str, count: int, stacked: bool) -> Any:
     """`count` arrays of one shape, one after the other along their first dim or along a new one."""
     join = jax.numpy.stack if stacked else jax.numpy.concatenate
     return jax.make_jaxpr(lambda *parts: join(parts))(*[_jax.struct(shape, dtype)] * count)
+
+
+#: Asked for with every value; numpy takes its time.
+_name_of = lru_cache(maxsize=1_000)(str)
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:
@@ -371,18 +381,6 @@ def _refuse_order(eqn: Any, source: str) -> None:
             f"{source}: {eqn.primitive.name} with ordered=True keeps its place in the order of a program, but "
             "programs on several devices have none. Use ordered=False."
         )
-
-
-def _is_over_layers(params: Mapping[str, Any]) -> bool:
-    return params["length"] <= MAX_TRIPS and _has_contraction(params["jaxpr"])
-
-
-def _has_contraction(closed: Any) -> bool:
-    jaxpr = _jax.open_jaxpr(closed)
-    return any(
-        eqn.primitive.name in _HEAVY or any(_has_contraction(inner) for inner in _jax.inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:

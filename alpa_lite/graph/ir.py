@@ -59,6 +59,10 @@ class Value:
         """True for the dtypes that carry gradients."""
         return self.dtype.startswith(("float", "bfloat", "complex")) and self.dtype != "float0"
 
+    def numbered(self, number: int) -> Value:
+        """The same array under another number."""
+        return Value(id=number, shape=self.shape, dtype=self.dtype, literal=self.literal, name=self.name)
+
     def __str__(self) -> str:
         """`%3:f32[8,16]`-like text; literals print their number."""
         if self.literal is not None:
@@ -82,6 +86,20 @@ class Op:
     name_stack: str = ""
     bodies: tuple[Graph, ...] = ()
     effectful: bool = False
+
+    def numbered(self, number: int, operands: tuple[int, ...], results: tuple[int, ...]) -> Op:
+        """The same operation under another number, on other values."""
+        return Op(
+            id=number,
+            primitive=self.primitive,
+            operands=operands,
+            results=results,
+            params=self.params,
+            source=self.source,
+            name_stack=self.name_stack,
+            bodies=self.bodies,
+            effectful=self.effectful,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

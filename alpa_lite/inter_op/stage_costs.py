@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,10 +78,14 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tight:
-    """Layers that do not fit: the least bytes per device that they were found to need, and why."""
+    """Layers that do not fit: the least bytes per device that they were found to need, and why.
+
+    `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
+    """
 
     first: int
     last: int
+    in_flight: int | None
     peak_bytes: float
     shortage: Shortage | None
 
@@ -138,11 +142,8 @@ class StageCosts:
         """
         view, kind = self._view(first, last), self._kind(submesh, mesh)
         limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
-        key = (self._structure(view), kind)
-        known = self._solved.setdefault(key, [])
-        others = (s for costs in self.beside for s in costs._solved.get(key, ()))
         wanted = QUICK_GAP if quick else self.relative_gap
-        found = next((s for s in chain(known, others) if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
+        found = self._known(view, kind, in_flight, limit, wanted)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
             catalogue = self._catalogue(kind, submesh, mesh)
@@ -164,12 +165,24 @@ class StageCosts:
                 wanted_gap=wanted if solution.gap > self.relative_gap else 0.0,
                 solution=solution,
             )
-            known.append(found)
+            self._solved.setdefault((self._structure(view), kind), []).append(found)
         solved = found.solution
         if solved.choice is None:
             return solved
         peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    def knows(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int, quick: bool) -> bool:
+        """Whether `solution` need not solve anything within the memory of a device."""
+        wanted, room = QUICK_GAP if quick else self.relative_gap, self.room_bytes(submesh)
+        view, kind = self._view(first, last), self._kind(submesh, mesh)
+        return self._known(view, kind, in_flight, room, wanted) is not None
+
+    def _known(self, view: StageView, kind: Kind, in_flight: int, limit: float, wanted: float) -> Solved | None:
+        """What was solved here or beside, and is the answer."""
+        key = (self._structure(view), kind)
+        solved = (s for costs in (self, *self.beside) for s in costs._solved.get(key, ()))
+        return next((s for s in solved if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
 
     @property
     def _solver(self) -> Portfolio:
@@ -249,27 +262,30 @@ class StageCosts:
     def tightest(self, *, explain: bool) -> Tight | None:
         """Of the shortest stages that did not fit where they were tried, the one with the most state, and its needs.
 
-        None when nothing was tried, or something of each fitted. `explain`: with what it needs its memory for.
+        Where all fitted with fewer micro-batches in flight, one that did not with more. None when nothing was tried, or
+        all of it fitted. `explain`: with what it needs its memory for.
         """
-        failed: dict[tuple[int, int], Solved] = {}
         fitted = {(s.view.first, s.view.last) for s in self._within_memory() if s.solution.choice is not None}
-        for solved in self._within_memory():
-            key = (solved.view.first, solved.view.last)
-            if key not in fitted and (
-                key not in failed or solved.submesh.num_devices > failed[key].submesh.num_devices
-            ):
-                failed[key] = solved
+        failed = [solved for solved in self._within_memory() if solved.solution.choice is None]
         if not failed:
             return None
         held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
-        first, last = min(failed, key=lambda key: (key[1] - key[0], held[key[0]] - held[key[1] + 1]))
-        solved = failed[first, last]
+
+        def order(solved: Solved) -> tuple[float, ...]:
+            first, last = solved.view.first, solved.view.last
+            fits_with_fewer = (first, last) in fitted
+            devices = solved.submesh.num_devices
+            return (fits_with_fewer, last - first, held[first] - held[last + 1], -devices, solved.in_flight)
+
+        solved = min(failed, key=order)
+        first, last = solved.view.first, solved.view.last
         submesh, mesh = solved.submesh, solved.kind.mesh
         needs = replace(self, seeks_peaks=True, _solved={}).solution(
             first, last, submesh, mesh, in_flight=solved.in_flight, limit_bytes=solved.limit_bytes
         )
         shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
-        return Tight(first=first, last=last, peak_bytes=needs.peak_bytes, shortage=shortage)
+        in_flight = solved.in_flight if (first, last) in fitted else None
+        return Tight(first=first, last=last, in_flight=in_flight, peak_bytes=needs.peak_bytes, shortage=shortage)
 
     def _within_memory(self) -> list[Solved]:
         """What was solved within a limit."""

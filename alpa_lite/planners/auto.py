@@ -53,7 +53,9 @@ class Auto(Planner):
     """The search, and what it is restricted to.
 
     num_layers        layers that stages are made of; None: by the model
+    layers            what layers have equal shares of: "flops", "operators", or the "loops" as they are written
     num_stages        how many stages to make; None: the best number
+    equal             what stages are to have equally many of: "layers", "devices", both or neither
     intra_op_only     one stage on all devices
     inter_op_only     every stage on one device
     pins              arguments whose sharding is given, by path; see `pins`
@@ -65,7 +67,9 @@ class Auto(Planner):
     """
 
     num_layers: int | None = None
+    layers: Literal["flops", "operators", "loops"] = "flops"
     num_stages: int | None = None
+    equal: tuple[Literal["layers", "devices"], ...] = ()
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
@@ -144,7 +148,7 @@ class Auto(Planner):
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
-        space = space.with_axes(pinned_axes(self.pins))
+        space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
         yield from JointSearch(
             request=request,
             schedule=self.schedule or OneFOneB(),
@@ -154,17 +158,20 @@ class Auto(Planner):
             steps=Steps(
                 request=request,
                 num_layers=self.num_layers,
+                equal=self.layers,
+                stages=[self.num_stages] if self.num_stages else space.equal_stages,
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
                 time_limit_seconds=SEARCH_SECONDS,
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.num_stages,
+            equal=self.equal,
             problems=problems,
         ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        restricted = self.intra_op_only or self.inter_op_only or self.num_stages is not None or bool(self.pins)
+        restricted = self.intra_op_only or self.inter_op_only or self.num_stages or self.pins or self.equal
         for planner in () if restricted else self.manual:
             request.progress(planner.name)
             try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.profile import Profile
-from alpa_lite.inter_op.space import Space, flops_shares, hosts_of_groups
+from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageSearch, guessed_stages, overhead_seconds
+from alpa_lite.inter_op.stage_search import Equal, StageSearch, guessed_stages, overhead_seconds
 from alpa_lite.inter_op.survey import Survey
+from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
@@ -95,8 +96,10 @@ class JointSearch:
     steps: Steps
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
+    equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
+    _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
         """The best plan of one number of micro-batches after the other, the most promising number first; at last the
@@ -119,18 +122,20 @@ class JointSearch:
 
     def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        count, at_most = 0, math.inf
-        for number, guessed in numbers:
-            if count == MAX_SEARCHED or guessed >= at_most:
+        count, at_most, open_ = 0, math.inf, dict(numbers)
+        while open_ and count < MAX_SEARCHED:
+            number = min(open_, key=lambda n: open_[n])
+            if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
                 return
             try:
                 better = self._best_at(number, survey, at_most * (1 + CLOSE))
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(error)
-            else:
-                if better is not None:
-                    count, at_most = count + 1, min(at_most, better.sum_seconds)
-                    yield better
+                continue
+            open_ = {n: self._guessed(survey, n) for n in open_}
+            if better is not None:
+                count, at_most = count + 1, min(at_most, better.sum_seconds)
+                yield better
 
     def _plan(self, found: Found) -> Plan:
         costs = found.costs
@@ -144,7 +149,8 @@ class JointSearch:
         self.request.progress("refine")
         best = self._scheduled(polished(self.request, found))
         count = len(best.stages) * CHUNKS
-        if self.schedules and best.prediction.bubble_fraction > BUBBLE and len(best.stages) > 1:
+        chunks = self.schedules and self.num_stages is None and len(best.stages) > 1
+        if chunks and best.prediction.bubble_fraction > BUBBLE:
             with suppress(PlanError):  # too few ops for so many layers
                 cut, number = Cut.into(count), best.costs.step.num_microbatches
                 costs, per_chunk = self.steps.mixed(number, cut, best.policies * CHUNKS)
@@ -187,7 +193,7 @@ class JointSearch:
         profile = Profile.of(costs)
         if _has_stacks(costs):
             self.space = self.space.equal_parts()
-        worthwhile = self.space.worthwhile(flops_shares(costs.step, costs.layers))
+        worthwhile = self.space.worthwhile(profile.shares)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
         fits = [each.holds(self.space, self._batch / n, [1]) > 0 for n in numbers for each in profiles]
@@ -242,7 +248,7 @@ class JointSearch:
             self._guess(survey, number, costs.layers.num_layers),
             self._following(survey, number),
             overhead_seconds(cluster, inflow, number),
-            self.space.worthwhile(flops_shares(costs.step, costs.layers)),
+            self.space.worthwhile(survey.profile.shares),
         )
         table = StageTable(
             seconds=seconds,
@@ -265,7 +271,10 @@ class JointSearch:
     def _guess(self, survey: Survey, number: int, num_layers: int) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
         of_policies = [survey.guess(self._batch / number, number, profile) for profile in self._profiles.values()]
+        # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
         guess = np.stack(of_policies)
+        for excess in [known for searched, known in self._excess.items() if searched >= number]:
+            guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
         return guess if guess.shape[1] == num_layers else guess.sum(axis=1, keepdims=True)
 
     def _following(self, survey: Survey, number: int) -> NDArray[np.int64]:
@@ -299,12 +308,15 @@ class JointSearch:
             self.space,
             self._guess(survey, number, costs.layers.num_layers),
             following if following.shape[1] == costs.layers.num_layers else following[:, :1, -1:],
+            self.space.worthwhile(survey.profile.shares if costs.layers.num_layers > 1 else np.ones(1)),
             num_stages=self.num_stages,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else cut, policy),
             policies=tuple(self._profiles),
             equal_stages=stacked,
+            equal=self.equal,
         )
         found = search.run(at_most)
+        self._excess[number] = search.excess()
         if found.stages and found.seconds >= at_most:
             return None
         if not found.stages:

@@ -9,7 +9,7 @@ insides of one block at a time. What a stage of one policy takes does not depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
 from alpa_lite.intra_op.catalogue import Catalogue
-from alpa_lite.layers import Cut, Layers, forward_loops, make_layers, natural_cut, subdivided
+from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
 from alpa_lite.planners.pins import Pins, pinned_specs
 from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.rematerialise import Remat, rematerialise
@@ -42,12 +42,16 @@ class Steps:
     """Makes the step of a request as it is asked for, and remembers; its stage costs share what they know.
 
     num_layers            layers that stages are made of; None: by the model
+    stages                numbers of stages that should be possible then
+    equal                 what layers have equal shares of
     relative_gap          how close to the best stages are solved
     time_limit_seconds    how long one of them may take
     """
 
     request: PlanRequest
     num_layers: int | None
+    stages: Collection[int]
+    equal: Equal
     pins: Pins
     relative_gap: float
     time_limit_seconds: float
@@ -61,7 +65,7 @@ class Steps:
         """The layers that stages are made of."""
         if self.num_layers is not None:
             return Cut(loop_parts=self.num_layers, num_layers=self.num_layers)
-        return natural_cut(self.request.step_at(1, 0))
+        return natural_cut(self.request.step_at(1, 0), self.stages)
 
     @property
     def known(self) -> StageCosts:
@@ -107,7 +111,7 @@ class Steps:
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step = self.request.step_at(number, cut.loop_parts)
-        layers = make_layers(step, cut.num_layers)
+        layers = make_layers(step, cut.num_layers, equal=self.equal)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,

@@ -89,10 +89,11 @@ def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
     free: set[int] = set()
     for op in graph.ops:
-        if op.bodies or rule_of_op(graph, op.id).opaque or rule_of_op(graph, op.id).work_kind != "elementwise":
+        ranked = (v for v in op.operands if graph.values[v].rank > 0)
+        if op.bodies or any(v not in free for v in ranked) or any(graph.values[r].rank == 0 for r in op.results):
             continue
-        ranked = [v for v in op.operands if graph.values[v].rank > 0]
-        if all(v in free for v in ranked) and all(graph.values[r].rank > 0 for r in op.results):
+        rule = rule_of_op(graph, op.id)
+        if not rule.opaque and rule.work_kind == "elementwise":
             free.update(op.results)
     return frozenset(free)
 

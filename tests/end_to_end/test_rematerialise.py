@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.planners import Hybrid
+from alpa_lite.planners import Auto, Hybrid
+from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import GPipe
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
+from tests.end_to_end import cases
 from tests.end_to_end.cases import TOLERANCE, Training, assert_same, eager_cluster, reference
 
 PLANNERS: Mapping[str, Hybrid] = {
@@ -50,6 +52,20 @@ def test_five_steps_give_the_same_loss_gradients_and_state(
     step = al.parallelize(training.step(), cluster=eager_cluster(), planner=chosen, num_microbatches=num_microbatches)
     assert_same(training.run(step), reference(training), TOLERANCE)
     assert remat in step.last_plan.remat
+
+
+def test_the_search_computes_again_what_does_not_fit(devices: Any) -> None:
+    training = Training(model="gpt_scan", optimizer="momentum+clip")
+    free = Auto(manual=(), num_stages=2)
+    arguments = training.start(), cases.make_batch(cases.MODELS["gpt_scan"], 0), jax.random.key(0)
+    roomy = al.plan(training.step(), *arguments, cluster=eager_cluster(), planner=free, num_microbatches=4)
+    assert not roomy.remat
+    less = replace(free, max_memory_bytes=0.6 * max(roomy.prediction.peak_bytes))
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=less, num_microbatches=4)
+    assert_same(training.run(step), reference(training), TOLERANCE)
+    # The first stage holds more micro-batches than the last one.
+    first, last = step.last_plan.remat[0], step.last_plan.remat[-1]
+    assert first is not Remat.NONE and last is Remat.NONE
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

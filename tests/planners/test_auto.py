@@ -13,8 +13,11 @@ from jax.sharding import PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
+from alpa_lite.layers import natural_cut
 from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.planners.joint import microbatch_numbers
+from alpa_lite.rematerialise import Remat
+from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
 
@@ -198,3 +201,84 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
     plan = al.plan(_written_out, weights, batch, cluster=cluster, planner=Auto(manual=()))
     assert sum(stage.submesh.num_devices for stage in plan.stages) == devices
+
+
+def _deep_plan(planner: Auto, num_microbatches: Any = "auto") -> al.Plan:
+    """Of layers that make more than they receive, on slow links: what does not fit is better not split."""
+    cluster = _four_devices()
+    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
+    weights, _ = _shapes()
+    batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.float32)
+    return al.plan(_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=num_microbatches)
+
+
+def test_layers_compute_again_what_does_not_fit() -> None:
+    free = _deep_plan(Auto(manual=()))
+    assert not free.remat
+    tight = Auto(manual=(), max_memory_bytes=0.6 * max(free.prediction.peak_bytes))
+    found, written, full = (_deep_plan(replace(tight, remat=remat)) for remat in ("auto", "none", "full"))
+    assert not written.remat and Remat.FULL in full.remat
+    for plan in (found, written, full):
+        assert max(plan.prediction.peak_bytes) <= tight.max_memory_bytes
+        assert found.prediction.step_seconds <= plan.prediction.step_seconds * 1.005
+
+
+@pytest.mark.parametrize(("part", "wanted"), [(1.0, 0), (0.9, 1), (0.8, 2), (0.7, 3)])
+def test_stages_that_hold_more_microbatches_compute_more_again(part: float, wanted: int) -> None:
+    """Under 1F1B the first of four stages holds four micro-batches, the last one."""
+    planner = Auto(manual=(), num_stages=4, schedule=OneFOneB())
+    most = max(_deep_plan(planner, num_microbatches=8).prediction.peak_bytes)
+    plan = _deep_plan(replace(planner, max_memory_bytes=part * most), num_microbatches=8)
+    again = [Remat.FULL in plan.remat[stage.layers[0] : stage.layers[1] + 1] for stage in plan.stages]
+    assert again == [stage < wanted for stage in range(4)]
+
+
+def test_a_number_of_stages_has_layers_enough() -> None:
+    few = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
+    batch = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    plan = al.plan(_written_out, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
+    assert len(plan.stages) == 4
+
+
+@pytest.mark.parametrize(("trips", "stages", "wanted"), [(48, (1, 2, 3, 6), 12), (40, (1, 2, 4, 5, 10, 20), 10)])
+def test_layers_of_a_loop_allow_for_stages_of_the_cluster(trips: int, stages: Any, wanted: int) -> None:
+    weights = {
+        "in": jax.ShapeDtypeStruct((trips, 8, 32), jnp.float32),
+        "out": jax.ShapeDtypeStruct((trips, 32, 8), jnp.float32),
+    }
+    step = al.parallelize(_step).trace(weights, jax.ShapeDtypeStruct((8, 8), jnp.float32)).step(1).step
+    assert natural_cut(step, stages).num_layers == wanted
+    assert natural_cut(step, [7]).num_layers == 7
+
+
+def _uneven_plan(**options: Any) -> al.Plan:
+    """Of layers of which the last two have most of the work, on four devices with slow links."""
+    widths = [512, 512, 512, 512, 512, 512, 512, 4096, 4096]
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)]
+    batch = jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    cluster = _four_devices()
+    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
+    planner = Auto(manual=(), num_layers=8, **options)
+    return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+
+
+def test_stages_may_be_asked_to_be_equal() -> None:
+    def sizes(plan: al.Plan) -> tuple[set[int], set[int]]:
+        stages = plan.stages
+        return {s.layers[1] - s.layers[0] for s in stages}, {s.submesh.num_devices for s in stages}
+
+    free = _uneven_plan(num_stages=2)
+    layers, devices = _uneven_plan(num_stages=2, equal=("layers",)), _uneven_plan(num_stages=2, equal=("devices",))
+    both = _uneven_plan(num_stages=2, equal=("layers", "devices"))
+    assert len(sizes(layers)[0]) == len(sizes(devices)[1]) == len(sizes(both)[0]) == len(sizes(both)[1]) == 1
+    assert len(sizes(free)[0]) == 2
+    order = [plan.prediction.step_seconds for plan in (free, devices, both)]
+    assert order == sorted(order) and free.prediction.step_seconds <= layers.prediction.step_seconds
+
+
+def test_layers_may_have_equally_many_operators() -> None:
+    def forward(plan: al.Plan) -> list[int]:
+        return [plan.op_layers.count(layer) for layer in range(plan.num_layers)]
+
+    by_flops, by_ops = _uneven_plan(num_stages=2), _uneven_plan(num_stages=2, layers="operators")
+    assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))
