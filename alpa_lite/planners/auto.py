@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import Plan, SolverReport
@@ -63,6 +64,8 @@ class Auto(Planner):
     remat             what layers compute again in the backward pass instead of keeping it: "none" but what the step
                       itself says, "selective", "full" (see `Remat`), or "auto", what is best for each stage
     schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
+    measure_top       so many of the best plans are run for a few steps on the devices of this process, and the fastest
+                      is taken; 0: the one that is predicted to be
     manual            plans that are priced as well, unless the search is restricted
     """
 
@@ -76,6 +79,7 @@ class Auto(Planner):
     pins: Pins = field(default_factory=dict[str, Sequence[Any]])
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
+    measure_top: int = 0
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -96,15 +100,16 @@ class Auto(Planner):
         problems: list[AlpaLiteError] = []
         plans: list[Plan] = []
         try:
-            for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
-                plans.append(plan)
+            with rare_collection():
+                for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
+                    plans.append(plan)
         except KeyboardInterrupt:
             if not plans:
                 raise
             request.progress("interrupted: the best plan so far is taken")
         if not plans:
             raise self._advised(limited, _most_telling(problems))
-        best = min(plans, key=lambda p: p.prediction.step_seconds)
+        best = self._best(limited, plans)
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
@@ -120,11 +125,27 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
+        if self.measure_top < 0:
+            raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
             raise PlanError(
                 "intra_op_only=True means one stage, but several were asked for (inter_op_only or num_stages). Ask for "
                 "one of them."
             )
+
+    def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
+        """The plan that is predicted to be the fastest, or that is when the best are run."""
+        by_prediction = sorted(plans, key=lambda plan: plan.prediction.step_seconds)
+        if not self.measure_top:
+            return by_prediction[0]
+        if request.measure is None:
+            raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
+        measured: list[tuple[float, Plan]] = []
+        for plan in by_prediction[: self.measure_top]:
+            seconds = request.measure(plan)
+            request.progress(f"{_with_microbatches(plan)}: measured {seconds * 1e3:.3g} ms per step")
+            measured.append((seconds, plan))
+        return min(measured, key=lambda each: each[0])[1]
 
     def _limited(self, cluster: Cluster) -> Cluster:
         """The cluster with as much memory as may be used."""

@@ -69,7 +69,7 @@ SEARCH_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 """The time for a stage where nothing was found in less."""
 
-SAVES = 1.1
+SAVES = 1.3
 """A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
 
 ONE_LAYER = Cut.into(1)

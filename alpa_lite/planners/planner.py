@@ -37,6 +37,7 @@ class PlanRequest:
     num_microbatches                    a number, or "auto"
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
+    measure(plan)                       seconds of a step of a plan on real devices; None where there are none
     """
 
     function: str
@@ -48,6 +49,7 @@ class PlanRequest:
     num_microbatches: int | str = "auto"
     advise: bool = True
     progress: Callable[[str], None] = field(default=lambda _: None)
+    measure: Callable[[Plan], float] | None = None
 
     @cached_property
     def cost_model(self) -> CostModel:
