@@ -46,6 +46,7 @@ class Pricer:
     submesh: Submesh
     mesh: LogicalMesh
     _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict[tuple[str, ...], Group], repr=False)
     _prices: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
     _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
@@ -60,13 +61,15 @@ class Pricer:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The devices that communicate along axes."""
-        g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
-        return Group(
-            num_devices=g.num_devices,
-            devices_per_host=g.devices_per_host,
-            num_concurrent=g.num_concurrent,
-            devices_per_domain=g.devices_per_domain,
-        )
+        if axes not in self._groups:
+            g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+            self._groups[axes] = Group(
+                num_devices=g.num_devices,
+                devices_per_host=g.devices_per_host,
+                num_concurrent=g.num_concurrent,
+                devices_per_domain=g.devices_per_domain,
+            )
+        return self._groups[axes]
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
