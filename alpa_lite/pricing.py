@@ -46,6 +46,7 @@ class Pricer:
     submesh: Submesh
     mesh: LogicalMesh
     _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict[tuple[str, ...], Group], repr=False)
     _prices: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
     _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
@@ -60,13 +61,15 @@ class Pricer:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The devices that communicate along axes."""
-        g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
-        return Group(
-            num_devices=g.num_devices,
-            devices_per_host=g.devices_per_host,
-            num_concurrent=g.num_concurrent,
-            devices_per_domain=g.devices_per_domain,
-        )
+        if axes not in self._groups:
+            g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+            self._groups[axes] = Group(
+                num_devices=g.num_devices,
+                devices_per_host=g.devices_per_host,
+                num_concurrent=g.num_concurrent,
+                devices_per_domain=g.devices_per_domain,
+            )
+        return self._groups[axes]
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
@@ -97,13 +100,14 @@ class Pricer:
         key = (kind, placement.factors)
         found = self._prices.get(key)
         if found is None:
-            local = self._local_price(kind, cuts_of(placement, self.sizes))
-            collectives = tuple(own_collectives(graph, op, placement, self.sizes))
-            found = self._prices[key] = replace(local, collectives=collectives) if collectives else local
+            local = self.local_price(kind, cuts_of(placement, self.sizes))
+            if has_own_collectives(graph, op):
+                local = replace(local, collectives=tuple(own_collectives(graph, op, placement, self.sizes)))
+            found = self._prices[key] = local
         return found
 
-    def _local_price(self, kind: PriceClass, cuts: tuple[int, ...]) -> OpPrice:
-        """Without collectives; which mesh axes cut the factors does not matter."""
+    def local_price(self, kind: PriceClass, cuts: tuple[int, ...]) -> OpPrice:
+        """The price without collectives of ops of a class whose factors are cut so; by which axes does not matter."""
         active = self.mesh.num_devices
         key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
         found = self._local.get(key)
@@ -167,6 +171,12 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
     elements = result.num_elements / _shards(rule.results[0], cuts)
     depth = rule.flops / prod(cuts) / (2 * elements)
     return Product(rows=elements / (count * columns), columns=columns, depth=depth, count=count)
+
+
+def has_own_collectives(graph: Graph, op: Op) -> bool:
+    """Whether an op may hold collectives under some placement."""
+    rule = rule_of_op(graph, op.id)
+    return op.effectful or bool(rule.halos) or rule.reduction != "sum"
 
 
 def own_collectives(

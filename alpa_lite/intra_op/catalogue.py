@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
-from alpa_lite.pricing import Pricer, local_bytes
+from alpa_lite.pricing import Pricer, cuts_of, has_own_collectives, local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import op_class, rule_of_op
+from alpa_lite.rules.graph_facts import Layout, op_class, rule_of_op
 from alpa_lite.sharding import Spec
 from alpa_lite.spmd import PlacedSpecs, placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
@@ -62,12 +62,12 @@ class _Way:
     """How ops of one layout follow an operand: what `Options` says for each of its specs, but for the seconds.
 
     first      the numbers of the specs that differ, and for each spec the place of its like among them (place)
-    gathers    whether some spec is not the one that the op demands
+    cuts       into how many parts these cut each factor
     """
 
     first: tuple[int, ...]
     place: NDArray[np.intp]
-    gathers: bool
+    cuts: tuple[tuple[int, ...], ...]
     placements: tuple[OpPlacement, ...]
     demanded: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
@@ -158,14 +158,15 @@ class Catalogue:
         key = (layout, main, self._number(specs), keep_partial)
         found = self._ways.get(key)
         if found is None:
-            by_spec = {spec: self._followed(graph, op, layout, main, spec, keep_partial) for spec in specs}
-            place = {spec: i for i, spec in enumerate(by_spec)}
+            first = dict.fromkeys(specs)
+            by_spec = {spec: self._followed(graph, op, layout, main, spec, keep_partial) for spec in first}
+            place = {spec: i for i, spec in enumerate(first)}
             followed = [by_spec[spec] for spec in specs]
-            demanded, made, results = _columns(op, [f.placement for f in followed], [f.specs for f in followed])
+            demanded, made, results = self._columns(op, [f.placement for f in followed], [f.specs for f in followed])
             found = self._ways[key] = _Way(
-                first=tuple(specs.index(spec) for spec in by_spec),
+                first=tuple(specs.index(spec) for spec in first),
                 place=np.array([place[spec] for spec in specs], dtype=np.intp),
-                gathers=demanded[main] != specs,
+                cuts=tuple(cuts_of(f.placement, self.sizes) for f in by_spec.values()),
                 placements=tuple(f.placement for f in followed),
                 demanded=demanded,
                 results=results,
@@ -173,28 +174,28 @@ class Catalogue:
             )
         return found
 
-    def _followed(self, graph: Graph, op: Op, layout: Rule, main: int, spec: Spec, keep_partial: bool) -> _Followed:
+    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> _Followed:
         key = (layout, main, spec, keep_partial)
         found = self._follows.get(key)
         if found is None:
-            placement = follow(layout, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial)
+            placement = follow(layout.rule, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial)
             found = self._follows[key] = _Followed(placement, placed_specs(graph, op, placement))
         return found
 
     def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
         """One run of an op that follows, for each placement: its work, and what moves before and after it."""
-        seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
-        for r, made, results in zip(op.results, way.made, way.results, strict=True):
-            if made is not results:
-                seconds = [
-                    s + self.move_seconds(graph.values[r], made[n], results[n])
-                    for s, n in zip(seconds, way.first, strict=True)
-                ]
-        if way.gathers:
-            value, demanded = graph.values[op.operands[main]], way.demanded[main]
-            seconds = [
-                s + self.move_seconds(value, specs[n], demanded[n]) for s, n in zip(seconds, way.first, strict=True)
-            ]
+        if has_own_collectives(graph, op):
+            seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
+        else:
+            kind = self.pricer.price_class(graph, op.id)
+            seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
+        moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
+        if way.demanded[main] != specs:
+            moved.append((op.operands[main], specs, way.demanded[main]))
+        for v, sources, targets in moved:
+            value = graph.values[v]
+            moves = [self.move_seconds(value, sources[n], targets[n]) for n in way.first]
+            seconds = [s + m for s, m in zip(seconds, moves, strict=True)]
         return frozen(np.array(seconds, dtype=float)[way.place])
 
     def whole(self, graph: Graph, op: Op) -> Options:
@@ -205,12 +206,21 @@ class Catalogue:
         return self._whole[key]
 
     def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
-        demanded, made, results = _columns(op, found, [placed_specs(graph, op, p) for p in found])
+        demanded, made, results = self._columns(op, found, [placed_specs(graph, op, p) for p in found])
         seconds = np.array([self.pricer.op_seconds(graph, op, p) for p in found], dtype=float)
         for value, raw, targets in zip(graph.results(op), made, results, strict=True):
             if raw is not targets:
                 seconds += [self.move_seconds(value, *pair) for pair in zip(raw, targets, strict=True)]
         return Options(placements=tuple(found), seconds=frozen(seconds), demanded=demanded, results=results, made=made)
+
+    def _columns(self, op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
+        """Specs by operand or result and then by placement; equal lists are one object."""
+        one = self._number.one
+        return _Columns(
+            demanded=tuple(one(tuple([p.operands[i] for p in placed])) for i in range(len(op.operands))),
+            made=tuple(one(tuple([p.results[i] for p in placed])) for i in range(len(op.results))),
+            results=tuple(one(tuple([p.results[i] for p in found])) for i in range(len(op.results))),
+        )
 
     def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
         """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
@@ -352,17 +362,6 @@ class _Columns(NamedTuple):
     demanded: tuple[tuple[Spec, ...], ...]
     made: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
-
-
-def _columns(op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
-    """Specs by operand or result and then by placement; what is made as it is planned is one object."""
-    results = tuple(tuple(p.results[i] for p in found) for i in range(len(op.results)))
-    made = (tuple(p.results[i] for p in placed) for i in range(len(op.results)))
-    return _Columns(
-        demanded=tuple(tuple(p.operands[i] for p in placed) for i in range(len(op.operands))),
-        made=tuple(planned if raw == planned else raw for raw, planned in zip(made, results, strict=True)),
-        results=results,
-    )
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:

@@ -30,6 +30,7 @@ class Numbering(Generic[T]):
     def __init__(self) -> None:
         """Start empty."""
         self._numbers: dict[T, int] = {}
+        self._ones: dict[T, T] = {}
         self._seen: dict[int, tuple[T, int]] = {}
 
     def __call__(self, thing: T) -> int:
@@ -39,6 +40,10 @@ class Numbering(Generic[T]):
             # It is kept, so that its id stays its own.
             seen = self._seen[id(thing)] = (thing, self._numbers.setdefault(thing, len(self._numbers)))
         return seen[1]
+
+    def one(self, thing: T) -> T:
+        """The one object that stands for all that equal this."""
+        return self._ones.setdefault(thing, thing)
 
 
 class Recent(Generic[T, Made]):

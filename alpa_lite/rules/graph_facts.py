@@ -16,12 +16,19 @@ class OpClass:
     """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
 
     `view` is that of the op that was seen first: the numbers and names of its values, and where it reads in an array,
-    are not those of the others. `layout` is the rule without its price: one object for all that are laid out alike.
+    are not those of the others.
     """
 
     rule: Rule
-    layout: Rule
+    layout: Layout
     view: OpView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What classes have in common whose ops are laid out alike: the rule without its price. It is one object, too."""
+
+    rule: Rule
 
 
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
@@ -67,8 +74,8 @@ def _class_of(look: _Look) -> OpClass:
 
 
 @lru_cache(maxsize=50_000)
-def _layout(rule: Rule) -> Rule:
-    return rule
+def _layout(rule: Rule) -> Layout:
+    return Layout(rule=rule)
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:

@@ -44,3 +44,9 @@ def test_what_was_asked_for_last_is_not_made_again():
     for key in "abacab":
         recent(key, lambda key=key: made.append(key))
     assert made == ["a", "b", "c", "b"]
+
+
+def test_one_object_stands_for_its_equals():
+    number = Numbering()
+    first, again = (1, "a"), (1, *"a")
+    assert number.one(first) is first and number.one(again) is first
