@@ -21,8 +21,9 @@ from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch, microbatch_numbers
+from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap

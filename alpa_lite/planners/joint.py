@@ -1,6 +1,6 @@
 """The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
 
-    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_numbers`
+    numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     order      the numbers by the time of the best stages as far as the survey tells             `JointSearch._ordered`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
+from alpa_lite.planners.numbers import microbatch_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
@@ -46,9 +48,6 @@ from alpa_lite.planners.relax import tightest_stage
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Interleaved1F1B, Schedule
-
-RATIO = 1.5
-"""A number of micro-batches is considered when it is at least so many times the one before."""
 
 MAX_SEARCHED = 3
 """For how many numbers of micro-batches the stages are searched, at most."""
@@ -75,15 +74,6 @@ SAVES = 1.3
 ONE_LAYER = Cut.into(1)
 
 
-def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
-    """Divisors of a batch that lie well apart, from 1 on."""
-    chosen = [1]
-    for number in range(2, batch_size + 1):
-        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
-            chosen.append(number)
-    return tuple(chosen)
-
-
 @dataclass(kw_only=True)
 class JointSearch:
     """Searches the plans of a request; what cannot be planned is noted in `problems`."""
@@ -99,6 +89,7 @@ class JointSearch:
     equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
+    _inflow: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict[tuple[int, int], Any])
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
@@ -168,7 +159,9 @@ class JointSearch:
     def _ordered(self) -> tuple[Survey, list[tuple[int, float]]]:
         """What a survey tells, and numbers of micro-batches with the seconds it guesses for a step, by these."""
         numbers = self.request.microbatch_choices(self._numbers())
-        samples = _samples([n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices)
+        samples = surveyed_numbers(
+            [n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices
+        )
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
@@ -368,26 +361,19 @@ class JointSearch:
 
     def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
         """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
-        seconds = [0.0]
-        for first in range(1, costs.layers.num_layers):
-            values = boundary_values(costs.step, costs.layers, first)
-            seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
-        return np.array(seconds)
+        key = (costs.step.num_microbatches, costs.layers.num_layers)
+        if key not in self._inflow:
+            seconds = [0.0]
+            for first in range(1, costs.layers.num_layers):
+                values = boundary_values(costs.step, costs.layers, first)
+                seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
+            self._inflow[key] = np.array(seconds)
+        return self._inflow[key]
 
 
 def _has_stacks(costs: StageCosts) -> bool:
     """Whether arguments come in rows that loops read: of these a step returns one array, however its stages differ."""
     return any(part.rows is not None for part in costs.step.input_parts)
-
-
-def _samples(numbers: Sequence[int], batch_size: int, num_devices: int) -> list[int]:
-    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie."""
-    chosen: dict[int, None] = {}
-    for size in (2.0 * num_devices, max(1.0, num_devices / 32)):
-        left = [n for n in numbers if n not in chosen]
-        if left:
-            chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
-    return list(chosen)
 
 
 def _is_better(profile: Profile, other: Profile) -> bool:

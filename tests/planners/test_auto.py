@@ -15,7 +15,7 @@ import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
 from alpa_lite.planners import Auto, Hybrid
-from alpa_lite.planners.joint import microbatch_numbers
+from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding import Spec
