@@ -29,6 +29,7 @@ from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
 from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
+from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.execute import Executor, TaskTime
@@ -37,14 +38,8 @@ from alpa_lite.trace import BatchArgnums, Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
 
-Progress = Callable[[str], None]
-
 MEASURED_STEPS = 3
 """How often a plan is run to see how fast it is."""
-
-
-def _silent(_: str) -> None:
-    """No progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +52,7 @@ class Options:
     donate_argnums: int | tuple[int, ...] = ()
     static_argnums: int | tuple[int, ...] = ()
     batch_argnums: BatchArgnums = None
-    progress: Progress = _silent
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +67,8 @@ class TracedFunction:
         """The step cut into phases, remembered; see `split_step`."""
         key = (num_microbatches, loop_parts)
         if key not in self._steps:
-            self._steps[key] = split_step(self.traced, num_microbatches, loop_parts=loop_parts)
+            with self.options.progress.during("split"):
+                self._steps[key] = split_step(self.traced, num_microbatches, loop_parts=loop_parts)
         return self._steps[key]
 
     def plan(
@@ -243,14 +239,15 @@ class ParallelFunction:
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         options = self.options
-        traced = trace(
-            self.fun,
-            args,
-            kwargs,
-            static_argnums=options.static_argnums,
-            donate_argnums=options.donate_argnums,
-            batch_argnums=options.batch_argnums,
-        )
+        with options.progress.during("trace"):
+            traced = trace(
+                self.fun,
+                args,
+                kwargs,
+                static_argnums=options.static_argnums,
+                donate_argnums=options.donate_argnums,
+                batch_argnums=options.batch_argnums,
+            )
         return TracedFunction(traced=traced, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +280,7 @@ def parallelize(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
-    progress: Progress | None = None,
+    progress: Say | Progress | None = None,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -294,7 +291,8 @@ def parallelize(
     static_argnums     arguments that are no arrays, as in `jax.jit`
     batch_argnums      the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
                        their leading dim; a mapping gives another dim. Found by itself in most steps
-    progress           called with a line of text at each step of planning and compiling
+    progress           called with a line of text at each step of planning and compiling; or a `Progress`, whose
+                       followers are also told the phases and how much work is left
 
     Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
     """
@@ -317,7 +315,7 @@ def parallelize(
         donate_argnums=_numbers(donate_argnums),
         static_argnums=_numbers(static_argnums),
         batch_argnums=batch_argnums,
-        progress=progress or _silent,
+        progress=Progress.of(progress),
     )
     return ParallelFunction(fun, options)
 
@@ -330,7 +328,7 @@ def plan(
     num_microbatches: int | str = "auto",
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
-    progress: Progress | None = None,
+    progress: Say | Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device.

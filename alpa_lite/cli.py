@@ -35,6 +35,7 @@ from alpa_lite.inspection.calibration import CalibrationProgress, calibration_da
 from alpa_lite.inspection.diff import compare
 from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, virtual_cpu_environment
 from alpa_lite.inspection.explain import explanation
+from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
 from alpa_lite.intra_op.problem import Status
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
+        print(f"Interrupted: {given.command} has no result yet.", file=sys.stderr)
         return 130
 
 
@@ -169,25 +171,24 @@ def _command(
 
 
 def run_plan(given: argparse.Namespace) -> int:
-    """`alpa-lite plan`: one call of `alpa_lite.plan`."""
+    """`alpa-lite plan`: one call of `alpa_lite.plan`. Ctrl-C ends it with the best plan so far, if there is one."""
     step, args, kwargs = load_example(given.step)
     cluster = None
     if given.cluster is not None:
         cluster = al.cluster(given.cluster, num_hosts=given.num_hosts)
     elif given.num_hosts is not None:
         raise PlanError("--num-hosts says how many hosts a described cluster has: give --cluster as well.")
-    progress = _progress if sys.stderr.isatty() and not given.json else None
-    plan = al.plan(
-        step,
-        *args,
-        cluster=cluster,
-        planner=make_planner(given.planner, given.option),
-        num_microbatches=given.num_microbatches,
-        progress=progress,
-        **kwargs,
-    )
-    if progress is not None:
-        print("\r\033[K", end="", file=sys.stderr)
+    planner = make_planner(given.planner, given.option)
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        plan = al.plan(
+            step,
+            *args,
+            cluster=cluster,
+            planner=planner,
+            num_microbatches=given.num_microbatches,
+            progress=progress,
+            **kwargs,
+        )
     if given.output is not None:
         plan.save(given.output)
     _print(plan_summary(plan) if given.json else plan)

@@ -27,6 +27,9 @@ from cost_models.cluster import Cluster
 FORMAT = 3
 """Version of the plan file."""
 
+INTERRUPTED = "interrupted"
+"""The status of a search that the user ended; its plan is the best so far."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:

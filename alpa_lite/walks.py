@@ -127,16 +127,18 @@ class SpecGraph:
         return self._arrays
 
     def _meet(self, source: int) -> None:
-        waiting = [source]
+        waiting, start, found = [source], dict(self._start), list(self._moves)
         while waiting:
             spec = waiting.pop()
-            if spec in self._start:
+            if spec in start:
                 continue
-            self._start[spec] = len(self._moves)
+            start[spec] = len(found)
             for step in moves(self.specs[spec], self.shape, self.sizes):
                 target = self.number(step.spec)
-                self._moves.append((spec, target, self._class_of(step)))
+                found.append((spec, target, self._class_of(step)))
                 waiting.append(target)
+        # All at once: graphs outlive an interruption, and compiled code trusts their numbers.
+        self._start, self._moves, self._arrays = start, found, None
 
     def _class_of(self, step: Step) -> int:
         key = step.is_local or (step.kind, step.axes, step.bytes_factor)

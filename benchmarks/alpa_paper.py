@@ -18,7 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.planners import Auto
+from alpa_lite.progress import Progress
 from benchmarks.alpa.cases import FAMILIES, PUBLISHED, Case
 from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
@@ -64,9 +66,11 @@ def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
 def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> Price:
     """The best plan of our search at some numbers of micro-batches; its planning time is that of all of them."""
     tried: list[Price] = []
+    progress = say if isinstance(say, Progress) else Progress()
     for count in counts:
         say(f"{case.id}: search with {count} micro-batches")
-        tried.append(Desk().price(FixedPlan(system=OURS, case=case, planner=Auto(manual=()), num_microbatches=count)))
+        fixed = FixedPlan(system=OURS, case=case, planner=Auto(manual=()), num_microbatches=count)
+        tried.append(Desk(progress=progress).price(fixed))
     return replace(best(tried) or tried[0], planning_seconds=sum(price.planning_seconds for price in tried))
 
 
@@ -122,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [case for case in PUBLISHED if _wanted(case, given.case, given.family)]
     prices: list[Price] = []
     claims: list[Claim] = []
-    with progress_line(console) as say:
+    errors = Console(stderr=True)
+    with planning_progress(errors) if errors.is_terminal else progress_line(console) as say:
         for case in chosen:
             found = list(prices_of(case, search=not given.no_search, grid=not given.no_grid, say=say))
             claims += verdicts(found)

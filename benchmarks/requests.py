@@ -37,4 +37,5 @@ def request_of(
         cost_model_for=partial(ComposedCostModel, backend=backend or Backend()),
         num_microbatches=num_microbatches,
         advise=advise,
+        progress=traced.options.progress,
     )

@@ -2,10 +2,13 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,25 @@ def example():
 def wrong():
     return train_step
 """
+
+
+UNEQUAL = """
+def unequal():
+    sizes = [1024 + 128 * (7 * i % 40) for i in range(41)]
+    step = lambda params, x: train_step_of(lambda p: jnp.mean(layers(p, x) ** 2), params)
+    return step, ([jax.ShapeDtypeStruct(two, jnp.float16) for two in zip(sizes, sizes[1:])],
+                  jax.ShapeDtypeStruct((4096, sizes[0]), jnp.float16))
+
+def layers(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+def train_step_of(loss, params):
+    value, grads = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, grads)], value
+"""
+"""Many layers, none like another, whose plan takes its time."""
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +271,32 @@ def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
     step, args, kwargs = cli.load_example("decorated_model:example")
     shapes = jax.eval_shape(step, *args)
     assert shapes[1].dtype == jnp.float32 and not kwargs
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo terminals")
+def test_an_interrupted_plan_is_the_best_so_far(tmp_path):
+    """A real Ctrl-C on a terminal, once the bar shows that the search is under way."""
+    (tmp_path / "large.py").write_text(MODULE + UNEQUAL)
+    command = [sys.executable, "-m", "alpa_lite.cli", "plan", "large:unequal", "--cluster", "p3.16xlarge"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "COLUMNS": "120", "TERM": "xterm"}
+    screen, terminal = os.openpty()
+    running = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=terminal)
+    try:
+        seen, deadline = b"", time.monotonic() + 120
+        while b"survey" not in seen and running.poll() is None and time.monotonic() < deadline:
+            if select.select([screen], [], [], 1.0)[0]:
+                seen += os.read(screen, 4096)
+        assert b"survey" in seen
+        running.send_signal(signal.SIGINT)
+        asked = time.monotonic()
+        out, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+        os.close(screen)
+        os.close(terminal)
+    assert running.returncode == 0 and time.monotonic() - asked < 30
+    text = " ".join(out.decode().split())
+    assert "auto (" in text and "gap" in text and "solution interrupted" in text, seen
 
 
 def problem_file(folder, num_nodes=60):

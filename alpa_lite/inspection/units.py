@@ -27,6 +27,13 @@ def show_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
 
 
+def show_about(seconds: float) -> str:
+    """`43.2` → `45 s`: an estimate, as coarse as it is."""
+    if seconds < 57.5:
+        return f"{max(1.0, seconds if seconds < 9.5 else 5 * round(seconds / 5)):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else "1 min"
+
+
 def show_milliseconds(seconds: float) -> str:
     """Milliseconds without the unit, for a column that names it."""
     size = seconds * 1e3

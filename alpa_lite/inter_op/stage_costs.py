@@ -30,6 +30,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
+from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
 from alpa_lite.sharding import Spec
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
@@ -113,7 +114,7 @@ class StageCosts:
     time_limit_seconds: float = 60.0
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
-    progress: Callable[[str], None] = field(default=lambda _: None)
+    progress: Progress = field(default_factory=Progress, repr=False)
     catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
     beside: tuple[StageCosts, ...] = field(default=(), repr=False)
@@ -166,6 +167,7 @@ class StageCosts:
                 solution=solution,
             )
             self._solved.setdefault((self._structure(view), kind), []).append(found)
+            self.progress.did()
         solved = found.solution
         if solved.choice is None:
             return solved

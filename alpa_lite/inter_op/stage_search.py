@@ -40,6 +40,9 @@ Equal = Literal["layers", "devices"]
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
 
+SOLVES = 4
+"""How many solves the search mostly takes for each stage that it guesses at first."""
+
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
 
@@ -95,10 +98,10 @@ class StageSearch:
         self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
         self._refresh()
 
-    def run(self, at_most: float = math.inf) -> StageChoice:
+    def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """The best stages, all of them solved; or stages that were only guessed, once it is seen that none take less
-        than `at_most` seconds."""
-        solved = self._best_solved()
+        than `at_most` seconds. `further`: how much of such work is to follow, in relation to this."""
+        solved, before, usual = self._best_solved(), self._num_solved, 0
         while True:
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
@@ -109,6 +112,10 @@ class StageSearch:
             pending = [entry for entry in entries if not self.solved[entry]]
             if not pending:
                 return found
+            # What was solved at other numbers of micro-batches makes part of it unnecessary.
+            done, usual = self._num_solved - before, usual or max(len(entries), SOLVES * len(entries) - before / 3)
+            left = max(len(pending), usual - done, done / SOLVES)
+            self.costs.progress.expect("stages", left + further * max(usual, done))
             # The slowest decides about most plans; what is like something solved comes with it for nothing.
             self._solve(*max(pending, key=lambda entry: self.seconds[entry]))
             for entry in pending:
@@ -116,6 +123,10 @@ class StageSearch:
                     self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
+
+    @property
+    def _num_solved(self) -> int:
+        return self.costs.progress.done.get("stages", 0)
 
     def best_known(self) -> StageChoice:
         """The best stages by what is known so far."""

@@ -28,6 +28,9 @@ MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
 """Layers are surveyed until they stand for so much of the time on one device, at most so many of them."""
 
+AGAIN = 1 / 3
+"""Of the logical meshes that are surveyed, the part that mostly is promising enough to be surveyed again."""
+
 FAR = 1.4
 """How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
 
@@ -60,11 +63,14 @@ class Survey:
         self._loops: dict[float, dict[int, FloatArray]] = {}
         self._updates: dict[int, FloatArray] = {}
 
-    def add(self, costs: StageCosts) -> None:
-        """Solve the layers that stand for others at the micro-batches of a step."""
-        possible = self.space.divides(microbatch_size(costs)) & self._promising()
+    def add(self, costs: StageCosts, *, further: int = 0) -> None:
+        """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow."""
+        progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & self._promising()
         loops = self._loops.setdefault(float(microbatch_size(costs) or 1), {})
-        for layer in dict.fromkeys(self._stands):
+        layers = list(dict.fromkeys(self._stands))
+        num_solves = len(layers) * int(possible.sum())
+        progress.expect("survey", num_solves * (1 + AGAIN * further))
+        for layer in layers:
             loop, update = np.full(possible.shape, np.inf), np.full(possible.shape, np.inf)
             for k, c in np.argwhere(possible).tolist():
                 submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
@@ -74,6 +80,7 @@ class Survey:
                     update[k, c] = found.update_seconds
             loops[layer] = loop
             self._updates[layer] = np.minimum(update, self._updates.get(layer, update))
+        progress.expect("survey", num_solves * AGAIN * further)
 
     def _promising(self) -> NDArray[np.bool_]:
         """[kinds, shapes]: what was not far from the best of its kind of submesh so far, for some layer."""

@@ -19,7 +19,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
-from alpa_lite.plan import Plan, SolverReport
+from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.planners.megatron import Megatron
@@ -98,18 +98,23 @@ class Auto(Planner):
         started = time.perf_counter()
         self._check()
         limited = replace(request, cluster=self._limited(request.cluster))
-        problems: list[AlpaLiteError] = []
+        problems, manual_problems = list[AlpaLiteError](), list[AlpaLiteError]()
         plans: list[Plan] = []
+        interrupted = False
+        request.progress.begin("survey", "stages", "refine")
         try:
-            with rare_collection():
-                for plan in chain(self._search(limited, problems), self._manual(limited, problems)):
+            # The manual plans take little time: with them there is something to give back from early on.
+            with rare_collection(), request.progress.interrupts():
+                for plan in chain(self._manual(limited, manual_problems), self._search(limited, problems)):
                     plans.append(plan)
         except KeyboardInterrupt:
             if not plans:
                 raise
+            interrupted = True
             request.progress("interrupted: the best plan so far is taken")
         if not plans:
-            raise self._advised(limited, _most_telling(problems))
+            raise self._advised(limited, _most_telling([*problems, *manual_problems]))
+        plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans that of the search
         best = self._best(limited, plans)
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
@@ -117,7 +122,7 @@ class Auto(Planner):
             name=self.name if best.name == self.name else f"{self.name} ({best.name})",
             cluster=request.cluster,
             alternatives=_others(best, plans),
-            solver=_certificate(best, bound, time.perf_counter() - started),
+            solver=_certificate(best, bound, time.perf_counter() - started, interrupted=interrupted),
         )
 
     def _check(self) -> None:
@@ -195,17 +200,20 @@ class Auto(Planner):
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
         restricted = self.intra_op_only or self.inter_op_only or self.num_stages or self.pins or self.equal
         for planner in () if restricted else self.manual:
-            request.progress(planner.name)
             try:
-                yield planner.plan(replace(request, advise=False))
+                with request.progress.during("manual", planner.name):
+                    plan = planner.plan(replace(request, advise=False))
             except AlpaLiteError as error:
                 problems.append(error)
+            else:
+                yield plan
 
 
-def _certificate(best: Plan, bound: float, seconds: float) -> SolverReport:
+def _certificate(best: Plan, bound: float, seconds: float, *, interrupted: bool) -> SolverReport:
     """How far from the best the plan can be at most."""
     gap = relative_gap(best.prediction.step_seconds, bound)
-    return SolverReport(status="optimal" if gap <= PROVEN_GAP else "feasible", bound=bound, gap=gap, seconds=seconds)
+    status = INTERRUPTED if interrupted else "optimal" if gap <= PROVEN_GAP else "feasible"
+    return SolverReport(status=status, bound=bound, gap=gap, seconds=seconds)
 
 
 def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:

@@ -96,7 +96,9 @@ class JointSearch:
         """The best plan of one number of micro-batches after the other, the most promising number first; at last the
         best of them, refined."""
         found = list[Found]()
-        survey, ordered = self._ordered()
+        with (progress := self.request.progress).during("layers", "layers"):
+            survey, ordered = self._ordered()
+        progress.expect("refine", 1)
         fitting = [(number, guessed) for number, guessed in ordered if guessed < math.inf]
         # The largest numbers need the least memory: of those of which nothing was found they are tried with patience.
         hopeful = sorted(fitting, reverse=True)[:MAX_SEARCHED]
@@ -105,9 +107,13 @@ class JointSearch:
                 self.steps.let_take(seconds)
                 for better in self._found(survey, numbers):
                     found.append(better)
+                    progress.expect("refine", len(better.stages))
                     yield self._plan(better)
+        progress.expect("stages", 0)
         if found:
-            yield self._plan(self._refined(min(found, key=lambda each: each.seconds)))
+            with progress.during("refine", "refine"):
+                refined = self._refined(min(found, key=lambda each: each.seconds))
+            yield self._plan(refined)
         elif not fitting:
             self.problems.append(InfeasibleError(self._infeasible(max(number for number, _ in ordered))))
 
@@ -115,11 +121,14 @@ class JointSearch:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
         count, at_most, open_ = 0, math.inf, dict(numbers)
         while open_ and count < MAX_SEARCHED:
-            number = min(open_, key=lambda n: open_[n])
+            number = min(open_, key=open_.__getitem__)
             if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
                 return
+            alike = sum(guessed < at_most for guessed in open_.values())
+            further = min(MAX_SEARCHED - 1 - count, alike) / 2  # much is known then
             try:
-                better = self._best_at(number, survey, at_most * (1 + CLOSE))
+                with self.request.progress.during("stages", f"stages at {number} micro-batches"):
+                    better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(error)
                 continue
@@ -137,7 +146,6 @@ class JointSearch:
 
     def _refined(self, found: Found) -> Found:
         """What was found, solved closer to the best, and in chunks if that is faster."""
-        self.request.progress("refine")
         best = self._scheduled(polished(self.request, found))
         count = len(best.stages) * CHUNKS
         chunks = self.schedules and self.num_stages is None and len(best.stages) > 1
@@ -175,9 +183,9 @@ class JointSearch:
         if not costs:
             costs, numbers = [self._costs_at(1)], (1,)
         survey = self._begun(costs[0], numbers)
-        for each in costs:
-            self.request.progress(f"survey at {each.step.num_microbatches} micro-batches")
-            survey.add(each)
+        for count, each in enumerate(costs, start=1):
+            with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
+                survey.add(each, further=len(costs) - count)
         guessed = [(number, self._guessed(survey, number)) for number in numbers]
         return survey, sorted(guessed, key=lambda pair: pair[1])
 
@@ -281,12 +289,11 @@ class JointSearch:
 
     # ------------------------------------------------------------------------------------------------ one number
 
-    def _best_at(self, number: int, survey: Survey, at_most: float) -> Found | None:
+    def _best_at(self, number: int, survey: Survey, at_most: float, further: float) -> Found | None:
         """The best stages with a number of micro-batches, by the stage DP; None if they take `at_most` seconds or more.
 
-        Raises `InfeasibleError` when nothing fits.
+        `further`: how much of such work is to follow. Raises `InfeasibleError` when nothing fits.
         """
-        self.request.progress(f"stages at {number} micro-batches")
         known = self.steps.known
         stacked = _has_stacks(known)
         cut = self._cut_at(number)
@@ -308,7 +315,7 @@ class JointSearch:
             equal_stages=stacked,
             equal=self.equal,
         )
-        found = search.run(at_most)
+        found = search.run(at_most, further=further)
         self._excess[number] = search.excess()
         if found.stages and found.seconds >= at_most:
             return None

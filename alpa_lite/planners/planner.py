@@ -20,6 +20,7 @@ from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan,
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
 from alpa_lite.pricing import Pricer, dispatch_seconds
+from alpa_lite.progress import Progress
 from alpa_lite.rules.graph_facts import free_values, opaque_ops
 from alpa_lite.schedule import Schedule, simulate
 from cost_models.cluster import Cluster
@@ -38,6 +39,7 @@ class PlanRequest:
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
     measure(plan)                       seconds of a step of a plan on real devices; None where there are none
+    progress                            is told what is done, and how much is left of it
     """
 
     function: str
@@ -48,7 +50,7 @@ class PlanRequest:
     cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
     advise: bool = True
-    progress: Callable[[str], None] = field(default=lambda _: None)
+    progress: Progress = field(default_factory=Progress)
     measure: Callable[[Plan], float] | None = None
 
     @cached_property
@@ -232,6 +234,13 @@ def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
     """Simulate the schedule on the stages' times; add the update, the skew of hosts, and what dispatching takes."""
+    with request.progress.during("simulate"):
+        return _predicted(request, step, layers, stages, schedule)
+
+
+def _predicted(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
+) -> Prediction:
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]

@@ -12,6 +12,7 @@ from alpa_lite.api import TracedFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import Auto
 from alpa_lite.planners.planner import Planner
+from alpa_lite.progress import Progress
 from benchmarks.alpa.cases import Case
 from benchmarks.alpa.fixed_plans import FixedPlan
 from benchmarks.requests import request_of
@@ -54,6 +55,7 @@ class Price:
 class Desk:
     """Prices plans, and remembers the steps that it has traced of the case at hand."""
 
+    progress: Progress = field(default_factory=Progress, repr=False)
     _traced: dict[Case, TracedFunction] = field(default_factory=dict[Case, TracedFunction], repr=False)
 
     def price(self, fixed: FixedPlan) -> Price:
@@ -86,7 +88,7 @@ class Desk:
     def plan(self, case: Case, planner: Planner, num_microbatches: int) -> al.Plan:
         """The plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
-            self._traced[case] = al.parallelize(case.train_step()).trace(*case.arguments())
+            self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
         request = request_of(
             self._traced[case], case.cluster, backend=BACKEND, num_microbatches=num_microbatches, name=case.id
         )

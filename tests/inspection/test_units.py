@@ -29,6 +29,14 @@ def test_seconds(seconds, text):
 
 
 @pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.1, "1 s"), (7.4, "7 s"), (43.2, "45 s"), (58.0, "1 min"), (89.0, "1 min"), (100.0, "2 min"), (1e4, "167 min")],
+)
+def test_estimates_are_coarse(seconds, text):
+    assert units.show_about(seconds) == text
+
+
+@pytest.mark.parametrize(
     ("numbers", "text"), [([], ""), ([3], "3"), ([2, 0, 1], "0–2"), ([0, 1, 4, 6, 7], "0–1, 4, 6–7")]
 )
 def test_numbers(numbers, text):

@@ -13,6 +13,7 @@ import alpa_lite as al
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.progress import Progress
 from cost_models.composed import ComposedCostModel
 
 SUBMESH = Submesh(first_device=0, num_hosts=1, devices_per_host=4)
@@ -39,7 +40,9 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     cluster = al.cluster("p3.16xlarge")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
     layers = make_layers(graph, 4)
-    return StageCosts(step=graph, layers=layers, cost_model=ComposedCostModel(cluster), progress=solved.append)
+    return StageCosts(
+        step=graph, layers=layers, cost_model=ComposedCostModel(cluster), progress=Progress(solved.append)
+    )
 
 
 @pytest.mark.parametrize("memory_bytes", [1e9, 1.2e6, 0.8e6, 0.5e6])

@@ -17,6 +17,7 @@ from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Survey
 from alpa_lite.layers import make_layers
+from alpa_lite.progress import Progress
 from alpa_lite.schedule import OneFOneB
 from cost_models.composed import ComposedCostModel
 from tests.inter_op.test_stage_costs import chain_step
@@ -32,7 +33,7 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     # A host that dispatches at once: what it takes is no part of the stage DP, which the search is compared with.
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes, dispatch_seconds=0.0))
     model = ComposedCostModel(cluster)
-    return StageCosts(step=step, layers=make_layers(step, LAYERS), cost_model=model, progress=solved.append)
+    return StageCosts(step=step, layers=make_layers(step, LAYERS), cost_model=model, progress=Progress(solved.append))
 
 
 def _search(memory_bytes: float, solved: list[str]) -> StageSearch:

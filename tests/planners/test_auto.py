@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
-from alpa_lite.planners import Auto, Hybrid
+from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid
 from alpa_lite.planners.numbers import microbatch_numbers
+from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding import Spec
@@ -135,13 +136,36 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
 
     plan = _plan(Auto(), progress=interrupt)
     assert "interrupted" in said[-1]
-    assert 0 < plan.solver.bound <= plan.prediction.step_seconds
+    assert 0 < plan.solver.bound <= plan.prediction.step_seconds and plan.solver.status == "interrupted"
+
+    def early(text: str) -> None:
+        if text.startswith("survey"):
+            raise KeyboardInterrupt
+
+    assert _plan(Auto(), progress=early).name in {f"auto ({planner.name})" for planner in MANUAL_PLANNERS}
 
     def at_once(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         _plan(Auto(), progress=at_once)
+
+
+def test_the_search_says_how_far_it_is() -> None:
+    seen: dict[str, int] = {}
+    known: list[float] = []
+
+    def follow(progress: Progress) -> None:
+        seen[progress.phase] = seen.get(progress.phase, 0) + 1
+        if progress.left and None not in progress.left.values():
+            known.append(sum(units or 0.0 for units in progress.left.values()))
+
+    progress = Progress(None, follow)
+    _plan(Auto(), progress=progress)
+    assert {"trace", "split", "manual", "layers", "survey", "stages", "refine", "simulate"} <= set(seen)
+    assert progress.phases == () and progress.left["survey"] == progress.left["stages"] == 0
+    assert known and known[-1] <= 0.5 * max(known)
+    assert sum(progress.done.values()) > 10
 
 
 def test_equal_stages_agree_on_stacked_weights() -> None:
