@@ -6,7 +6,9 @@ installed, the first run of all does count the compilation. With --json the last
 
     seconds       from the function to the plan
     gap           of the solver (`plan.solver.gap`)
-    phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), search
+    phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), manual
+                  (the classic plans), layers (cut and seen on one device), survey, stages (the search for them),
+                  refine, simulate (schedules), rest; none counts those within it
 
 Without --case two tables show how the time grows with the layers and with the devices, each row in its own process.
 """
@@ -29,8 +31,9 @@ from rich.table import Table
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.planners import Auto, Planner
+from alpa_lite.progress import PhaseTimes
 from benchmarks.alpa.cases import CASES, Case, gpt
 from benchmarks.requests import request_of
 from cost_models.cluster import Cluster
@@ -39,6 +42,7 @@ from cost_models.cluster import Cluster
 _HOST, _HIDDEN, _HEADS = "dgx-a100", 4096, 32
 LAYERS = (12, 24, 48, 96, 192, 384)
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PHASES = ("trace", "split", "manual", "layers", "survey", "stages", "refine", "simulate", "rest")
 _USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
 
 
@@ -61,25 +65,18 @@ class Measured:
         return json.dumps(asdict(self))
 
 
-def measure(case: Case, *, planner: Planner | None = None, num_microbatches: int | str = "auto") -> Measured:
-    """Plan a case for its cluster, timed. Raises `AlpaLiteError` when there is no plan."""
+def measure(
+    case: Case, *, planner: Planner | None = None, num_microbatches: int | str = "auto", bar: Console | None = None
+) -> Measured:
+    """Plan a case for its cluster, timed; `bar`: where to show how far it is. Raises `AlpaLiteError` without a plan."""
     cluster, step, arguments = case.cluster, case.train_step(), case.arguments()
-    started = time.perf_counter()
-    traced = al.parallelize(step).trace(*arguments)
-    traced_at = time.perf_counter()
-    splitting = 0.0
-
-    def step_at(count: int, loop_parts: int) -> StepGraph:
-        nonlocal splitting
-        asked = time.perf_counter()
-        try:
-            return traced.step(count, loop_parts=loop_parts).step
-        finally:
-            splitting += time.perf_counter() - asked
-
-    request = request_of(traced, cluster, num_microbatches=num_microbatches, step_at=step_at)
-    plan = (planner or Auto()).plan(request)
-    ended = time.perf_counter()
+    with planning_progress(bar or Console(quiet=True)) as progress:
+        times = PhaseTimes()
+        progress.follow(times)
+        started = time.perf_counter()
+        traced = al.parallelize(step, progress=progress).trace(*arguments)
+        plan = (planner or Auto()).plan(request_of(traced, cluster, num_microbatches=num_microbatches))
+        ended = time.perf_counter()
     return Measured(
         case=case.id,
         cluster=f"{case.host}:{cluster.num_hosts}",
@@ -89,8 +86,14 @@ def measure(case: Case, *, planner: Planner | None = None, num_microbatches: int
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         num_stages=len(plan.stages),
         num_microbatches=plan.num_microbatches,
-        phases={"trace": traced_at - started, "split": splitting, "search": ended - traced_at - splitting},
+        phases=_phases(times.seconds, ended - started),
     )
+
+
+def _phases(seconds: Mapping[str, float], total: float) -> dict[str, float]:
+    """The seconds of all phases, and what belongs to none."""
+    known = {name: seconds.get(name, 0.0) for name in PHASES[:-1]}
+    return {**known, PHASES[-1]: total - sum(known.values())}
 
 
 def growing_layers(num_layers: int) -> Case:
@@ -140,9 +143,6 @@ def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planne
     console.print(table)
 
 
-PHASES = ("trace", "split", "search")
-
-
 def on_cluster(case: Case, text: str) -> Case:
     """The case on a cluster given as NAME:HOSTS."""
     name, _, hosts = text.partition(":")
@@ -186,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     case = CASES[given.case] if given.cluster is None else on_cluster(CASES[given.case], given.cluster)
     wanted = given.num_microbatches
-    row = measure(case, planner=planner, num_microbatches=wanted if wanted == "auto" else int(wanted))
+    count = wanted if wanted == "auto" else int(wanted)
+    row = measure(case, planner=planner, num_microbatches=count, bar=Console(stderr=True))
     if given.json:
         print(row.to_line())
         return 0

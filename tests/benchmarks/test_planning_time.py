@@ -19,6 +19,9 @@ def test_the_last_line_is_one_object(capsys):
     assert row["peak_rss_bytes"] > 1e8 and 0 <= row["gap"] < 0.3
     assert 30 < row["predicted_tflops_per_device"] < 125
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
+    assert list(row["phases"]) == list(planning_time.PHASES)
+    assert all(row["phases"][name] > 0 for name in ("trace", "split", "layers", "survey", "stages"))
+    assert 0 <= row["phases"]["rest"] < 0.3 * row["seconds"] and row["phases"]["manual"] == 0
 
 
 def test_the_list_shows_every_case(capsys):
