@@ -49,8 +49,8 @@ from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Interleaved1F1B, Schedule
 
-MAX_SEARCHED = 3
-"""For how many numbers of micro-batches the stages are searched, at most."""
+MAX_SEARCHED, MAX_IN_VAIN = 5, 2
+"""For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""
 
 CLOSE = 0.02
 """A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
@@ -119,13 +119,13 @@ class JointSearch:
 
     def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        count, at_most, open_ = 0, math.inf, dict(numbers)
-        while open_ and count < MAX_SEARCHED:
+        count, in_vain, at_most, open_ = 0, 0, math.inf, dict(numbers)
+        while open_ and count < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
             number = min(open_, key=open_.__getitem__)
             if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
                 return
             alike = sum(guessed < at_most for guessed in open_.values())
-            further = min(MAX_SEARCHED - 1 - count, alike) / 2  # much is known then
+            further = min(MAX_IN_VAIN - in_vain, alike) / 2  # much is known then
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
@@ -133,8 +133,10 @@ class JointSearch:
                 self.problems.append(error)
                 continue
             open_ = {n: self._guessed(survey, n) for n in open_}
+            improves = better is not None and better.sum_seconds < at_most
+            count, in_vain = count + 1, 0 if improves else in_vain + (at_most < math.inf)
             if better is not None:
-                count, at_most = count + 1, min(at_most, better.sum_seconds)
+                at_most = min(at_most, better.sum_seconds)
                 yield better
 
     def _plan(self, found: Found) -> Plan:
