@@ -27,6 +27,7 @@ from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.plan import Plan
+from alpa_lite.plan_cache import Cache, planned
 from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
@@ -53,6 +54,7 @@ class Options:
     static_argnums: int | tuple[int, ...] = ()
     batch_argnums: BatchArgnums = None
     progress: Progress = field(default_factory=Progress)
+    cache: Cache = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +79,7 @@ class TracedFunction:
         cluster: Cluster | str | None = None,
         planner: Planner | Plan | None = None,
         num_microbatches: int | str | None = None,
+        cache: Cache | None = None,
     ) -> PlannedFunction:
         """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
         target = _cluster(cluster if cluster is not None else self.options.cluster)
@@ -84,7 +87,8 @@ class TracedFunction:
         chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
-        return PlannedFunction(function=self, last_plan=chosen.plan(request))
+        answer = planned(chosen, request, self.options.cache if cache is None else cache)
+        return PlannedFunction(function=self, last_plan=answer.plan, cached=answer.cached)
 
     def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
         traced = self.traced
@@ -125,10 +129,11 @@ class TracedFunction:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedFunction:
-    """A traced step and a plan for it."""
+    """A traced step and a plan for it; `cached`: whether it was made before and kept (`solver.seconds` are of then)."""
 
     function: TracedFunction
     last_plan: Plan
+    cached: bool = False
 
     def lower(self) -> LoweredFunction:
         """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
@@ -281,6 +286,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
     progress: Say | Progress | None = None,
+    cache: Cache = True,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -293,6 +299,8 @@ def parallelize(
                        their leading dim; a mapping gives another dim. Found by itself in most steps
     progress           called with a line of text at each step of planning and compiling; or a `Progress`, whose
                        followers are also told the phases and how much work is left
+    cache              whether plans are kept, and taken again where all that they depend on is the same; or in which
+                       folder
 
     Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
     """
@@ -306,6 +314,7 @@ def parallelize(
             static_argnums=static_argnums,
             batch_argnums=batch_argnums,
             progress=progress,
+            cache=cache,
         )
     chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
     options = Options(
@@ -316,6 +325,7 @@ def parallelize(
         static_argnums=_numbers(static_argnums),
         batch_argnums=batch_argnums,
         progress=Progress.of(progress),
+        cache=cache,
     )
     return ParallelFunction(fun, options)
 
@@ -329,6 +339,7 @@ def plan(
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
     progress: Say | Progress | None = None,
+    cache: Cache = True,
     **kwargs: Any,
 ) -> Plan:
     """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device.
@@ -343,6 +354,7 @@ def plan(
         static_argnums=static_argnums,
         batch_argnums=batch_argnums,
         progress=progress,
+        cache=cache,
     )
     return function.trace(*args, **kwargs).plan().last_plan
 

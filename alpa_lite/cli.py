@@ -113,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--num-microbatches", type=_count_or_auto, default="auto", metavar="N", help='a number, or "auto"'
     )
+    plan.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     plan.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
 
     explain = _command(commands, "explain", run_explain, "show a plan, or why something in it is so")
@@ -171,7 +172,7 @@ def _command(
 
 
 def run_plan(given: argparse.Namespace) -> int:
-    """`alpa-lite plan`: one call of `alpa_lite.plan`. Ctrl-C ends it with the best plan so far, if there is one."""
+    """`alpa-lite plan`: what `alpa_lite.plan` does. Ctrl-C ends it with the best plan so far, if there is one."""
     step, args, kwargs = load_example(given.step)
     cluster = None
     if given.cluster is not None:
@@ -180,18 +181,21 @@ def run_plan(given: argparse.Namespace) -> int:
         raise PlanError("--num-hosts says how many hosts a described cluster has: give --cluster as well.")
     planner = make_planner(given.planner, given.option)
     with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
-        plan = al.plan(
+        function = al.parallelize(
             step,
-            *args,
             cluster=cluster,
             planner=planner,
             num_microbatches=given.num_microbatches,
             progress=progress,
-            **kwargs,
+            cache=not given.no_cache,
         )
+        found = function.trace(*args, **kwargs).plan()
+    plan = found.last_plan
     if given.output is not None:
         plan.save(given.output)
-    _print(plan_summary(plan) if given.json else plan)
+    _print({**plan_summary(plan), "cached": found.cached} if given.json else plan)
+    if found.cached and not given.json:
+        _print("This plan is from the cache; --no-cache plans anew.")
     return 0
 
 

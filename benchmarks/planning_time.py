@@ -1,8 +1,9 @@
 """Seconds from a train step to its plan: `python -m benchmarks.planning_time --case gpt-39B --json`.
 
-Nothing is known beforehand: the step is traced with shapes, cut into micro-batches, layers and stages, and the search
-runs as `al.plan` runs it. Not counted are imports; of this project's own kernels, which numba compiles once after it is
-installed, the first run of all does count the compilation. With --json the last line is one object:
+The step is traced with shapes, cut into micro-batches, layers and stages, and the search runs as `al.plan` runs it.
+With --no-cache nothing is known beforehand; else a plan that was made before is taken again. Not counted are imports;
+of this project's own kernels, which numba compiles once after it is installed, the first run of all does count the
+compilation. With --json the last line is one object:
 
     seconds       from the function to the plan
     gap           of the solver (`plan.solver.gap`)
@@ -32,6 +33,7 @@ from rich.table import Table
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.progress import planning_progress
+from alpa_lite.plan_cache import Cache, planned
 from alpa_lite.planners import Auto, Planner
 from alpa_lite.progress import PhaseTimes
 from benchmarks.alpa.cases import CASES, Case, gpt
@@ -59,6 +61,7 @@ class Measured:
     num_stages: int
     num_microbatches: int
     phases: Mapping[str, float]
+    cached: bool = False
 
     def to_line(self) -> str:
         """One line of JSON."""
@@ -66,17 +69,26 @@ class Measured:
 
 
 def measure(
-    case: Case, *, planner: Planner | None = None, num_microbatches: int | str = "auto", bar: Console | None = None
+    case: Case,
+    *,
+    planner: Planner | None = None,
+    num_microbatches: int | str = "auto",
+    bar: Console | None = None,
+    cache: Cache = False,
 ) -> Measured:
-    """Plan a case for its cluster, timed; `bar`: where to show how far it is. Raises `AlpaLiteError` without a plan."""
+    """Plan a case for its cluster, timed. Raises `AlpaLiteError` when there is no plan.
+
+    `bar`: where to show how far it is; `cache`: whether to take, and keep, what was planned before.
+    """
     cluster, step, arguments = case.cluster, case.train_step(), case.arguments()
     with planning_progress(bar or Console(quiet=True)) as progress:
         times = PhaseTimes()
         progress.follow(times)
         started = time.perf_counter()
         traced = al.parallelize(step, progress=progress).trace(*arguments)
-        plan = (planner or Auto()).plan(request_of(traced, cluster, num_microbatches=num_microbatches))
+        answer = planned(planner or Auto(), request_of(traced, cluster, num_microbatches=num_microbatches), cache)
         ended = time.perf_counter()
+    plan = answer.plan
     return Measured(
         case=case.id,
         cluster=f"{case.host}:{cluster.num_hosts}",
@@ -87,6 +99,7 @@ def measure(
         num_stages=len(plan.stages),
         num_microbatches=plan.num_microbatches,
         phases=_phases(times.seconds, ended - started),
+        cached=answer.cached,
     )
 
 
@@ -171,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="plan as if for the first time (so far nothing of a plan is kept for the next process)",
+        help="plan as if for the first time, and keep nothing (the tables always do)",
     )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(argv)
@@ -187,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     case = CASES[given.case] if given.cluster is None else on_cluster(CASES[given.case], given.cluster)
     wanted = given.num_microbatches
     count = wanted if wanted == "auto" else int(wanted)
-    row = measure(case, planner=planner, num_microbatches=count, bar=Console(stderr=True))
+    row = measure(case, planner=planner, num_microbatches=count, bar=Console(stderr=True), cache=not given.no_cache)
     if given.json:
         print(row.to_line())
         return 0
@@ -195,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(
         f"{row.case} on {row.cluster}: {row.seconds:.2f} s ({phases}); {row.num_stages} stages, {row.num_microbatches} "
         f"micro-batches, {row.predicted_tflops_per_device:.1f} TFLOPS per device, gap {100 * row.gap:.2f} %, peak "
-        f"memory {row.peak_rss_bytes / 1e9:.2f} GB",
+        f"memory {row.peak_rss_bytes / 1e9:.2f} GB" + (", from the cache" if row.cached else ""),
         highlight=False,
     )
     return 0

@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 NUM_DEVICES = 8
 
+# What the user's programs have planned is no business of tests, nor the other way round.
+os.environ["ALPA_LITE_CACHE"] = "off"
+
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before the test harness; run pytest without the plugin that imports it.")
 

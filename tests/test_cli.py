@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite import cli
+from alpa_lite import cli, plan_cache
 from alpa_lite.runtime import fingerprint as fingerprints
 from tests.runtime.test_calibrate import simulate
 
@@ -115,6 +115,16 @@ def test_plan_json_and_hosts(at_work, capsys):
         capsys, "plan", "users_model:example", "--cluster", "p3.16xlarge", "--num-hosts", "2", "--planner", "fsdp"
     )
     assert summary["num_devices"] == 16 and summary["name"] == "FSDP"
+
+
+def test_a_plan_that_was_made_before_says_so(at_work, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("ALPA_LITE_CACHE", str(tmp_path))
+    monkeypatch.setattr(plan_cache, "only_own_rules", lambda: True)  # other tests register some
+    command = ["plan", "users_model:example", "--cluster", "p3.16xlarge", "--planner", "fsdp"]
+    assert "from the cache" not in run(capsys, *command)[1]
+    assert "from the cache" in run(capsys, *command)[1]
+    assert run_json(capsys, *command)["cached"] is True
+    assert run_json(capsys, *command, "--no-cache")["cached"] is False
 
 
 def test_a_saved_plan_is_replayed(plans, at_work, capsys):

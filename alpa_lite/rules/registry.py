@@ -178,6 +178,12 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
+def only_own_rules() -> bool:
+    """True when no rule was registered by others, so that this package's source tells all of them."""
+    own = __name__.partition(".")[0]
+    return all(function.__module__.partition(".")[0] == own for function in _RULES.values())
+
+
 def has_rule(primitive: str) -> bool:
     """True when the primitive is not opaque."""
     return primitive in _RULES

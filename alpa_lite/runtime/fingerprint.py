@@ -37,7 +37,7 @@ def cache_folder() -> Path:
         return home / "Library" / "Caches" / "alpa_lite"
     if sys.platform == "win32":
         return home / "AppData" / "Local" / "alpa_lite"
-    return home / ".cache" / "alpa_lite"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "alpa_lite"
 
 
 def path_for(devices_fingerprint: str) -> Path:

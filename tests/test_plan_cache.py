@@ -1,0 +1,172 @@
+"""Plans that were made before: taken again where everything is the same, and only there; damage is no error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import alpa_lite as al
+from alpa_lite import plan_cache
+from alpa_lite.planners import Auto, DataParallel, Hybrid, Planner, PlanRequest
+from alpa_lite.progress import Progress
+
+WIDTH, BATCH = 64, 32
+CLUSTER = al.cluster("p3.16xlarge")
+
+
+def step_with(rate: float) -> Callable[..., Any]:
+    """A training step; of another rate, another one."""
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jnp.mean(jnp.tanh(x @ weights["a"]) @ weights["b"])
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - rate * g, weights, grads), value
+
+    return train_step
+
+
+def _weights(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32))
+
+
+def _planned(folder: Path | bool | None, step: Any = None, batch: int = BATCH, **options: Any) -> al.PlannedFunction:
+    options = {"cluster": CLUSTER, "planner": Hybrid(data=8), **options}
+    x = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    return al.parallelize(step or step_with(0.1), **options).trace(_weights("a", "b"), x).plan(cache=folder)
+
+
+@pytest.fixture(autouse=True)
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests register rules in this process."""
+    monkeypatch.setattr(plan_cache, "only_own_rules", lambda: True)
+
+
+@pytest.mark.parametrize("planner", [Auto(), Hybrid(pipeline=2), Auto(pins={"a": PartitionSpec(None, "x")})])
+def test_the_same_again_is_the_same_plan(tmp_path: Path, planner: Planner) -> None:
+    said: list[str] = []
+    first = _planned(tmp_path, planner=planner)
+    again = _planned(tmp_path, planner=planner, progress=said.append)
+    assert not first.cached and again.cached
+    assert again.last_plan == first.last_plan and again.last_plan.solver.seconds == first.last_plan.solver.seconds
+    assert len(said) == 1 and "from the cache" in said[0]
+    again.lower()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "step": {"step": step_with(0.2)},
+    "batch": {"batch": 2 * BATCH},
+    "micro-batches": {"num_microbatches": 2},
+    "planner": {"planner": DataParallel()},
+    "option": {"planner": Hybrid(data=8, zero=1)},
+    "cluster": {"cluster": replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=10**10))},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_differs_is_planned_anew(tmp_path: Path, other: str) -> None:
+    _planned(tmp_path)
+    assert not _planned(tmp_path, **OTHERS[other]).cached
+    assert _planned(tmp_path).cached
+
+
+def test_other_source_or_versions_are_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _planned(tmp_path)
+    monkeypatch.setattr(plan_cache, "own_digest", lambda: "after an upgrade")
+    assert not _planned(tmp_path).cached
+
+
+def test_a_plan_that_does_not_belong_to_the_step_is_made_anew(tmp_path: Path) -> None:
+    """The key sees the step at its whole batch only; at the micro-batches of the plan it might be another."""
+    options = {"planner": Hybrid(pipeline=2), "num_microbatches": 4}
+    plan = _planned(tmp_path, **options).last_plan
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace(plan.fingerprint, "0" * 64))
+    assert not _planned(tmp_path, **options).cached
+    assert _planned(tmp_path, **options).cached
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 3}', b"[1]"])
+def test_damage_is_no_error(tmp_path: Path, damage: bytes) -> None:
+    plan = _planned(tmp_path).last_plan
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage)
+    again = _planned(tmp_path)
+    assert not again.cached and again.last_plan.stages == plan.stages
+    assert _planned(tmp_path).cached  # mended
+
+
+def test_no_folder_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for _ in range(2):
+        assert not _planned(tmp_path / "file" / "plans").cached
+
+
+def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step_with(rate) for rate in (0.1, 0.2, 0.3)]
+    for number, step in enumerate(steps[:2]):
+        _planned(tmp_path, step)
+        newest = max(tmp_path.iterdir(), key=os.path.getmtime)
+        os.utime(newest, (number + 1, number + 1))
+    assert _planned(tmp_path, steps[0]).cached  # asked for, so that the second is the oldest now
+    size = max(file.stat().st_size for file in tmp_path.iterdir())
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 2.5 * size)
+    _planned(tmp_path, steps[2])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [_planned(tmp_path, step).cached for step in (steps[2], steps[0], steps[1])] == [True, True, False]
+
+
+def test_interrupted_plans_are_not_kept(tmp_path: Path) -> None:
+    def interrupt(text: str) -> None:
+        if text.startswith("survey"):
+            raise KeyboardInterrupt
+
+    plan = _planned(tmp_path, planner=Auto(), progress=Progress(interrupt)).last_plan
+    assert plan.solver.status == "interrupted" and not list(tmp_path.iterdir())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Planner):
+    """A planner of the user's, whose code nobody can compare."""
+
+    name = "mine"
+
+    def plan(self, request: PlanRequest) -> al.Plan:
+        """As data parallel."""
+        return DataParallel().plan(request)
+
+
+def test_what_has_no_content_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _planned(tmp_path, planner=Mine())
+    _planned(tmp_path, planner=Auto(manual=(Mine(),)))
+    _planned(tmp_path, planner=_planned(False).last_plan)  # a replay
+    monkeypatch.setattr(plan_cache, "only_own_rules", lambda: False)
+    _planned(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_cache.folder_of(True) is None  # as tests run
+    assert plan_cache.folder_of(tmp_path) == tmp_path and plan_cache.folder_of(str(tmp_path)) == tmp_path
+    monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path / "mine"))
+    assert plan_cache.folder_of(True) == tmp_path / "mine" and plan_cache.folder_of(False) is None
+    monkeypatch.delenv(plan_cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert plan_cache.folder_of(True) == tmp_path / "alpa_lite" / "plans"
+
+
+def test_al_plan_takes_a_folder(tmp_path: Path) -> None:
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    options = {"cluster": "p3.16xlarge", "planner": DataParallel(), "cache": tmp_path}
+    first, again = (al.plan(step_with(0.1), _weights("a", "b"), x, **options) for _ in range(2))
+    assert first == again and len(list(tmp_path.iterdir())) == 1
