@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.source_info_util as source_info_util
+import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -56,9 +57,20 @@ def name_stack(eqn: Any) -> str:
 def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
     """The abstract array of a shape and a dtype by its name, typed random keys (`key<...>`) included."""
     if dtype.startswith("key<"):
-        implementation = {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
-        return jax.ShapeDtypeStruct(tuple(shape), jax.random.key(0, impl=implementation).dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), _a_key(dtype).dtype)
     return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+
+
+def _a_key(dtype: str) -> jax.Array:
+    implementation = {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
+    return jax.random.key(0, impl=implementation)
+
+
+def zeros(like: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros on the host, or one of keys, of a shape and dtype."""
+    if str(like.dtype).startswith("key<"):
+        return jax.numpy.broadcast_to(_a_key(str(like.dtype)), like.shape)
+    return np.zeros(like.shape, like.dtype)
 
 
 @lru_cache(maxsize=10_000)

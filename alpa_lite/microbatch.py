@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
-from alpa_lite.garbage import uncollected
+from alpa_lite.garbage import rare_collection
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
@@ -60,7 +60,7 @@ class TracedStep:
     constants: tuple[Any, ...]
 
 
-@uncollected()
+@rare_collection()
 def split_step(traced: Traced, num_microbatches: int, *, loop_parts: int = 0) -> TracedStep:
     """The step cut into phases for `num_microbatches`.
 

@@ -6,7 +6,8 @@
     folder   the user's caches, bounded in size; what was not asked for longest goes first                 `_store`
 
 What has no content to compare (planners and cost models of the user's, rules that the user registered) is planned each
-time. So is a plan that was interrupted. A cache that cannot be read or written is none; it is never an error.
+time. So are plans that are chosen by running them, and those that were interrupted. A cache that cannot be read or
+written is none; it is never an error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jax.sharding import PartitionSpec
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.plan import FORMAT, INTERRUPTED, Plan, fingerprint
+from alpa_lite.planners.auto import Auto
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
 from alpa_lite.rules.registry import only_own_rules
@@ -88,7 +90,8 @@ def folder_of(kept: Cache) -> Path | None:
 
 def key_of(planner: Planner, request: PlanRequest) -> str | None:
     """The digest of all that a plan depends on; None where that has no content."""
-    if isinstance(planner, Replay) or not only_own_rules():
+    measures = isinstance(planner, Auto) and planner.measure_top > 0
+    if isinstance(planner, Replay) or measures or not only_own_rules():
         return None
     asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches)
     try:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
@@ -17,8 +17,8 @@ from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
 from alpa_lite.plan import CollectiveUse, OpPlacement
 from alpa_lite.rules import Rule
-from alpa_lite.rules.fusion import PriceClass, Slot, price_class
 from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.price_class import PriceClass, price_classes
 from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from cost_models.cluster import Cluster
@@ -35,7 +35,7 @@ class OpPrice:
     seconds: float
     flops: float
     num_kernels: float
-    collectives: tuple[tuple[str, tuple[str, ...], float], ...]
+    collectives: tuple[tuple[str, tuple[str, ...], float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,13 @@ class Pricer:
     submesh: Submesh
     mesh: LogicalMesh
     _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict[tuple[str, ...], Group], repr=False)
     _prices: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
+    _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
+
+    def elsewhere(self, submesh: Submesh, mesh: LogicalMesh) -> Pricer:
+        """Prices by the same cost model on another mesh; one device's part of an op is priced once for both."""
+        return Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh, _local=self._local)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -55,13 +61,15 @@ class Pricer:
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The devices that communicate along axes."""
-        g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
-        return Group(
-            num_devices=g.num_devices,
-            devices_per_host=g.devices_per_host,
-            num_concurrent=g.num_concurrent,
-            devices_per_domain=g.devices_per_domain,
-        )
+        if axes not in self._groups:
+            g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+            self._groups[axes] = Group(
+                num_devices=g.num_devices,
+                devices_per_host=g.devices_per_host,
+                num_concurrent=g.num_concurrent,
+                devices_per_domain=g.devices_per_domain,
+            )
+        return self._groups[axes]
 
     def step_seconds(self, step: Step, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
@@ -80,44 +88,35 @@ class Pricer:
     def price_class(self, graph: Graph, op_id: int) -> PriceClass:
         """Equal for ops that have the same prices under the same placements."""
         backend = self.cost_model.backend
-        return price_class(graph, op_id, fusion=backend.fusion, fused_attention=backend.fused_attention)
+        return price_classes(graph, backend.fusion, backend.fused_attention)[op_id]
 
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
         """Work of one device for one op: its part of the FLOPs, and what it moves after fusion (`rules.fusion`)."""
-        kind = self.price_class(graph, op.id)
-        rule, access, operands, results = kind.op.rule, kind.access, graph.operands(op), graph.results(op)
-
-        def local(slot: Slot) -> float:
-            value = (results if slot.is_result else operands)[slot.number]
-            dims = (rule.results if slot.is_result else rule.operands)[slot.number]
-            return slot.part * value.bytes / _shards(dims, placement, self.sizes)
-
-        split = prod(self.sizes[a] for axes in placement.factors for a in axes)
-        flops = rule.flops / split * (0.5 if kind.half_masked else 1.0)
-        matrix = rule.work_kind != "elementwise"
-        # A product computes in the format that it reads, whatever it adds up in.
-        floats = [v.dtype for v in ((*operands, *results) if matrix else (*results, *operands)) if v.is_float]
-        return Work(
-            flops=flops,
-            bytes=sum(map(local, (*access.reads, *access.writes))),
-            kind="attention" if kind.in_attention else rule.work_kind,
-            dtype=floats[0] if floats else "float32",
-            num_kernels=access.num_kernels,
-            product=local_product(rule, results[0], placement, self.sizes) if matrix and flops else None,
-        )
+        return local_work(self.price_class(graph, op.id), cuts_of(placement, self.sizes))
 
     def price(self, graph: Graph, op: Op, placement: OpPlacement) -> OpPrice:
         """What one op without bodies takes on one device."""
-        key = (self.price_class(graph, op.id), placement.factors)
-        if key not in self._prices:
-            work, seconds = self.op_work(graph, op, placement), 0.0
+        kind = self.price_class(graph, op.id)
+        key = (kind, placement.factors)
+        found = self._prices.get(key)
+        if found is None:
+            local = self.local_price(kind, cuts_of(placement, self.sizes))
+            if has_own_collectives(graph, op):
+                local = replace(local, collectives=tuple(own_collectives(graph, op, placement, self.sizes)))
+            found = self._prices[key] = local
+        return found
+
+    def local_price(self, kind: PriceClass, cuts: tuple[int, ...]) -> OpPrice:
+        """The price without collectives of ops of a class whose factors are cut so; by which axes does not matter."""
+        active = self.mesh.num_devices
+        key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
+        found = self._local.get(key)
+        if found is None:
+            work, seconds = local_work(kind, cuts), 0.0
             if work.flops or work.bytes or work.num_kernels:
-                seconds = self.cost_model.compute_seconds(work, num_active_devices=self.mesh.num_devices)
-            collectives = tuple(own_collectives(graph, op, placement, self.sizes))
-            self._prices[key] = OpPrice(
-                seconds=seconds, flops=work.flops, num_kernels=work.num_kernels, collectives=collectives
-            )
-        return self._prices[key]
+                seconds = self.cost_model.compute_seconds(work, num_active_devices=active)
+            found = self._local[key] = OpPrice(seconds=seconds, flops=work.flops, num_kernels=work.num_kernels)
+        return found
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
         """Compute of one op plus the collectives that are part of it (own_collectives)."""
@@ -127,11 +126,37 @@ class Pricer:
         )
 
 
-def _shards(dims: tuple[tuple[int, ...], ...], placement: OpPlacement, sizes: Mapping[str, int]) -> int:
-    return prod(sizes[a] for factors in dims for f in factors for a in placement.factors[f])
+def local_work(kind: PriceClass, cuts: Sequence[int]) -> Work:
+    """Work of one device for an op whose factors are cut into so many parts each."""
+    rule, view, access = kind.op.rule, kind.op.view, kind.access
+    matrix, moved = rule.work_kind != "elementwise", 0.0
+    for is_result, number, part in (*access.reads, *access.writes):
+        values, dims = (view.results, rule.results) if is_result else (view.operands, rule.operands)
+        moved += part * values[number].bytes / _shards(dims[number], cuts)
+    flops = rule.flops / prod(cuts) * (0.5 if kind.half_masked else 1.0)
+    # A product computes in the format that it reads, whatever it adds up in.
+    values = (*view.operands, *view.results) if matrix else (*view.results, *view.operands)
+    floats = (v.dtype for v in values if v.is_float)
+    return Work(
+        flops=flops,
+        bytes=moved,
+        kind="attention" if kind.in_attention else rule.work_kind,
+        dtype=next(floats, "float32"),
+        num_kernels=access.num_kernels,
+        product=local_product(rule, view.results[0], cuts) if matrix and flops else None,
+    )
 
 
-def local_product(rule: Rule, result: Value, placement: OpPlacement, sizes: Mapping[str, int]) -> Product | None:
+def cuts_of(placement: OpPlacement, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Into how many parts each factor is cut."""
+    return tuple([prod([sizes[a] for a in axes]) if axes else 1 for axes in placement.factors])
+
+
+def _shards(dims: tuple[tuple[int, ...], ...], cuts: Sequence[int]) -> int:
+    return prod([cuts[f] for factors in dims for f in factors])
+
+
+def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | None:
     """The matrix product that one device runs for a contraction or a convolution, read off the rule.
 
     count = factors of both operands and the result,  columns = factors of the second operand and the result alone
@@ -140,13 +165,18 @@ def local_product(rule: Rule, result: Value, placement: OpPlacement, sizes: Mapp
     if len(rule.operands) < 2:
         return None
     first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))
-    blocks = [n // prod(sizes[a] for a in placement.factors[f]) for f, n in enumerate(rule.sizes)]
+    blocks = [n // cut for n, cut in zip(rule.sizes, cuts, strict=True)]
     count = prod(blocks[f] for f in first & second & made)
     columns = prod(blocks[f] for f in (second & made) - first)
-    split = prod(sizes[a] for axes in placement.factors for a in axes)
-    elements = result.num_elements / _shards(rule.results[0], placement, sizes)
-    depth = rule.flops / split / (2 * elements)
+    elements = result.num_elements / _shards(rule.results[0], cuts)
+    depth = rule.flops / prod(cuts) / (2 * elements)
     return Product(rows=elements / (count * columns), columns=columns, depth=depth, count=count)
+
+
+def has_own_collectives(graph: Graph, op: Op) -> bool:
+    """Whether an op may hold collectives under some placement."""
+    rule = rule_of_op(graph, op.id)
+    return op.effectful or bool(rule.halos) or rule.reduction != "sum"
 
 
 def own_collectives(
@@ -160,12 +190,14 @@ def own_collectives(
     rule, shared = rule_of_op(graph, op.id), sharing_axes(op, sizes)
     found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
     found += [("all_reduce", shared, float(v.bytes)) for v in graph.results(op) if shared and v.bytes]
-    axes = tuple(a for a in sizes if a in reduced_axes(rule, placement))
-    if rule.reduction == "sum" or not axes:
+    reduced = reduced_axes(rule, placement) if rule.reduction != "sum" else ()
+    axes = tuple(a for a in sizes if a in reduced)
+    if not axes:
         return found
+    cuts = cuts_of(placement, sizes)
     for i, v in enumerate(graph.results(op)):
         kind, item = combination(rule.reduction, v.dtype)
-        block = item * v.num_elements / _shards(rule.results[i], placement, sizes)
+        block = item * v.num_elements / _shards(rule.results[i], cuts)
         found.append((kind, axes, block * (prod(sizes[a] for a in axes) if kind == "all_gather" else 1)))
     return found
 
@@ -174,14 +206,14 @@ def _halo_exchanges(
     rule: Rule, placement: OpPlacement, operands: Sequence[Value], sizes: Mapping[str, int]
 ) -> list[tuple[str, tuple[str, ...], float]]:
     found = list[tuple[str, tuple[str, ...], float]]()
-    blocks = dict[int, list[int]]()
+    blocks, cuts = dict[int, list[int]](), cuts_of(placement, sizes) if rule.halos else ()
     for halo in rule.halos:
         axes = tuple(a for a in sizes if a in placement.factors[halo.factor])
         if not axes:
             continue
         value, dims = operands[halo.operand], rule.operands[halo.operand]
         block = blocks.setdefault(
-            halo.operand, [n // _shards((d,), placement, sizes) for n, d in zip(value.shape, dims, strict=True)]
+            halo.operand, [n // _shards((d,), cuts) for n, d in zip(value.shape, dims, strict=True)]
         )
         row = item_bytes(value.dtype) * prod(n for d, n in enumerate(block) if d != halo.dim)
         found += [("permute", axes, float(row * rows)) for rows in (halo.before, halo.after) if rows]

@@ -120,12 +120,12 @@ class Step:
 
 def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
     """Every elementary move that is possible from `spec`."""
-    local = 1.0 / num_shards(spec, sizes)
+    local, block = 1.0 / num_shards(spec, sizes), local_shape(spec, shape, sizes)
     used = spec.axes
     for axis in spec.partial:
         rest = tuple(a for a in spec.partial if a != axis)
         yield Step(kind="all_reduce", axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
-        for dim in _can_split(spec, shape, sizes, axis):
+        for dim in _can_split(block, sizes[axis]):
             yield Step(
                 kind="reduce_scatter",
                 axes=(axis,),
@@ -136,7 +136,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     for axis in (a for a in sizes if a not in used):
         if not shape:
             yield addend(spec, axis)
-        for dim in _can_split(spec, shape, sizes, axis):
+        for dim in _can_split(block, sizes[axis]):
             yield Step(
                 kind="slice",
                 axes=(axis,),
@@ -150,7 +150,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
         yield Step(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
-        for target in _can_split(gathered, shape, sizes, axis):
+        for target in _can_split(block, sizes[axis]):
             if target != dim:
                 yield Step(
                     kind="all_to_all",
@@ -234,9 +234,8 @@ def _with(dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]) ->
     return dims[:dim] + (axes,) + dims[dim + 1 :]
 
 
-def _can_split(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], axis: str) -> list[int]:
-    local = local_shape(spec, shape, sizes)
-    return [dim for dim, n in enumerate(local) if n % sizes[axis] == 0 and n > 0]
+def _can_split(block: Sequence[int], size: int) -> list[int]:
+    return [dim for dim, n in enumerate(block) if n % size == 0 and n > 0]
 
 
 def sent_bytes_factor(step: Step, sizes: Mapping[str, int]) -> float:

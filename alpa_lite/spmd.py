@@ -126,6 +126,8 @@ def combination(reduction: str, dtype: str) -> tuple[str, int]:
 
 
 def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    if len(factors) == 1:
+        return axes[factors[0]]
     return tuple(axis for factor in factors for axis in axes[factor])
 
 
@@ -244,16 +246,7 @@ class Walk(Generic[A]):
 
 def can_split(rule: Rule, factor: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
     """True when a factor may be split over these axes: in equal blocks, being the major part of every dim."""
-    return rule.splits_into(factor, prod(sizes[axis] for axis in axes)) and is_major(rule, factor)
-
-
-def is_major(rule: Rule, factor: int) -> bool:
-    """True when the factor is the major part of every dim that holds it: only then are its blocks contiguous."""
-    for dims in (*rule.operands, *rule.results):
-        for factors in dims:
-            if factor in factors and next(f for f in factors if rule.sizes[f] > 1 or f == factor) != factor:
-                return False
-    return True
+    return factor in rule.major and rule.splits_into(factor, prod(sizes[axis] for axis in axes))
 
 
 def sharing_axes(op: Op, sizes: Mapping[str, int]) -> tuple[str, ...]:

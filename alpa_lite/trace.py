@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from alpa_lite.errors import BatchError, TraceError
-from alpa_lite.garbage import uncollected
+from alpa_lite.garbage import rare_collection
 
 BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
 """The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dim."""
@@ -73,7 +73,7 @@ def _resized(leaf: jax.ShapeDtypeStruct, dim: int, size: int, batch_size: int | 
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
-@uncollected()
+@rare_collection()
 def trace(
     fun: Callable[..., Any],
     args: Sequence[Any],

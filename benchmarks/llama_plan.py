@@ -108,9 +108,9 @@ def measure(model: Llama, options: argparse.Namespace) -> None:
         print(f"{'scan' if model.scan_layers else 'loop'}: {len(view.ops)} ops", end=", ", flush=True)
     print(f"batch {options.batch_size} × {model.seq_len}, {clock}", flush=True)
     for limit in (gigabytes * 1e9 or None for gigabytes in options.limits):
-        builder = new_builder(view, cluster, free_axes=options.free_axes)
         clock = Clock()
         with clock.part("build"):
+            builder = new_builder(view, cluster, free_axes=options.free_axes)
             problem = builder.problem(limit_bytes=limit, in_flight=1)
         with clock.part("simplify"):
             simplify(replace(problem, limit_bytes=None))

@@ -133,10 +133,16 @@ def loop_seconds(
     """
     if trips <= 1:
         return trips * simulate(body, contention=contention).seconds
-    ends = {n: simulate(_repeated(body, carried, n), contention=contention).seconds for n in (1, 2, 3) if n <= trips}
-    if trips <= 2:
-        return ends[1] + (trips - 1) * (ends[2] - ends[1]) if 2 in ends else trips * ends[1]
-    return ends[2] + (trips - 2) * (ends.get(3, 2 * ends[2] - ends[1]) - ends[2])
+    tasks = _repeated(body, carried, min(3, int(trips)))
+
+    def end(count: int) -> float:
+        return simulate(tasks[: count * len(body)], contention=contention).seconds
+
+    if trips < 2:
+        return trips * end(1)
+    second = end(2)
+    third = end(3) if trips >= 3 else 2 * second - end(1)
+    return second + (trips - 2) * (third - second)
 
 
 def _repeated(body: Sequence[Task], carried: Sequence[tuple[int, int]], count: int) -> list[Task]:
@@ -153,7 +159,7 @@ def _repeated(body: Sequence[Task], carried: Sequence[tuple[int, int]], count: i
                 needs += (before + handed[number],)
             elif not task.needs:
                 needs += gates
-            tasks.append(replace(task, needs=needs))
+            tasks.append(Task(seconds=task.seconds, stream=task.stream, needs=needs, streams=task.streams))
     return tasks
 
 

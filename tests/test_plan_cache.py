@@ -145,6 +145,26 @@ class Mine(Planner):
         return DataParallel().plan(request)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Looks(Planner):
+    """Keeps the requests that it gets."""
+
+    requests: list[PlanRequest]
+    name = "looks"
+
+    def plan(self, request: PlanRequest) -> al.Plan:
+        """As data parallel."""
+        self.requests.append(request)
+        return DataParallel().plan(request)
+
+
+def test_plans_that_are_chosen_by_running_them_are_not_kept() -> None:
+    looks = Looks(requests=[])
+    _planned(False, planner=looks)
+    assert plan_cache.key_of(Auto(), looks.requests[0]) is not None
+    assert plan_cache.key_of(Auto(measure_top=2), looks.requests[0]) is None
+
+
 def test_what_has_no_content_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _planned(tmp_path, planner=Mine())
     _planned(tmp_path, planner=Auto(manual=(Mine(),)))

@@ -54,6 +54,17 @@ def test_a_matrix_product_costs_two_flops_per_multiplication_and_splits_evenly()
     assert split.seconds < whole.seconds
 
 
+def test_what_one_device_does_costs_the_same_on_every_mesh() -> None:
+    graph, op = _op(jnp.matmul, "dot_general", SQUARE, SQUARE)
+    turned = LogicalMesh(axis_names=("a", "b"), shape=(2, 4))
+    PRICER.price(graph, op, OpPlacement(factors=(("x",), (), ())))
+    here = PRICER.elsewhere(PRICER.submesh, turned)
+    for factors in ((("a",), (), ()), ((), ("b",), ()), (("a",), ("b",), ())):
+        placement = OpPlacement(factors=factors)
+        known = Pricer(cost_model=PRICER.cost_model, submesh=PRICER.submesh, mesh=turned).price(graph, op, placement)
+        assert here.price(graph, op, placement) == known
+
+
 def test_a_loop_of_unknown_length_costs_one_trip() -> None:
     seconds, flops = _replicated(
         lambda x: jax.lax.while_loop(lambda y: jnp.sum(y) < 1.0, lambda y: y @ y, x), "while", SQUARE

@@ -60,6 +60,11 @@ class Profile:
         """How many layers."""
         return self.loop_seconds.size
 
+    @property
+    def shares(self) -> FloatArray:
+        """[layers]: the part of both passes that each layer takes."""
+        return self.loop_seconds / max(float(self.loop_seconds.sum()), 1e-30)
+
     def holds(self, space: Space, size: float, in_flight: Sequence[int]) -> NDArray[np.int64]:
         """[layers, layers, kinds]: how many of the numbers `in_flight` (which rise) stages have memory for, as far as
         is known, with micro-batches of `size` samples."""

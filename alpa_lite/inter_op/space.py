@@ -17,14 +17,12 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_costs import BATCH_AXES
-from alpa_lite.layers import Layers, op_flops
 from alpa_lite.mesh import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
-IMBALANCE = 2.0
-"""A stage may have at most this many times its devices' share of the FLOPs, and at least the inverse of its square."""
+IMBALANCE = 4.0
+"""A stage may have at most this many times its devices' share of the work, and at least the inverse of its square."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +31,13 @@ class Space:
 
     kinds    of submesh
     meshes   of each kind, the logical meshes over it
+    fair     a part of the layers is only for about its share of the devices
     """
 
     cluster: Cluster
     kinds: tuple[SubmeshKind, ...]
     meshes: tuple[tuple[LogicalMesh, ...], ...]
+    fair: bool = True
 
     @staticmethod
     def of(cluster: Cluster) -> Space:
@@ -138,9 +138,9 @@ class Space:
         return np.repeat(found[..., None], len(self.kinds), axis=2)
 
     def worthwhile(self, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """[layers, layers, kinds]: whether a stage of these layers makes sense there, by each layer's share of FLOPs.
+        """[layers, layers, kinds]: whether a stage of these layers makes sense there, by the share of each in the work.
 
-        All devices go with all layers; a part of the layers gets about its share of the devices.
+        All devices go with all layers; a part of the layers gets about its share of the devices, if that is asked for.
         """
         count, ends = shares.size, np.concatenate([[0.0], np.cumsum(shares)])
         of_range = ends[None, 1:] - ends[:-1, None]
@@ -149,7 +149,7 @@ class Space:
         for k, devices in enumerate(self.devices):
             share = self.shares[k]
             fair = (share / IMBALANCE**2 <= of_range) & (of_range <= share * IMBALANCE)
-            found[:, :, k] = in_order & (fair | self.cluster.shared_processor)
+            found[:, :, k] = in_order & (fair | self.cluster.shared_processor | (not self.fair))
             found[0, count - 1, k] = False
             if devices == self.cluster.num_devices:
                 found[:, :, k] = False
@@ -184,12 +184,3 @@ def _over_hosts(hosts: int, per_host: int, model: int) -> LogicalMesh:
     sizes = {"replica": hosts, "data": per_host // model, "model": model}
     axes = {name: size for name, size in sizes.items() if size > 1}
     return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
-
-
-def flops_shares(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
-    """Each layer's part of the FLOPs of the loop."""
-    totals = np.zeros(layers.num_layers)
-    for flops, layer, phase in zip(op_flops(step), layers.of_op, step.phases, strict=True):
-        if layer is not None and phase.in_loop:
-            totals[layer] += flops
-    return totals / max(1.0, totals.sum())

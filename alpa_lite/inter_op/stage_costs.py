@@ -243,7 +243,10 @@ class StageCosts:
 
     def _catalogue(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
         if kind not in self.catalogues:
-            pricer = Pricer(cost_model=self._model(submesh), submesh=submesh, mesh=mesh)
+            model = self._model(submesh)
+            known = (c.pricer for c in self.catalogues.values() if c.pricer.cost_model is model)
+            alike = next(known, None)
+            pricer = alike.elsewhere(submesh, mesh) if alike else Pricer(cost_model=model, submesh=submesh, mesh=mesh)
             self.catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
         return self.catalogues[kind]
 

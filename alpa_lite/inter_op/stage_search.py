@@ -14,13 +14,16 @@ memory into account, and what its layers hand to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import product
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.space import Space, flops_shares
+from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
 from alpa_lite.intra_op.problem import Status
@@ -31,7 +34,13 @@ from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 from cost_models.cluster import Cluster
 
-SOLVES, LEAST_SOLVES = 4, 12
+Equal = Literal["layers", "devices"]
+"""What all stages may be asked to have equally many of."""
+
+MANY = 3
+"""How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
+
+SOLVES, LEAST_SOLVES = 2, 6
 """How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
@@ -53,11 +62,13 @@ class StageSearch:
         space: Space,
         guess: NDArray[np.float64],
         following: NDArray[np.int64],
+        worthwhile: NDArray[np.bool_],
         *,
         num_stages: int | None = None,
         under: Callable[[Remat, int | None], StageCosts] | None = None,
         policies: Sequence[Remat] = (Remat.NONE,),
         equal_stages: bool = False,
+        equal: Collection[Equal] = (),
     ) -> None:
         """Nothing is solved yet.
 
@@ -67,9 +78,11 @@ class StageSearch:
                         run
         following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
                         for none
+        worthwhile      [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
         num_stages      how many stages to make; None for the best number
         under           the costs of all layers, or of so many equal ones, under a policy; None: `costs`
         equal_stages    make equal stages alone, in one logical mesh: each is solved as one of so many equal layers
+        equal           what stages have equally many of, beside that
         """
         self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
         self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
@@ -80,9 +93,8 @@ class StageSearch:
         size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
-        possible = space.worthwhile(flops_shares(costs.step, costs.layers))
-        if equal_stages:
-            possible &= self._equal()
+        possible = worthwhile & self._equal() if equal_stages else worthwhile
+        self._ways = list(self._alike(equal))
         self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
@@ -118,7 +130,7 @@ class StageSearch:
         progress = self.costs.progress
         done = progress.done.get("stages", 0) - self._before
         self._usual = max(self._usual, SOLVES * stages - self._before / 3)
-        left = max(pending, self._usual - done, done / SOLVES)
+        left = max(pending, self._usual - done, done / 4)
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
     def best_known(self) -> StageChoice:
@@ -129,9 +141,8 @@ class StageSearch:
         return self._best(np.where(self.solved, self.seconds, np.inf))
 
     def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
-        if not self.all_equal:
-            return self._dispatched(self._best_of(seconds))
-        return min(map(self._dispatched, self._alike(seconds)), key=lambda found: found.seconds, default=_NOTHING)
+        found = (self._dispatched(self._best_of(np.where(way, seconds, np.inf))) for way in self._ways)
+        return min(found, key=lambda each: each.seconds, default=_NOTHING)
 
     def _dispatched(self, found: StageChoice) -> StageChoice:
         """Stages take no less than their host needs to dispatch all of their tasks."""
@@ -142,16 +153,28 @@ class StageSearch:
         tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
         return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks))
 
-    def _alike(self, seconds: NDArray[np.float64]) -> Iterator[StageChoice]:
-        """The best stages of each size in each logical mesh."""
-        meshes = {(mesh, k): c for k, of_kind in enumerate(self.space.meshes) for c, mesh in enumerate(of_kind)}
-        for mesh in dict.fromkeys(mesh for mesh, _ in meshes):
-            only = np.full_like(seconds, np.inf)
-            for kind in range(len(self.space.kinds)):
-                if (mesh, kind) in meshes:
-                    part = np.s_[..., kind, meshes[mesh, kind] :: self.space.most_shapes]
-                    only[part] = seconds[part]
-            yield self._best_of(only)
+    def _alike(self, equal: Collection[Equal]) -> Iterator[NDArray[np.bool_]]:
+        """Which stages a plan may consist of, one way after the other; each broadcasts to the shape of `seconds`."""
+        ways: list[list[NDArray[np.bool_]]] = []
+        if self.all_equal:
+            ways.append([*self._in_one_mesh()])
+        if "devices" in equal:
+            devices = np.array(self.space.devices)
+            ways.append([(devices == n)[:, None] for n in dict.fromkeys(self.space.devices)])
+        if "layers" in equal:
+            number = np.arange(self.num_layers)
+            length = (number[None, :] - number[:, None] + 1)[..., None, None]
+            ways.append([length == n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0])
+        for masks in product(*ways):
+            yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
+
+    def _in_one_mesh(self) -> Iterator[NDArray[np.bool_]]:
+        """[kinds, configurations]: where each logical mesh is."""
+        for mesh in dict.fromkeys(mesh for of_kind in self.space.meshes for mesh in of_kind):
+            found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
+            for kind, of_kind in enumerate(self.space.meshes):
+                found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
+            yield np.tile(found, len(self.policies) * len(self.held))
 
     def _best_of(self, seconds: NDArray[np.float64]) -> StageChoice:
         cluster = self.space.cluster
@@ -230,12 +253,14 @@ class StageSearch:
 
     def _refresh(self) -> None:
         """Put guesses in the place of all stages that are not solved, and what is known of them."""
+        # What several stages took longer than guessed on a mesh, the others are guessed to take there too.
+        guessed = self._guessed * self._longer_than_guessed(MANY)
         for level, held in enumerate(self.held):
             part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
             # More room is never faster; that it costs nothing is all that is known before it is solved.
-            lower = self._guessed if level == 0 else np.maximum(self._guessed, self._solved_with_less_room(level))
-            lower = np.maximum(lower, self.least[part])
+            lower = np.where(self.least[part] > 0, np.maximum(self._guessed, self.least[part]), guessed)
+            lower = lower if level == 0 else np.maximum(lower, self._solved_with_less_room(level))
             self.seconds[part] = np.where(open_, lower, self.seconds[part])
             # A sharding with the least room may turn out to have room for all.
             most = np.minimum(self._at_best, self._most_following(held) if level else self.num_layers - 1)
@@ -258,11 +283,18 @@ class StageSearch:
 
     def excess(self) -> NDArray[np.float64]:
         """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least."""
+        ratio = self._longer_than_guessed(1).reshape(len(self.space.kinds), len(self.policies), -1)
+        return np.moveaxis(ratio, 1, 0)
+
+    def _longer_than_guessed(self, many: int) -> NDArray[np.float64]:
+        """[kinds, shapes and policies]: the least ratio of seconds and guesses, where so many are known."""
         guessed = np.tile(self._guessed, len(self.held))
         looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed)
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
-        least = ratio.reshape(len(self.space.kinds), len(self.held), len(self.policies), -1).min(axis=1)
-        return np.moveaxis(np.where(np.isfinite(least), np.maximum(least, 1.0), 1.0), 1, 0)
+        count = looked_at.sum(axis=(0, 1))
+        least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))
+        enough = (known.sum(axis=1) >= many) & np.isfinite(least.min(axis=1))
+        return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""

@@ -8,9 +8,9 @@ Nodes choose one strategy each:
     crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
              what the update only adds to other such sums may stay a partial sum until then
 
-All other ops follow their main operand: their strategies are those of its node (_add_follower). Scalars that are added
-up (a gradient norm, a loss) stay partial sums until the last addition, which is never worse (_add_sum). An edge prices
-the resharding between what a node offers and what an op demands:
+All other ops (`deciding`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
+that are added up (a gradient norm) stay partial sums until the last addition, which is never worse (_add_sum). An edge
+prices the resharding between what a node offers and what an op demands:
 
     R[i, j] = runs × seconds(spec offered under i → spec demanded under j)                           (_add_edge)
 
@@ -27,29 +27,42 @@ from dataclasses import replace
 from itertools import combinations
 
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.kept import kept
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
+from alpa_lite.intra_op.deciding import Deciding
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
-from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
+from alpa_lite.intra_op.sharing import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, is_zero, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
 
 _UNIT = 0  # the node of everything that has no choice
+_NUM_BUILDERS = 4  # builders kept on a mesh
+
+
+@kept
+def _builders(catalogue: Catalogue) -> Recent[StageView, Builder]:
+    return Recent(_NUM_BUILDERS)
+
+
+def builder_of(view: StageView, catalogue: Catalogue) -> Builder:
+    """The builder of a stage, one of the last few on this mesh: stages are often solved quickly first and then well."""
+    return _builders(catalogue)(view, lambda: Builder(view, catalogue))
 
 
 class Builder:
-    """Builds the problem of one stage on one logical mesh."""
+    """Builds the problems of one stage on one logical mesh, which differ in their memory alone."""
 
     def __init__(self, view: StageView, catalogue: Catalogue) -> None:
-        """The catalogue may be shared by all builders with its mesh and restriction."""
+        """Lay the stage out. The catalogue may be shared by all builders with its mesh and restriction."""
         self.view = view
         self.step = view.step
         self.catalogue = catalogue
@@ -60,19 +73,38 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.usages: tuple[UsageOf, ...] = ()
         self.demanded: dict[Key, Options] = {}  # what ops without bodies want of their operands
         self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = Sums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
-        self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
-        self.extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
+        self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
+        self._last_problem: dict[tuple[float | None, int], Problem] = {}
+        self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
+        self._lay_out()
 
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, *, limit_bytes: float | None, in_flight: int) -> Problem:
         """The problem of the whole stage; `in_flight` micro-batches are held when memory peaks."""
+        key = (limit_bytes, in_flight)
+        if key not in self._last_problem:
+            problem = Problem.of(
+                node_costs=self.costs,
+                edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
+                usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages(in_flight)),
+                limit_bytes=limit_bytes,
+            )
+            self._last_problem = {key: problem}
+        return self._last_problem[key]
+
+    def usages(self, in_flight: int) -> tuple[UsageOf, ...]:
+        """The memory that the choices take when so many micro-batches are held."""
+        if in_flight not in self._last_usages:
+            self._last_usages = {in_flight: usages_of(self._layout(), self.arrays, in_flight=in_flight)}
+        return self._last_usages[in_flight]
+
+    def _lay_out(self) -> None:
         graph = self.view.graph
         aliased = {i: o for o, i in self.step.aliases.items()}
         for v in self.view.external:
@@ -88,13 +120,6 @@ class Builder:
             if out is not None and (0, out) in self.offers and out != v:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
-        self.usages = usages_of(self._layout(), self.arrays, in_flight=in_flight)
-        return Problem.of(
-            node_costs=self.costs,
-            edges=(Edge(source=u, target=v, costs=m) for (u, v), m in self.edges.items()),
-            usages=(Usage(node=u.node, bytes=u.sizes, start=u.start, end=u.end) for u in self.usages),
-            limit_bytes=limit_bytes,
-        )
 
     def choice(self, choices: Sequence[int]) -> Choice:
         """Specs and placements of a solution."""
@@ -103,10 +128,10 @@ class Builder:
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
-    def held(self, choices: Sequence[int], time: int) -> dict[Key, float]:
+    def held(self, choices: Sequence[int], time: int, *, in_flight: int) -> dict[Key, float]:
         """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
         held: dict[Key, float] = {}
-        for usage in self.usages:
+        for usage in self.usages(in_flight):
             if usage.start <= time < usage.end:
                 size = math.ceil(float(usage.sizes[choices[usage.node]]))
                 held[usage.value] = held.get(usage.value, 0.0) + size
@@ -164,35 +189,10 @@ class Builder:
             self._add_sum(scope, graph, op, runs)
         elif rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
             self._add_fixed(scope, graph, op, runs)
-        elif self._leads(scope, graph, op, rule):
+        elif self.deciding.leads(scope, graph, op, rule):
             self._add_leader(scope, graph, op, rule, runs)
         else:
             self._add_follower(scope, graph, op, runs)
-
-    def _ranked(self, scope: int, graph: Graph, op: Op) -> list[int]:
-        """Positions of the operands that somebody decided on."""
-        return [i for i, v in enumerate(op.operands) if graph.values[v].rank > 0 and (scope, v) in self.offers]
-
-    def _leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
-        if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
-            return True
-        ranked = self._ranked(scope, graph, op)
-        if ranked and (self._is_shared(scope, graph, op) or self.sums.adds_sums(scope, op)):
-            return True
-        if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
-            return not ranked
-        # Zeros are a partial sum too: the first addition of a loop whose body runs once.
-        return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
-
-    def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True for samples that several contractions of this stage read: moved for all of them, they are moved once.
-
-        Weights are better gathered by each that wants them.
-        """
-        if len(op.results) != 1 or self.scopes[scope].batch_dims[op.results[0]] is None:
-            return False
-        readers = {c for c in graph.consumers[op.results[0]] if scope > 0 or c in self.view.op_set}
-        return sum(rule_of_op(graph, c).work_kind != "elementwise" for c in readers) > 1
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
         """An op without a choice: everything whole."""
@@ -230,9 +230,7 @@ class Builder:
             batch_factors=batch_factors(rule, op, self.scopes[scope].batch_dims),
             in_loop=self.sums.in_loop(scope, op),
             only_crosses=self.sums.only_crosses(scope, op),
-            may_wait=self.sums.feeds_addition(scope, op)
-            or self.sums.feeds_gradients(scope, op)
-            or self._stacks_sums(scope, op),
+            may_wait=self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op),
             accumulates=(scope, op.id) in self.accumulating,
         )
         node = self._node(self.arrays.product(options.seconds, runs))
@@ -240,31 +238,13 @@ class Builder:
         self._demand(scope, graph, op, node, options, runs)
 
     def _add_follower(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
-        main = self._main_operand(scope, graph, op)
+        main = self.deciding.follow(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op) or self._stacks_sums(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
-        extent = self._extent(scope, graph.values[op.operands[main]])
-        self.extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
         self._charge(offer.node, options.seconds, runs)
         self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
-
-    def _main_operand(self, scope: int, graph: Graph, op: Op) -> int:
-        """The operand that decides: one that a leader computed before one that came in, then larger, then later.
-
-        What was broadcast counts as large as it was before: its specs split nothing of what it was broadcast over.
-        """
-
-        def rank(i: int) -> tuple[bool, int, int]:
-            value = graph.values[op.operands[i]]
-            offer = self.offers[(scope, value.id)]
-            return (offer.node in self.computed, self._extent(scope, value), value.id)
-
-        return max(self._ranked(scope, graph, op), key=rank)
-
-    def _extent(self, scope: int, value: Value) -> int:
-        return self.extents.get((scope, value.id), value.num_elements)
 
     def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
@@ -272,7 +252,7 @@ class Builder:
         for r, specs in zip(op.results, options.results, strict=True):
             self.offers[(scope, r)] = Offer(node=node, specs=specs)
         if self.sums.in_loop(scope, op) and node != _UNIT:
-            self.computed.add(node)
+            self.deciding.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
         """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
@@ -282,7 +262,7 @@ class Builder:
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)
         self.offers[(0, v)] = Offer(node=node, specs=options.resolved)
-        self.computed.add(node)
+        self.deciding.computed.add(node)
 
     # ------------------------------------------------------------------------------------------------ control flow
 
@@ -315,7 +295,7 @@ class Builder:
                         body.values[v], self.scopes[n].batch_dims[v], Split.MAY
                     )
                     results[r] = replace(offer, specs=tuple(map(stacked, offer.specs)))
-                    self.computed.add(offer.node)
+                    self.deciding.computed.add(offer.node)
                 elif r is not None:
                     if r not in results:
                         results[r] = self._add_slot(body.values[v], self.scopes[n].batch_dims[v], split)
@@ -389,7 +369,7 @@ class Builder:
             specs += tuple(sums_of if value.rank == 0 else self.catalogue.restriction.sums_at_once(sums_of))
         offer = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
-            self.computed.add(offer.node)
+            self.deciding.computed.add(offer.node)
         return offer
 
     # ------------------------------------------------------------------------------------------------ edges

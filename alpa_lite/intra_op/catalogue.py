@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,11 @@ from numpy.typing import NDArray
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
-from alpa_lite.pricing import Pricer, local_bytes
+from alpa_lite.pricing import Pricer, cuts_of, has_own_collectives, local_bytes
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.graph_facts import Layout, op_class, rule_of_op
 from alpa_lite.sharding import Spec
-from alpa_lite.spmd import placed_specs, replicated_placement
+from alpa_lite.spmd import PlacedSpecs, placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
 from alpa_lite.walks import SpecGraph, spec_graph
 
@@ -34,12 +35,16 @@ ADDITIONS = ("add", "add_any")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result."""
+    """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result.
+
+    `made`: the spec in which each result is made, before a partial sum is brought to its planned spec.
+    """
 
     placements: tuple[OpPlacement, ...]
     seconds: FloatArray
     demanded: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +55,28 @@ class SumOptions:
     seconds: FloatArray
     stored: tuple[Spec, ...]
     resolved: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Way:
+    """How ops of one layout follow an operand: what `Options` says for each of its specs, but for the seconds.
+
+    first      the numbers of the specs that differ, and for each spec the place of its like among them (place)
+    cuts       into how many parts these cut each factor
+    """
+
+    first: tuple[int, ...]
+    place: NDArray[np.intp]
+    cuts: tuple[tuple[int, ...], ...]
+    placements: tuple[OpPlacement, ...]
+    demanded: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
+
+
+class _Followed(NamedTuple):
+    placement: OpPlacement
+    specs: PlacedSpecs
 
 
 class Catalogue:
@@ -63,6 +90,8 @@ class Catalogue:
         self._leaders: dict[object, Options] = {}
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
+        self._ways: dict[object, _Way] = {}
+        self._follows: dict[object, _Followed] = {}
         self._sums: dict[object, SumOptions] = {}
         self._graphs: dict[tuple[int, ...], SpecGraph] = {}
         self._moves: dict[object, FloatArray] = {}
@@ -111,23 +140,63 @@ class Catalogue:
     def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
         """The placements of an op that follows its operand number `main` in each of these specs."""
         key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
-        if key not in self._followers:
-            rule, unique = rule_of_op(graph, op.id), list(dict.fromkeys(specs))
-            found = [
-                follow(rule, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial) for spec in unique
-            ]
-            options = self._options(graph, op, found)
-            value = graph.operands(op)[main]
-            gathers = [self.move_seconds(value, s, t) for s, t in zip(unique, options.demanded[main], strict=True)]
-            number = {spec: i for i, spec in enumerate(unique)}
-            order = [number[spec] for spec in specs]
-            self._followers[key] = Options(
-                placements=tuple(found[n] for n in order),
-                seconds=frozen((options.seconds + np.array(gathers))[order]),
-                demanded=tuple(tuple(by_option[n] for n in order) for by_option in options.demanded),
-                results=tuple(tuple(by_option[n] for n in order) for by_option in options.results),
+        found = self._followers.get(key)
+        if found is None:
+            way = self._way(graph, op, main, specs, keep_partial)
+            found = self._followers[key] = Options(
+                placements=way.placements,
+                seconds=self._seconds_of(graph, op, main, specs, way),
+                demanded=way.demanded,
+                results=way.results,
+                made=way.made,
             )
-        return self._followers[key]
+        return found
+
+    def _way(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], keep_partial: bool) -> _Way:
+        """How all ops that are laid out as this one follow."""
+        layout = op_class(graph, op.id).layout
+        key = (layout, main, self._number(specs), keep_partial)
+        found = self._ways.get(key)
+        if found is None:
+            first = dict.fromkeys(specs)
+            by_spec = {spec: self._followed(graph, op, layout, main, spec, keep_partial) for spec in first}
+            place = {spec: i for i, spec in enumerate(first)}
+            followed = [by_spec[spec] for spec in specs]
+            demanded, made, results = self._columns(op, [f.placement for f in followed], [f.specs for f in followed])
+            found = self._ways[key] = _Way(
+                first=tuple(specs.index(spec) for spec in first),
+                place=np.array([place[spec] for spec in specs], dtype=np.intp),
+                cuts=tuple(cuts_of(f.placement, self.sizes) for f in by_spec.values()),
+                placements=tuple(f.placement for f in followed),
+                demanded=demanded,
+                results=results,
+                made=made,
+            )
+        return found
+
+    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> _Followed:
+        key = (layout, main, spec, keep_partial)
+        found = self._follows.get(key)
+        if found is None:
+            placement = follow(layout.rule, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial)
+            found = self._follows[key] = _Followed(placement, placed_specs(graph, op, placement))
+        return found
+
+    def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
+        """One run of an op that follows, for each placement: its work, and what moves before and after it."""
+        if has_own_collectives(graph, op):
+            seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
+        else:
+            kind = self.pricer.price_class(graph, op.id)
+            seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
+        moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
+        if way.demanded[main] != specs:
+            moved.append((op.operands[main], specs, way.demanded[main]))
+        for v, sources, targets in moved:
+            value = graph.values[v]
+            moves = [self.move_seconds(value, sources[n], targets[n]) for n in way.first]
+            seconds = [s + m for s, m in zip(seconds, moves, strict=True)]
+        return frozen(np.array(seconds, dtype=float)[way.place])
 
     def whole(self, graph: Graph, op: Op) -> Options:
         """The one placement of an op without a choice: everything whole."""
@@ -137,20 +206,21 @@ class Catalogue:
         return self._whole[key]
 
     def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
-        demands = [placed_specs(graph, op, p).operands for p in found]
-        return Options(
-            placements=tuple(found),
-            seconds=frozen(np.array([self.seconds(graph, op, p) for p in found], dtype=float)),
-            demanded=tuple(tuple(d[i] for d in demands) for i in range(len(op.operands))),
-            results=tuple(tuple(p.results[i] for p in found) for i in range(len(op.results))),
-        )
+        demanded, made, results = self._columns(op, found, [placed_specs(graph, op, p) for p in found])
+        seconds = np.array([self.pricer.op_seconds(graph, op, p) for p in found], dtype=float)
+        for value, raw, targets in zip(graph.results(op), made, results, strict=True):
+            if raw is not targets:
+                seconds += [self.move_seconds(value, *pair) for pair in zip(raw, targets, strict=True)]
+        return Options(placements=tuple(found), seconds=frozen(seconds), demanded=demanded, results=results, made=made)
 
-    def seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
-        """One run of an op: its work, and bringing its results from partial sums to their planned specs."""
-        total, made = self.pricer.op_seconds(graph, op, placement), placed_specs(graph, op, placement).results
-        for value, raw, target in zip(graph.results(op), made, placement.results, strict=True):
-            total += self.move_seconds(value, raw, target)
-        return total
+    def _columns(self, op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
+        """Specs by operand or result and then by placement; equal lists are one object."""
+        one = self._number.one
+        return _Columns(
+            demanded=tuple(one(tuple([p.operands[i] for p in placed])) for i in range(len(op.operands))),
+            made=tuple(one(tuple([p.results[i] for p in placed])) for i in range(len(op.results))),
+            results=tuple(one(tuple([p.results[i] for p in found])) for i in range(len(op.results))),
+        )
 
     def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
         """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
@@ -275,18 +345,23 @@ class Catalogue:
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]
 
-    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray:
-        """Bytes of one device's results before they are scattered, for each placement of an op."""
+    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray | None:
+        """Bytes of one device's results before they are scattered, for each placement of an op; None without any."""
+        if options.made == options.results:
+            return None
         if options not in self._scratch:
-            values, sizes = graph.results(op), self.sizes
-
-            def scratch(placement: OpPlacement) -> float:
-                made = zip(values, placed_specs(graph, op, placement).results, placement.results, strict=True)
-                pairs = [(local_bytes(v, raw, sizes), local_bytes(v, spec, sizes)) for v, raw, spec in made]
-                return sum(before for before, after in pairs if before > after)
-
-            self._scratch[options] = frozen(np.array([scratch(p) for p in options.placements], dtype=float))
+            total = np.zeros(len(options.placements))
+            for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
+                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                total += np.where(before > after, before, 0.0)
+            self._scratch[options] = frozen(total)
         return self._scratch[options]
+
+
+class _Columns(NamedTuple):
+    demanded: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:

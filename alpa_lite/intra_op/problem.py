@@ -97,7 +97,7 @@ class Usage:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """One intra-op problem, in flat arrays; ``Problem.of`` makes one from its parts.
 

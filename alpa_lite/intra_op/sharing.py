@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 T = TypeVar("T", bound=Hashable)
+Made = TypeVar("Made")
 
 
 def frozen(array: FloatArray) -> FloatArray:
@@ -29,6 +30,7 @@ class Numbering(Generic[T]):
     def __init__(self) -> None:
         """Start empty."""
         self._numbers: dict[T, int] = {}
+        self._ones: dict[T, T] = {}
         self._seen: dict[int, tuple[T, int]] = {}
 
     def __call__(self, thing: T) -> int:
@@ -38,6 +40,26 @@ class Numbering(Generic[T]):
             # It is kept, so that its id stays its own.
             seen = self._seen[id(thing)] = (thing, self._numbers.setdefault(thing, len(self._numbers)))
         return seen[1]
+
+    def one(self, thing: T) -> T:
+        """The one object that stands for all that equal this."""
+        return self._ones.setdefault(thing, thing)
+
+
+class Recent(Generic[T, Made]):
+    """The things that were asked for last; others are made anew."""
+
+    def __init__(self, size: int) -> None:
+        """Keep so many."""
+        self._size = size
+        self._made: dict[T, Made] = {}
+
+    def __call__(self, key: T, make: Callable[[], Made]) -> Made:
+        """What was made for a key."""
+        made = self._made[key] = self._made.pop(key) if key in self._made else make()
+        if len(self._made) > self._size:
+            del self._made[next(iter(self._made))]
+        return made
 
 
 class SharedArrays:

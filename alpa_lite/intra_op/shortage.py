@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.build import builder_of
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
@@ -62,12 +62,12 @@ def explain_shortage(
     time_limit_seconds: float = 5.0,
 ) -> Shortage:
     """What a stage needs at least; see ``solve_stage`` for the arguments."""
-    builder = Builder(view, catalogue)
+    builder = builder_of(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
-    held = builder.held(explained.choices, explained.time)
+    held = builder.held(explained.choices, explained.time, in_flight=in_flight)
     graphs = [scope.graph for scope in builder.scopes]
     values = [ValueBytes(name=_value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
     return Shortage(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from alpa_lite.graph.phases import Phase
-from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.build import builder_of
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives_of
@@ -68,7 +68,7 @@ def solve_stage(
     time_limit_seconds: float = 60.0,
 ) -> StageSolution:
     """Choose the sharding of every op of a stage."""
-    pricer, builder = catalogue.pricer, Builder(view, catalogue)
+    pricer, builder = catalogue.pricer, builder_of(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:

@@ -83,6 +83,10 @@ class Sums:
         readers = graph.consumers[result]
         return result not in self._leaves(scope) and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
 
+    def feeds_sum(self, scope: int, op: Op) -> bool:
+        """True when a partial sum may wait for an addition."""
+        return self.feeds_addition(scope, op) or self.feeds_gradients(scope, op)
+
     def feeds_gradients(self, scope: int, op: Op) -> bool:
         """True when the result, which has no batch, reaches an addition by ops that are linear in it alone."""
         graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims

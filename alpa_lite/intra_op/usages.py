@@ -142,9 +142,10 @@ class _Collector:
                 for v, specs in zip(op.operands, options.demanded, strict=True):
                     yield from self._copies((scope, v), placed.node, specs, span.start, span.end)
                 sizes = self.catalogue.scratch_sizes(self.layout.scopes[scope].graph, op, options)
-                yield UsageOf(
-                    value=(scope, op.results[0]), node=placed.node, sizes=sizes, start=span.start, end=span.end
-                )
+                if sizes is not None:
+                    yield UsageOf(
+                        value=(scope, op.results[0]), node=placed.node, sizes=sizes, start=span.start, end=span.end
+                    )
 
     def _copies_of_loop(self, scope: int, op: Op, placed: PlacedBodies, start: int, end: int) -> Iterator[UsageOf]:
         wiring = wiring_of(op)

@@ -21,10 +21,12 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], in_flight: Sequen
     forms = [_forms(costs, stage) for stage in stages]
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
+        # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
         found = [
             stage if _forms(costs, stage) == wanted else _solved_again(costs, stage, wanted, held)
-            for stage, held in zip(stages, in_flight, strict=True)
+            for stage, held in reversed([*zip(stages, in_flight, strict=True)])
         ]
+        found.reverse()
         if all(stage.solution.choice is not None for stage in found):
             yield found
 

@@ -16,12 +16,14 @@ from itertools import chain
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.data_parallel import DataParallel
-from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch, microbatch_numbers
+from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap
@@ -53,7 +55,9 @@ class Auto(Planner):
     """The search, and what it is restricted to.
 
     num_layers        layers that stages are made of; None: by the model
+    layers            what layers have equal shares of: "flops", "operators", or the "loops" as they are written
     num_stages        how many stages to make; None: the best number
+    equal             what stages are to have equally many of: "layers", "devices", both or neither
     intra_op_only     one stage on all devices
     inter_op_only     every stage on one device
     pins              arguments whose sharding is given, by path; see `pins`
@@ -61,17 +65,22 @@ class Auto(Planner):
     remat             what layers compute again in the backward pass instead of keeping it: "none" but what the step
                       itself says, "selective", "full" (see `Remat`), or "auto", what is best for each stage
     schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
+    measure_top       so many of the best plans are run for a few steps on the devices of this process, and the fastest
+                      is taken; 0: the one that is predicted to be
     manual            plans that are priced as well, unless the search is restricted
     """
 
     num_layers: int | None = None
+    layers: Literal["flops", "operators", "loops"] = "flops"
     num_stages: int | None = None
+    equal: tuple[Literal["layers", "devices"], ...] = ()
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
     pins: Pins = field(default_factory=dict[str, Sequence[Any]])
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
+    measure_top: int = 0
     manual: tuple[Planner, ...] = field(default=MANUAL_PLANNERS)
 
     @property
@@ -95,7 +104,7 @@ class Auto(Planner):
         request.progress.begin("survey", "stages", "refine")
         try:
             # The manual plans take little time: with them there is something to give back from early on.
-            with request.progress.interrupts():
+            with rare_collection(), request.progress.interrupts():
                 for plan in chain(self._manual(limited, manual_problems), self._search(limited, problems)):
                     plans.append(plan)
         except KeyboardInterrupt:
@@ -106,7 +115,7 @@ class Auto(Planner):
         if not plans:
             raise self._advised(limited, _most_telling([*problems, *manual_problems]))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans that of the search
-        best = min(plans, key=lambda p: p.prediction.step_seconds)
+        best = self._best(limited, plans)
         bound = least_seconds(request.step_at(1, 0), request.cluster, request.cost_model_for)
         return replace(
             best,
@@ -122,11 +131,27 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
+        if self.measure_top < 0:
+            raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
             raise PlanError(
                 "intra_op_only=True means one stage, but several were asked for (inter_op_only or num_stages). Ask for "
                 "one of them."
             )
+
+    def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
+        """The plan that is predicted to be the fastest, or that is when the best are run."""
+        by_prediction = sorted(plans, key=lambda plan: plan.prediction.step_seconds)
+        if not self.measure_top:
+            return by_prediction[0]
+        if request.measure is None:
+            raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
+        measured: list[tuple[float, Plan]] = []
+        for plan in by_prediction[: self.measure_top]:
+            seconds = request.measure(plan)
+            request.progress(f"{_with_microbatches(plan)}: measured {seconds * 1e3:.3g} ms per step")
+            measured.append((seconds, plan))
+        return min(measured, key=lambda each: each[0])[1]
 
     def _limited(self, cluster: Cluster) -> Cluster:
         """The cluster with as much memory as may be used."""
@@ -150,7 +175,7 @@ class Auto(Planner):
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
-        space = space.with_axes(pinned_axes(self.pins))
+        space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
         yield from JointSearch(
             request=request,
             schedule=self.schedule or OneFOneB(),
@@ -160,6 +185,7 @@ class Auto(Planner):
             steps=Steps(
                 request=request,
                 num_layers=self.num_layers,
+                equal=self.layers,
                 stages=[self.num_stages] if self.num_stages else space.equal_stages,
                 pins=self.pins,
                 relative_gap=SEARCH_GAP,
@@ -167,11 +193,12 @@ class Auto(Planner):
             ),
             policies=tuple(Remat) if self.remat == "auto" else (Remat(self.remat),),
             num_stages=1 if self.intra_op_only else self.num_stages,
+            equal=self.equal,
             problems=problems,
         ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        restricted = self.intra_op_only or self.inter_op_only or self.num_stages is not None or bool(self.pins)
+        restricted = self.intra_op_only or self.inter_op_only or self.num_stages or self.pins or self.equal
         for planner in () if restricted else self.manual:
             try:
                 with request.progress.during("manual", planner.name):

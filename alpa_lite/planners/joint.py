@@ -1,6 +1,6 @@
 """The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
 
-    numbers    of micro-batches that divide the batch, each well above the one before            `microbatch_numbers`
+    numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     order      the numbers by the time of the best stages as far as the survey tells             `JointSearch._ordered`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.inter_op.profile import Profile
-from alpa_lite.inter_op.space import Space, flops_shares, hosts_of_groups
+from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import StageSearch, guessed_stages, overhead_seconds
+from alpa_lite.inter_op.stage_search import Equal, StageSearch, guessed_stages, overhead_seconds
 from alpa_lite.inter_op.survey import Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
+from alpa_lite.planners.numbers import microbatch_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
@@ -47,11 +49,8 @@ from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Interleaved1F1B, Schedule
 
-RATIO = 1.5
-"""A number of micro-batches is considered when it is at least so many times the one before."""
-
-MAX_SEARCHED = 3
-"""For how many numbers of micro-batches the stages are searched, at most."""
+MAX_SEARCHED, MAX_IN_VAIN = 5, 2
+"""For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""
 
 CLOSE = 0.02
 """A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
@@ -69,19 +68,10 @@ SEARCH_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 """The time for a stage where nothing was found in less."""
 
-SAVES = 1.1
+SAVES = 1.3
 """A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
 
 ONE_LAYER = Cut.into(1)
-
-
-def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
-    """Divisors of a batch that lie well apart, from 1 on."""
-    chosen = [1]
-    for number in range(2, batch_size + 1):
-        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
-            chosen.append(number)
-    return tuple(chosen)
 
 
 @dataclass(kw_only=True)
@@ -96,8 +86,10 @@ class JointSearch:
     steps: Steps
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
+    equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
+    _inflow: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict[tuple[int, int], Any])
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
@@ -127,13 +119,13 @@ class JointSearch:
 
     def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        count, at_most, open_ = 0, math.inf, dict(numbers)
-        while open_ and count < MAX_SEARCHED:
+        count, in_vain, at_most, open_ = 0, 0, math.inf, dict(numbers)
+        while open_ and count < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
             number = min(open_, key=open_.__getitem__)
             if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
                 return
             alike = sum(guessed < at_most for guessed in open_.values())
-            further = min(MAX_SEARCHED - 1 - count, alike) / 2  # much is known then
+            further = min(MAX_IN_VAIN - in_vain, alike) / 2  # much is known then
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
@@ -141,8 +133,10 @@ class JointSearch:
                 self.problems.append(error)
                 continue
             open_ = {n: self._guessed(survey, n) for n in open_}
+            improves = better is not None and better.sum_seconds < at_most
+            count, in_vain = count + 1, 0 if improves else in_vain + (at_most < math.inf)
             if better is not None:
-                count, at_most = count + 1, min(at_most, better.sum_seconds)
+                at_most = min(at_most, better.sum_seconds)
                 yield better
 
     def _plan(self, found: Found) -> Plan:
@@ -175,7 +169,9 @@ class JointSearch:
     def _ordered(self) -> tuple[Survey, list[tuple[int, float]]]:
         """What a survey tells, and numbers of micro-batches with the seconds it guesses for a step, by these."""
         numbers = self.request.microbatch_choices(self._numbers())
-        samples = _samples([n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices)
+        samples = surveyed_numbers(
+            [n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices
+        )
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
@@ -200,7 +196,7 @@ class JointSearch:
         profile = Profile.of(costs)
         if _has_stacks(costs):
             self.space = self.space.equal_parts()
-        worthwhile = self.space.worthwhile(flops_shares(costs.step, costs.layers))
+        worthwhile = self.space.worthwhile(profile.shares)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
         fits = [each.holds(self.space, self._batch / n, [1]) > 0 for n in numbers for each in profiles]
@@ -255,7 +251,7 @@ class JointSearch:
             self._guess(survey, number, costs.layers.num_layers),
             self._following(survey, number),
             overhead_seconds(cluster, inflow, number),
-            self.space.worthwhile(flops_shares(costs.step, costs.layers)),
+            self.space.worthwhile(survey.profile.shares),
         )
         table = StageTable(
             seconds=seconds,
@@ -314,10 +310,12 @@ class JointSearch:
             self.space,
             self._guess(survey, number, costs.layers.num_layers),
             following if following.shape[1] == costs.layers.num_layers else following[:, :1, -1:],
+            self.space.worthwhile(survey.profile.shares if costs.layers.num_layers > 1 else np.ones(1)),
             num_stages=self.num_stages,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else cut, policy),
             policies=tuple(self._profiles),
             equal_stages=stacked,
+            equal=self.equal,
         )
         found = search.run(at_most, further=further)
         self._excess[number] = search.excess()
@@ -372,11 +370,14 @@ class JointSearch:
 
     def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
         """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
-        seconds = [0.0]
-        for first in range(1, costs.layers.num_layers):
-            values = boundary_values(costs.step, costs.layers, first)
-            seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
-        return np.array(seconds)
+        key = (costs.step.num_microbatches, costs.layers.num_layers)
+        if key not in self._inflow:
+            seconds = [0.0]
+            for first in range(1, costs.layers.num_layers):
+                values = boundary_values(costs.step, costs.layers, first)
+                seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
+            self._inflow[key] = np.array(seconds)
+        return self._inflow[key]
 
 
 def _has_stacks(costs: StageCosts) -> bool:
@@ -384,17 +385,7 @@ def _has_stacks(costs: StageCosts) -> bool:
     return any(part.rows is not None for part in costs.step.input_parts)
 
 
-def _samples(numbers: Sequence[int], batch_size: int, num_devices: int) -> list[int]:
-    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie."""
-    chosen: dict[int, None] = {}
-    for size in (2.0 * num_devices, max(1.0, num_devices / 32)):
-        left = [n for n in numbers if n not in chosen]
-        if left:
-            chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
-    return list(chosen)
-
-
 def _is_better(profile: Profile, other: Profile) -> bool:
-    """Whether layers that are no slower keep clearly less than others, or about as much and are faster."""
-    seconds, saved = profile.loop_seconds.sum(), profile.saved_bytes.sum()
-    return bool(seconds < other.loop_seconds.sum() and saved <= other.saved_bytes.sum() * SAVES)
+    """Whether layers are faster and keep hardly more than others, most of them."""
+    more = np.median(profile.saved_bytes / np.maximum(other.saved_bytes, 1.0))
+    return bool(profile.loop_seconds.sum() < other.loop_seconds.sum() and more < SAVES)

@@ -64,10 +64,12 @@ def polished(request: PlanRequest, found: Found) -> Found:
     costs = found.costs.with_pins({**found.costs.pins, **pins})
     costs = replace(costs, relative_gap=RELATIVE_GAP, time_limit_seconds=POLISH_SECONDS)
     stages: list[PlacedStage] = []
-    for stage, held in zip(found.stages, found.in_flight, strict=True):
+    # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
+    for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
         solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)
         better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
         stages.append(replace(stage, solution=solution) if better else stage)
+    stages.reverse()
     again = replace(
         found,
         stages=tuple(stages),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inter_op.space import Space, flops_shares
+from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.layers import Cut
@@ -94,7 +94,8 @@ def tightest_stage(request: PlanRequest, steps: Steps, space: Space, number: int
 def _try_hardest(costs: StageCosts, space: Space) -> None:
     """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
     layer = int(state_bytes(costs.step, costs.layers).argmax())
-    useful = np.flatnonzero(space.worthwhile(flops_shares(costs.step, costs.layers))[layer, layer])
+    count = costs.layers.num_layers
+    useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
     kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
     costs.solution(layer, layer, space.submesh(kind), space.mesh(kind, 0))
 

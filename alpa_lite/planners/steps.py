@@ -17,7 +17,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
 from alpa_lite.intra_op.catalogue import Catalogue
-from alpa_lite.layers import Cut, Layers, forward_loops, make_layers, natural_cut, subdivided
+from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
 from alpa_lite.planners.pins import Pins, pinned_specs
 from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.rematerialise import Remat, rematerialise
@@ -43,6 +43,7 @@ class Steps:
 
     num_layers            layers that stages are made of; None: by the model
     stages                numbers of stages that should be possible then
+    equal                 what layers have equal shares of
     relative_gap          how close to the best stages are solved
     time_limit_seconds    how long one of them may take
     """
@@ -50,6 +51,7 @@ class Steps:
     request: PlanRequest
     num_layers: int | None
     stages: Collection[int]
+    equal: Equal
     pins: Pins
     relative_gap: float
     time_limit_seconds: float
@@ -109,7 +111,8 @@ class Steps:
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step = self.request.step_at(number, cut.loop_parts)
-        layers = make_layers(step, cut.num_layers)
+        equal = cut.equal if self.equal == "flops" else self.equal
+        layers = make_layers(step, cut.num_layers, equal=equal, imbalance=cut.imbalance)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,

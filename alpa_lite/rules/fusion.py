@@ -28,7 +28,7 @@ import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
-from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, rule_of_op
 from cost_models.backend import Fusion
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
@@ -71,15 +71,6 @@ class OnChip:
     values: frozenset[int]
     products: frozenset[int]
     half_masked: frozenset[int]
-
-
-class PriceClass(NamedTuple):
-    """The class of an op, what it moves, and what part it has in a fused attention kernel."""
-
-    op: OpClass
-    access: Access
-    in_attention: bool
-    half_masked: bool
 
 
 @kept
@@ -133,19 +124,6 @@ def _alone(graph: Graph, op: Op) -> Access:
 
 
 @kept
-def price_class(graph: Graph, op_id: int, *, fusion: Fusion = "all", fused_attention: bool = False) -> PriceClass:
-    """What ops have in common that have the same prices under the same placements."""
-    access = accesses(graph, fusion=fusion, fused_attention=fused_attention)[op_id]
-    kernels = on_chip(graph) if fused_attention else None
-    return PriceClass(
-        op=op_class(graph, op_id),
-        access=access,
-        in_attention=kernels is not None and op_id in kernels.products,
-        half_masked=kernels is not None and op_id in kernels.half_masked,
-    )
-
-
-@kept
 def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...]:
     """For each op the number of its group: the first op in it. `within_calls`: no group reaches beyond `_one_call`."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
@@ -157,7 +135,7 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
         return op
 
     for op in graph.ops:
-        if not _is_fusible(graph, op):
+        if not is_fusible(graph, op):
             continue
         for v in op.operands:
             producer = graph.producer[v]
@@ -166,7 +144,7 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
             made_by = graph.ops[producer]
             if within_calls and not (is_folded(graph, made_by) or is_folded(graph, op) or _one_call(made_by, op)):
                 continue
-            if _is_fusible(graph, made_by) and not _ends_group(graph, made_by):
+            if is_fusible(graph, made_by) and not _ends_group(graph, made_by):
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))
@@ -189,13 +167,13 @@ def _scope(op: Op) -> str:
 
 def is_fusible(graph: Graph, op: Op) -> bool:
     """True for ops that compute, element by element or by row, inside whatever kernel reads their results."""
-    return _is_fusible(graph, op)
+    return _fusible(graph)[op.id]
 
 
 def is_repeatable(graph: Graph, op: Op) -> bool:
     """True for fusible ops that compilers rather compute again in each kernel that reads them than keep the result of:
     those of a few instructions per element, reductions apart."""
-    return _is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
+    return is_fusible(graph, op) and op.primitive not in _EXPENSIVE and not op.primitive.startswith(("reduce_", "arg"))
 
 
 def is_folded(graph: Graph, op: Op) -> bool:
@@ -216,12 +194,12 @@ def _levels(graph: Graph) -> list[int]:
     for op in graph.ops:
         level = max((after[v] for v in op.operands), default=0)
         levels.append(level)
-        step = 0 if _is_fusible(graph, op) and not _ends_group(graph, op) else 1
+        step = 0 if is_fusible(graph, op) and not _ends_group(graph, op) else 1
         for v in op.results:
             after[v] = level + step
     outputs = set(graph.outputs)
     for op in reversed(graph.ops):
-        if _is_fusible(graph, op) and not _ends_group(graph, op) and _shrinks_late(graph, op, outputs):
+        if is_fusible(graph, op) and not _ends_group(graph, op) and _shrinks_late(graph, op, outputs):
             levels[op.id] = max(levels[op.id], min(levels[c] for r in op.results for c in graph.consumers[r]))
     return levels
 
@@ -232,6 +210,11 @@ def _shrinks_late(graph: Graph, op: Op, outputs: Set[int]) -> bool:
         return False
     read = {_unfolded(graph, v) for v in op.operands if graph.values[v].rank > 0}
     return sum(graph.values[v].bytes for v in read) <= sum(graph.values[r].bytes for r in op.results)
+
+
+@kept
+def _fusible(graph: Graph) -> tuple[bool, ...]:
+    return tuple(_is_fusible(graph, op) for op in graph.ops)
 
 
 def _is_fusible(graph: Graph, op: Op) -> bool:
@@ -332,7 +315,7 @@ def on_chip(graph: Graph) -> OnChip:
     scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}
     region = set(scores)
     for op in graph.ops:
-        if _is_fusible(graph, op) and any(v in region for v in op.operands):
+        if is_fusible(graph, op) and any(v in region for v in op.operands):
             region.update(op.results)
     large = {v for v in region if any(graph.values[v].num_elements >= graph.values[s].num_elements for s in scores)}
     while escaping := {v for v in large if not _stays(graph, v, large)}:
@@ -383,7 +366,7 @@ def _stays(graph: Graph, value: int, large: set[int]) -> bool:
     for reader in graph.consumers[value]:
         op = graph.ops[reader]
         small = all(graph.values[r].num_elements < size for r in op.results)
-        if not ((small and (_is_product(graph, op) or _is_fusible(graph, op))) or set(op.results) <= large):
+        if not ((small and (_is_product(graph, op) or is_fusible(graph, op))) or set(op.results) <= large):
             return False
     return True
 

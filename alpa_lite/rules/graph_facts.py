@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
@@ -20,7 +20,15 @@ class OpClass:
     """
 
     rule: Rule
+    layout: Layout
     view: OpView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What classes have in common whose ops are laid out alike: the rule without its price. It is one object, too."""
+
+    rule: Rule
 
 
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
@@ -61,7 +69,13 @@ def _class(look: _Look) -> OpClass:
 
 
 def _class_of(look: _Look) -> OpClass:
-    return OpClass(rule=(opaque_rule if look.effectful else rule_of)(look.view), view=look.view)
+    rule = (opaque_rule if look.effectful else rule_of)(look.view)
+    return OpClass(rule=rule, layout=_layout(replace(rule, flops=0.0, work_kind="elementwise")), view=look.view)
+
+
+@lru_cache(maxsize=50_000)
+def _layout(rule: Rule) -> Layout:
+    return Layout(rule=rule)
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:

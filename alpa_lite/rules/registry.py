@@ -92,6 +92,13 @@ class Rule:
         fits = (kind in free or self.has_halo(f) for f, kind in enumerate(self.kinds))
         return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
 
+    @cached_property
+    def major(self) -> frozenset[int]:
+        """Factors that are the major part of every dim that holds them: only then are their blocks contiguous."""
+        dims = [factors for tensor in (*self.operands, *self.results) for factors in tensor if len(factors) > 1]
+        after = (factors[i:] for factors in dims for i in range(1, len(factors)) if self.sizes[factors[i - 1]] > 1)
+        return frozenset(range(len(self.sizes))).difference(*after)
+
     def has_halo(self, factor: int) -> bool:
         """True when blocks along a factor read of each other."""
         return any(halo.factor == factor for halo in self.halos)
@@ -100,6 +107,8 @@ class Rule:
         """True when a factor may be cut in so many blocks: they are equal, and no halo is larger than a block."""
         if factor not in self.shardable or self.sizes[factor] % count:
             return False
+        if not self.halos:
+            return True
         blocks = ((h, prod(self.sizes[f] for f in self.operands[h.operand][h.dim]) // count) for h in self.halos)
         return all(h.factor != factor or max(h.before, h.after) <= rows for h, rows in blocks)
 

@@ -89,7 +89,7 @@ class GivenStages(Planner):
     def _layers(self, step: StepGraph) -> Layers:
         if self.num_layers == 1:
             return make_layers(step, 1)
-        return make_layers(step, self.num_layers, by_loops=self.by_loops)
+        return make_layers(step, self.num_layers, equal="loops" if self.by_loops else "flops")
 
     def _solved(self, costs: StageCosts, submeshes: Sequence[Submesh], microbatches: int) -> list[PlacedStage]:
         found: list[PlacedStage] = []

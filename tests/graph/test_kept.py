@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.kept import kept
-from alpa_lite.rules.fusion import price_class
 from alpa_lite.rules.graph_facts import free_values
+from alpa_lite.rules.price_class import price_classes
 
 
 class Subject:
@@ -37,8 +37,8 @@ def test_graphs_that_facts_were_found_of_are_let_go() -> None:
         return jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ y), x)
 
     graph = from_jaxpr(jax.make_jaxpr(step)(jnp.ones((4, 4))), ["x"]).graph
-    for inner, op in list(graph.walk()):
-        price_class(inner, op.id)
+    for inner in {inner for inner, _ in graph.walk()}:
+        price_classes(inner)
         free_values(inner)
     graphs = [weakref.ref(inner) for inner, _ in graph.walk()]
     del graph, inner

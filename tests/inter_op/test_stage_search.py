@@ -50,6 +50,7 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         space,
         survey.guess(BATCH / NUMBER, NUMBER)[None],
         profile.holds(space, BATCH / NUMBER, held)[None] - 1,
+        space.worthwhile(profile.shares),
     )
 
 

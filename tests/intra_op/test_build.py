@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.build import Builder, builder_of
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.placed import Placed
 from alpa_lite.intra_op.stage import StageView
@@ -42,9 +43,7 @@ def built_view(view: StageView) -> Builder:
         submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
         mesh=LogicalMesh(axis_names=("x", "y"), shape=(2, 4)),
     )
-    builder = Builder(view, Catalogue(pricer, Restriction(optimizer=Split.MAY, parameters=Split.MAY)))
-    builder.problem(limit_bytes=None, in_flight=1)
-    return builder
+    return Builder(view, Catalogue(pricer, Restriction(optimizer=Split.MAY, parameters=Split.MAY)))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,18 @@ def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
     _, many = builders
     matrices = {id(costs): costs for costs in many.edges.values()}.values()
     assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
+
+
+def test_a_stage_is_laid_out_once_for_all_limits(builders: tuple[Builder, Builder]) -> None:
+    few, _ = builders
+    one = builder_of(few.view, few.catalogue)
+    assert builder_of(few.view, few.catalogue) is one
+    problems = [one.problem(limit_bytes=limit, in_flight=n) for limit, n in [(1e9, 1), (1e9, 2), (None, 1), (1e9, 1)]]
+    anew = Builder(few.view, few.catalogue).problem(limit_bytes=1e9, in_flight=1)
+    assert [p.limit_bytes for p in problems] == [1e9, 1e9, None, 1e9]
+    for name in ("node_costs", "edge_costs", "usage_bytes"):
+        np.testing.assert_array_equal(getattr(problems[-1], name).values, getattr(anew, name).values)
+    assert problems[1].usage_bytes.values.sum() > problems[0].usage_bytes.values.sum()
 
 
 def test_activations_decide_for_the_contractions_of_their_own_stage() -> None:

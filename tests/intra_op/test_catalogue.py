@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import alpa_lite as al
 from alpa_lite.graph.from_jaxpr import from_jaxpr
@@ -11,6 +14,7 @@ from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
 from alpa_lite.sharding import Spec
+from alpa_lite.spmd import placed_specs
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.composed import ComposedCostModel
 
@@ -44,3 +48,24 @@ def test_orders_of_axes_are_one_move_apart() -> None:
     table = Catalogue(PRICER, FREE_CHOICE).move_table(VALUE, (one, other), (one, other))
     assert (table == table.T).all()
     assert table[0, 0] == table[1, 1] == 0 < table[0, 1] < float("inf")
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.tanh, lambda x: x * 2.0, lambda x: x.T, lambda x: jnp.sum(x, axis=1), jnp.max]
+)
+def test_ops_that_follow_cost_what_each_placement_costs_by_itself(function: Callable[..., jax.Array]) -> None:
+    graph = from_jaxpr(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((8, 16), jnp.float32)), ["x"]).graph
+    catalogue, other = Catalogue(PRICER, FREE_CHOICE), PRICER.elsewhere(PRICER.submesh, PRICER.mesh)
+    op = next(op for op in graph.ops if graph.inputs[0] in op.operands)
+    main = op.operands.index(graph.inputs[0])
+    given = catalogue.value_specs(VALUE, None, split=Split.MAY)
+    specs = (*given, Spec(((), ()), ("x",)), *given[:3])
+    options = catalogue.following(graph, op, main, specs, keep_partial=False)
+    assert len(options.placements) == len(specs)
+    for n, (spec, placement) in enumerate(zip(specs, options.placements, strict=True)):
+        placed = placed_specs(graph, op, placement)
+        assert (options.demanded[main][n], options.made[0][n]) == (placed.operands[main], placed.results[0])
+        assert options.results[0][n] == placement.results[0]
+        moved = catalogue.move_seconds(VALUE, spec, placed.operands[main])
+        moved += catalogue.move_seconds(graph.values[op.results[0]], placed.results[0], placement.results[0])
+        assert options.seconds[n] == pytest.approx(other.op_seconds(graph, op, placement) + moved, rel=1e-12)

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from alpa_lite.intra_op.problem import Edge, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers import BruteForce, Control, Elimination, IntegerProgram, Portfolio, Progress, peak
+from alpa_lite.intra_op.simplify import simplify
+from alpa_lite.intra_op.solvers import (
+    BruteForce,
+    Control,
+    Elimination,
+    IntegerProgram,
+    Portfolio,
+    Progress,
+    peak,
+    portfolio,
+)
 from alpa_lite.intra_op.solvers.peak import smallest_peak
 from tests.intra_op.instances import random_problem, training_step
 
@@ -31,6 +41,14 @@ def test_relative_gap_is_enough():
     near = Portfolio(relative_gap=0.05).solve(problem)
     assert near.gap <= 0.05
     assert near.bound <= best.cost <= near.cost
+
+
+def test_a_problem_is_reduced_once(monkeypatch: pytest.MonkeyPatch):
+    problem, reduced = training_step(num_layers=3, limit_fraction=0.5), []
+    monkeypatch.setattr(portfolio, "simplify", lambda p, **options: reduced.append(p) or simplify(p, **options))
+    solutions = [Portfolio(relative_gap=gap).solve(problem) for gap in (0.9, 1e-3)]
+    assert len(reduced) == 1
+    assert solutions[1].cost == Portfolio(relative_gap=1e-3).solve(replace(problem)).cost
 
 
 PROGRAM_ONLY = Portfolio(elimination=Elimination(max_table_entries=1))

@@ -54,3 +54,14 @@ def test_many_small_items_leave_no_gap() -> None:
     assert search.choices is not None and evaluate(problem, search.choices).feasible
     assert search.bound <= search.cost <= 1.02 * greedy
     assert search.bound >= 0.97 * greedy
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_search_that_goes_on_finds_what_one_in_a_single_run_does(seed: int) -> None:
+    problem = random_problem(seed, num_nodes=8, num_edges=9, tightness=0.4, forbidden=0.0)
+    plan, clock = elimination_plan(replace(problem, limit_bytes=None)), Clock(seconds=10.0, control=Control())
+    once, twice = (PricedSearch(problem=problem, plan=plan) for _ in range(2))
+    once.run(relative_gap=1e-3, clock=clock)
+    for gap in (0.9, 0.1, 1e-3):
+        twice.run(relative_gap=gap, clock=clock)
+    assert (twice.choices, twice.cost, twice.bound) == (once.choices, once.cost, once.bound)

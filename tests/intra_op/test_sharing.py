@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from alpa_lite.intra_op.sharing import Numbering, SharedArrays
+from alpa_lite.intra_op.sharing import Numbering, Recent, SharedArrays
 
 
 def test_equal_things_get_equal_numbers():
@@ -37,3 +37,16 @@ def test_arithmetic():
     np.testing.assert_array_equal(arrays.transposed(a), a.T)
     np.testing.assert_array_equal(arrays.diagonal(a), [0.0, 3.0])
     np.testing.assert_array_equal(arrays.zeros(2), [0.0, 0.0])
+
+
+def test_what_was_asked_for_last_is_not_made_again():
+    recent, made = Recent(2), []
+    for key in "abacab":
+        recent(key, lambda key=key: made.append(key))
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_one_object_stands_for_its_equals():
+    number = Numbering()
+    first, again = (1, "a"), (1, *"a")
+    assert number.one(first) is first and number.one(again) is first

@@ -15,7 +15,7 @@ import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid
-from alpa_lite.planners.joint import microbatch_numbers
+from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import OneFOneB
@@ -273,3 +273,36 @@ def test_layers_of_a_loop_allow_for_stages_of_the_cluster(trips: int, stages: An
     step = al.parallelize(_step).trace(weights, jax.ShapeDtypeStruct((8, 8), jnp.float32)).step(1).step
     assert natural_cut(step, stages).num_layers == wanted
     assert natural_cut(step, [7]).num_layers == 7
+
+
+def _uneven_plan(**options: Any) -> al.Plan:
+    """Of layers of which the last two have most of the work, on four devices with slow links."""
+    widths = [512, 512, 512, 512, 512, 512, 512, 4096, 4096]
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)]
+    batch = jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    cluster = _four_devices()
+    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
+    planner = Auto(manual=(), num_layers=8, **options)
+    return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+
+
+def test_stages_may_be_asked_to_be_equal() -> None:
+    def sizes(plan: al.Plan) -> tuple[set[int], set[int]]:
+        stages = plan.stages
+        return {s.layers[1] - s.layers[0] for s in stages}, {s.submesh.num_devices for s in stages}
+
+    free = _uneven_plan(num_stages=2)
+    layers, devices = _uneven_plan(num_stages=2, equal=("layers",)), _uneven_plan(num_stages=2, equal=("devices",))
+    both = _uneven_plan(num_stages=2, equal=("layers", "devices"))
+    assert len(sizes(layers)[0]) == len(sizes(devices)[1]) == len(sizes(both)[0]) == len(sizes(both)[1]) == 1
+    assert len(sizes(free)[0]) == 2
+    order = [plan.prediction.step_seconds for plan in (free, devices, both)]
+    assert order == sorted(order) and free.prediction.step_seconds <= layers.prediction.step_seconds
+
+
+def test_layers_may_have_equally_many_operators() -> None:
+    def forward(plan: al.Plan) -> list[int]:
+        return [plan.op_layers.count(layer) for layer in range(plan.num_layers)]
+
+    by_flops, by_ops = _uneven_plan(num_stages=2), _uneven_plan(num_stages=2, layers="operators")
+    assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from alpa_lite.graph.kept import kept
 from alpa_lite.intra_op.parts import connected_parts
 from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
@@ -68,7 +69,7 @@ class Portfolio(Solver):
         return replace(solution, seconds=clock.spent)
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
-        reduced = simplify(problem, stop=clock.over)
+        reduced = _simplified(problem, clock)
         clock.report(f"reduced from {problem.num_nodes} to {reduced.problem.num_nodes} nodes")
         if math.isinf(reduced.offset):
             return no_solution(status=Status.INFEASIBLE, started=clock.started, solver=self.name)
@@ -98,7 +99,7 @@ class Portfolio(Solver):
 
     def _solve_part(self, problem: Problem, clock: Clock) -> Solution:
         """By the first method that is made for it."""
-        plan = elimination_plan(replace(problem, limit_bytes=None), self.elimination.max_total_entries)
+        plan = _plan_of(problem, self.elimination.max_total_entries)
         free = self._eliminate(problem, plan)
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return free
@@ -123,22 +124,21 @@ class Portfolio(Solver):
     def _eliminate(self, problem: Problem, plan: EliminationPlan) -> Solution:
         """The best choices without the limit, if their tables are small: the answer if they fit, else a bound."""
         started = time.perf_counter()
-        free = replace(problem, limit_bytes=None)
         if not self.elimination.fits(plan):
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
-        choices = cheapest_choices(free, plan)
-        cost = evaluate(free, choices).cost
-        if math.isinf(cost):
+        choices = _cheapest(problem, plan)
+        found = evaluate(problem, choices)
+        if math.isinf(found.cost):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
-        if evaluate(problem, choices).feasible:
-            return self._answer(problem, choices, bound=cost, proven=True)
-        return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=cost)
+        if found.feasible:
+            return self._answer(problem, choices, bound=found.cost, proven=True)
+        return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name, bound=found.cost)
 
     def _priced(self, problem: Problem, plan: EliminationPlan, free: Solution, clock: Clock) -> Solution:
         """Choices within the limit by prices on memory, or what was known where tables are large."""
         if problem.limit_bytes is None or not self.elimination.fits(plan):
             return free
-        search = PricedSearch(problem=problem, plan=plan)
+        search = _search_of(problem, plan)
         search.run(relative_gap=self.relative_gap, clock=clock)
         bound = max(search.bound, free.bound)
         if search.choices is None:
@@ -156,6 +156,42 @@ class Portfolio(Solver):
             return replace(inner, bound=bound, solver=self.name)
         proven = inner.status is Status.OPTIMAL
         return self._answer(problem, reduced.restore(inner.choices), bound=bound, proven=proven)
+
+
+# Whoever solves a problem again, as to another gap, goes on from what is known of it.
+
+
+@kept
+def _known_reductions(problem: Problem) -> list[Simplified]:
+    """A cell for what is left of a problem."""
+    return []
+
+
+def _simplified(problem: Problem, clock: Clock) -> Simplified:
+    """What is left of a problem; it is not kept where time ran out."""
+    known = _known_reductions(problem)
+    if known:
+        return known[0]
+    reduced = simplify(problem, stop=clock.over)
+    if not clock.over():
+        known.append(reduced)
+    return reduced
+
+
+@kept
+def _plan_of(problem: Problem, max_total_entries: int) -> EliminationPlan:
+    return elimination_plan(replace(problem, limit_bytes=None), max_total_entries)
+
+
+@kept
+def _cheapest(problem: Problem, plan: EliminationPlan) -> tuple[int, ...]:
+    """The best choices without the limit."""
+    return cheapest_choices(replace(problem, limit_bytes=None), plan)
+
+
+@kept
+def _search_of(problem: Problem, plan: EliminationPlan) -> PricedSearch:
+    return PricedSearch(problem=problem, plan=plan)
 
 
 def _cheaper(a: Solution, b: Solution) -> Solution:

@@ -37,28 +37,43 @@ class PricedSearch:
     choices: tuple[int, ...] | None = None
     cost: float = np.inf
     bound: float = -np.inf
+    _rounds: int = 0
+    _prices: FloatArray = field(default_factory=lambda: np.zeros(0))
+    _exhausted: bool = False
     _costs: list[float] = field(default_factory=list[float])
     _overruns: list[FloatArray] = field(default_factory=list[FloatArray])
 
     def run(self, *, relative_gap: float, clock: Clock) -> None:
-        """Search until the gap is closed to `relative_gap`, or nothing more can be gained by prices."""
-        times = np.unique(self.problem.usage_times)
-        self._cheapest(np.ones(times.size), costs_count=False)
+        """Search until the gap is closed to `relative_gap`, or nothing more can be gained by prices.
+
+        Run again, with a smaller gap, it goes on from where it was.
+        """
+        if not self._costs:
+            self._begin()
+        while not self._exhausted:
+            if self._rounds and (self.cost - self.bound <= relative_gap * abs(self.cost) or clock.over()):
+                return
+            self._round()
+
+    def _begin(self) -> None:
+        self._prices = np.zeros(np.unique(self.problem.usage_times).size)
+        self._cheapest(np.ones(self._prices.size), costs_count=False)
         if np.isinf(self._costs[0]):
             self.bound = np.inf  # no choices have finite cost, whatever they hold
+            self._exhausted = True
+
+    def _round(self) -> None:
+        if self._rounds:
+            before, self._prices = self._prices, self._next_prices()
+            self._exhausted = np.allclose(self._prices, before, rtol=1e-6, atol=0.0)
+        if self._exhausted:
             return
-        prices = np.zeros(times.size)
-        for _ in range(MAX_ROUNDS):
-            value = self._cheapest(prices)
-            if value > self.bound:
-                self.bound = value
-                self._push(prices)
-            if self.cost - self.bound <= relative_gap * abs(self.cost) or clock.over():
-                return
-            following = self._next_prices()
-            if np.allclose(following, prices, rtol=1e-6, atol=0.0):
-                return
-            prices = following
+        value = self._cheapest(self._prices)
+        if value > self.bound:
+            self.bound = value
+            self._push(self._prices)
+        self._rounds += 1
+        self._exhausted = self._rounds == MAX_ROUNDS
 
     def _push(self, prices: FloatArray) -> None:
         """Raise prices until choices keep the limit."""
