@@ -40,8 +40,8 @@ Equal = Literal["layers", "devices"]
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
 
-SOLVES = 4
-"""How many solves the search mostly takes for each stage that it guesses at first."""
+SOLVES, LEAST_SOLVES = 4, 12
+"""How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
@@ -96,12 +96,13 @@ class StageSearch:
         possible = worthwhile & self._equal() if equal_stages else worthwhile
         self._ways = list(self._alike(equal))
         self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
+        self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """The best stages, all of them solved; or stages that were only guessed, once it is seen that none take less
         than `at_most` seconds. `further`: how much of such work is to follow, in relation to this."""
-        solved, before, usual = self._best_solved(), self._num_solved, 0
+        solved = self._best_solved()
         while True:
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
@@ -112,10 +113,7 @@ class StageSearch:
             pending = [entry for entry in entries if not self.solved[entry]]
             if not pending:
                 return found
-            # What was solved at other numbers of micro-batches makes part of it unnecessary.
-            done, usual = self._num_solved - before, usual or max(len(entries), SOLVES * len(entries) - before / 3)
-            left = max(len(pending), usual - done, done / SOLVES)
-            self.costs.progress.expect("stages", left + further * max(usual, done))
+            self._expect(len(entries), len(pending), further, known=min(solved.seconds, at_most) < math.inf)
             # The slowest decides about most plans; what is like something solved comes with it for nothing.
             self._solve(*max(pending, key=lambda entry: self.seconds[entry]))
             for entry in pending:
@@ -124,9 +122,16 @@ class StageSearch:
             self._refresh()
             solved = self._best_solved()
 
-    @property
-    def _num_solved(self) -> int:
-        return self.costs.progress.done.get("stages", 0)
+    def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
+        """Say how much work is left; before any stages are `known` by their costs, that nobody knows.
+
+        What was solved at other numbers of micro-batches makes part of it unnecessary.
+        """
+        progress = self.costs.progress
+        done = progress.done.get("stages", 0) - self._before
+        self._usual = max(self._usual, SOLVES * stages - self._before / 3)
+        left = max(pending, self._usual - done, done / SOLVES)
+        progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
     def best_known(self) -> StageChoice:
         """The best stages by what is known so far."""
