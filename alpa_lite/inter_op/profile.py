@@ -68,15 +68,36 @@ class Profile:
     def holds(self, space: Space, size: float, in_flight: Sequence[int]) -> NDArray[np.int64]:
         """[layers, layers, kinds]: how many of the numbers `in_flight` (which rise) stages have memory for, as far as
         is known, with micro-batches of `size` samples."""
-        ends = [np.concatenate([[0.0], np.cumsum(part)]) for part in (self.fixed_bytes, self.saved_bytes * size)]
-        fixed, saved = (part[None, 1:] - part[:-1, None] for part in ends)
-        peak = np.zeros_like(saved)
-        for first in range(self.num_layers):
-            up_to = saved[first, first:] + self.working_bytes[first:] * size
-            peak[first, first:] = np.maximum.accumulate(up_to)
         room = MEMORY_SLACK * space.room_bytes * np.array(space.devices, dtype=float)
-        needs = fixed + peak + (np.array(in_flight)[:, None, None] - 1) * saved
-        return (needs[..., None] <= room).sum(axis=0)
+        fixed, saved, working = self.fixed_bytes, self.saved_bytes * size, self.working_bytes * size
+        return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
+
+
+def in_flight_within(
+    room: FloatArray, fixed: FloatArray, saved: FloatArray, working: FloatArray, in_flight: Sequence[int]
+) -> NDArray[np.int64]:
+    """[layers, layers, …]: of how many of the numbers `in_flight` (which rise) of micro-batches stages have room for.
+
+    `fixed`, `saved` and `working` bytes of each layer are [layers, …]; see the module. There is no room for what is not
+    known of some layer, which is infinite.
+    """
+    fixed_of, saved_of = (_of_ranges(part) for part in (fixed, saved))
+    peak = np.zeros_like(saved_of)
+    for first in range(fixed.shape[0]):
+        peak[first, first:] = np.maximum.accumulate(saved_of[first, first:] + working[first:])
+    least = fixed_of + peak
+    found = np.zeros(np.broadcast_shapes(least.shape, room.shape), dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        for number in in_flight:
+            found += least + (number - 1) * saved_of <= room
+    return found
+
+
+def _of_ranges(part: FloatArray) -> FloatArray:
+    """[layers, layers, …]: the sums from one layer to another of what is [layers, …]."""
+    ends = np.concatenate([np.zeros((1, *part.shape[1:])), np.cumsum(part, axis=0)])
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(ends[None, 1:] - ends[:-1, None], nan=np.inf, posinf=np.inf)
 
 
 def microbatch_size(costs: StageCosts) -> int | None:

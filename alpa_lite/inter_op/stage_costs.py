@@ -37,7 +37,7 @@ from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
-QUICK_GAP = 0.9
+QUICK_GAP = 0.3
 """How close to the best the first choices within a limit are to be: anything goes."""
 
 BATCH_AXES = ("replica", "data")

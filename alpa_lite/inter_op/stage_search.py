@@ -62,6 +62,7 @@ class StageSearch:
         space: Space,
         guess: NDArray[np.float64],
         following: NDArray[np.int64],
+        roomy: NDArray[np.int64],
         worthwhile: NDArray[np.bool_],
         *,
         num_stages: int | None = None,
@@ -72,12 +73,14 @@ class StageSearch:
     ) -> None:
         """Nothing is solved yet.
 
-        costs           of the layers, for what does not depend on the policy
+        costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
         inflow_seconds  [layers]: to receive what a layer reads from earlier ones, per micro-batch
         guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
                         run
         following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
                         for none
+        roomy           [policies, layers, layers, kinds, shapes]: how many may follow where the guess allows for the
+                        memory that the stage takes; -1 for none
         worthwhile      [layers, layers, kinds]: which stages make sense; see `Space.worthwhile`
         num_stages      how many stages to make; None for the best number
         under           the costs of all layers, or of so many equal ones, under a policy; None: `costs`
@@ -96,20 +99,22 @@ class StageSearch:
         possible = worthwhile & self._equal() if equal_stages else worthwhile
         self._ways = list(self._alike(equal))
         self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
+        self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
     def run(self, at_most: float = math.inf, *, further: float = 0.0) -> StageChoice:
         """The best stages, all of them solved; or stages that were only guessed, once it is seen that none take less
         than `at_most` seconds. `further`: how much of such work is to follow, in relation to this."""
-        solved = self._best_solved()
+        solved, likely = self._best_solved(), _entries(self.best_likely())
         while True:
             found = self.best_known()
             if found.seconds >= solved.seconds * (1 - RELATIVE_GAP):
                 return solved
             if found.seconds >= at_most:
                 return found
-            entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
+            # Beside the stages that likely are the best, most of the others turn out to be worse before long.
+            entries = likely if any(not self.solved[entry] for entry in likely) else _entries(found)
             pending = [entry for entry in entries if not self.solved[entry]]
             if not pending:
                 return found
@@ -135,13 +140,17 @@ class StageSearch:
 
     def best_known(self) -> StageChoice:
         """The best stages by what is known so far."""
-        return self._best(self.seconds)
+        return self._best(self.seconds, self.following)
+
+    def best_likely(self) -> StageChoice:
+        """The best stages by guesses alone that allow for memory."""
+        return self._best(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
 
     def _best_solved(self) -> StageChoice:
-        return self._best(np.where(self.solved, self.seconds, np.inf))
+        return self._best(np.where(self.solved, self.seconds, np.inf), self.following)
 
-    def _best(self, seconds: NDArray[np.float64]) -> StageChoice:
-        found = (self._dispatched(self._best_of(np.where(way, seconds, np.inf))) for way in self._ways)
+    def _best(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+        found = (self._dispatched(self._best_of(np.where(way, seconds, np.inf), following)) for way in self._ways)
         return min(found, key=lambda each: each.seconds, default=_NOTHING)
 
     def _dispatched(self, found: StageChoice) -> StageChoice:
@@ -176,12 +185,12 @@ class StageSearch:
                 found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
             yield np.tile(found, len(self.policies) * len(self.held))
 
-    def _best_of(self, seconds: NDArray[np.float64]) -> StageChoice:
+    def _best_of(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
         cluster = self.space.cluster
         return solve(
             StageTable(
                 seconds=seconds,
-                max_following_stages=self.following,
+                max_following_stages=following,
                 submesh_devices=self.space.devices,
                 submesh_groups=self.space.groups,
             ),
@@ -254,7 +263,7 @@ class StageSearch:
     def _refresh(self) -> None:
         """Put guesses in the place of all stages that are not solved, and what is known of them."""
         # What several stages took longer than guessed on a mesh, the others are guessed to take there too.
-        guessed = self._guessed * self._longer_than_guessed(MANY)
+        guessed = self._guessed * np.maximum(self._longer_than_guessed(MANY), self._longer_under_other_policies())
         for level, held in enumerate(self.held):
             part = np.s_[..., level * self.width : (level + 1) * self.width]
             open_ = ~self.solved[part]
@@ -296,6 +305,17 @@ class StageSearch:
         enough = (known.sum(axis=1) >= many) & np.isfinite(least.min(axis=1))
         return np.where(enough, np.maximum(least.min(axis=1), 1.0), 1.0)
 
+    def _longer_under_other_policies(self) -> NDArray[np.float64]:
+        """[layers, layers, kinds, shapes and policies]: how many times as long as guessed a stage takes under a policy
+        for which it has room, with the fewest micro-batches in flight; it will do so under the others, which differ in
+        what they compute again."""
+        part = np.s_[..., : self.width]
+        known = np.where(self.solved[part], self.seconds[part], self.least[part])
+        looked_at = np.isfinite(known) & np.isfinite(self._guessed) & (self._roomy >= 0)
+        ratio = np.divide(known, self._guessed, out=np.ones(known.shape), where=looked_at)
+        of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
+        return np.tile(of_shapes, len(self.policies))
+
     def _solve(self, first: int, last: int, kind: int, configuration: int) -> None:
         """Put a bound on the cost of a stage in the place of its guess, or the cost in the place of the bound."""
         entry = (first, last, kind, configuration)
@@ -319,6 +339,10 @@ class StageSearch:
         """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none."""
         counts = reversed(range(self.num_layers))
         return next((n for n in counts if solution.bytes_in_flight(self._in_flight(n)) <= room_bytes), -1)
+
+
+def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
+    return [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
 
 
 def overhead_seconds(

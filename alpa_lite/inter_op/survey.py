@@ -8,17 +8,21 @@ where r is a layer that stands for l (`representatives`), loop and update are wh
 t(r,b) lies on straight lines through the sizes that were solved (latency and the gathering of weights do not shrink
 with b, the rest does) and u is its update. These are guesses: they say where to look first, and the search puts costs
 in the place of those that its answer depends on (`stage_search`).
+
+Layers are surveyed without a limit of memory. Where a stage has room for what its layers took then, the guess is about
+what it will take; elsewhere it will take longer, nobody knows how much (`Survey.holds`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.profile import Profile, microbatch_size
+from alpa_lite.inter_op.profile import Profile, in_flight_within, microbatch_size
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 
@@ -53,6 +57,17 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
     return [first[structures[n]] for n in nearest]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Taken:
+    """[kinds, shapes]: seconds and bytes that a layer takes at some size of micro-batches; infinite where unknown."""
+
+    loop_seconds: FloatArray
+    update_seconds: FloatArray
+    fixed_bytes: FloatArray
+    saved_bytes: FloatArray
+    working_bytes: FloatArray
+
+
 class Survey:
     """Seconds of a few layers on every logical mesh of a space, at some numbers of micro-batches."""
 
@@ -60,35 +75,43 @@ class Survey:
         """Nothing is known yet but what layers take on one device, and which are alike (`structures`)."""
         self.space, self.profile = space, profile
         self._stands = representatives(structures, profile.loop_seconds)
-        self._loops: dict[float, dict[int, FloatArray]] = {}
-        self._updates: dict[int, FloatArray] = {}
+        self._taken: dict[float, dict[int, _Taken]] = {}
 
     def add(self, costs: StageCosts, *, further: int = 0) -> None:
         """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow."""
         progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & self._promising()
-        loops = self._loops.setdefault(float(microbatch_size(costs) or 1), {})
+        taken = self._taken.setdefault(float(microbatch_size(costs) or 1), {})
         layers = list(dict.fromkeys(self._stands))
         num_solves = len(layers) * int(possible.sum())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
         for layer in layers:
-            loop, update = np.full(possible.shape, np.inf), np.full(possible.shape, np.inf)
+            figures = np.full((len(fields(_Taken)), *possible.shape), np.inf)
             for k, c in np.argwhere(possible).tolist():
                 submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
                 found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
                 if found.choice is not None:
-                    loop[k, c] = found.forward_seconds + found.backward_seconds
-                    update[k, c] = found.update_seconds
-            loops[layer] = loop
-            self._updates[layer] = np.minimum(update, self._updates.get(layer, update))
+                    figures[:, k, c] = (
+                        found.forward_seconds + found.backward_seconds,
+                        found.update_seconds,
+                        found.state_bytes + found.accumulator_bytes,
+                        found.activation_bytes,
+                        found.temporary_bytes,
+                    )
+            taken[layer] = _Taken(**dict(zip((field.name for field in fields(_Taken)), figures, strict=True)))
         progress.expect("survey", num_solves * AGAIN * further)
+
+    @property
+    def first_size(self) -> float:
+        """Samples in a micro-batch when layers were solved on all logical meshes."""
+        return next(iter(self._taken))
 
     def _promising(self) -> NDArray[np.bool_]:
         """[kinds, shapes]: what was not far from the best of its kind of submesh so far, for some layer."""
         found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
-        for loops in self._loops.values():
-            for loop in loops.values():
-                found |= loop <= FAR * loop.min(axis=1, keepdims=True)
-        return found if self._loops else ~found
+        for layers in self._taken.values():
+            for taken in layers.values():
+                found |= taken.loop_seconds <= FAR * taken.loop_seconds.min(axis=1, keepdims=True)
+        return found if self._taken else ~found
 
     def guess(self, size: float, num_microbatches: int, profile: Profile | None = None) -> FloatArray:
         """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part
@@ -96,22 +119,40 @@ class Survey:
 
         `profile`: of layers that compute values again; None: of those that were surveyed.
         """
-        sizes, known, found = sorted(self._loops), self.profile, list[FloatArray]()
-        alone = profile or known
+        loop = self._scaled(lambda taken: taken.loop_seconds, lambda known: known.loop_seconds, size, profile)
+        update = self._scaled(lambda taken: taken.update_seconds, lambda known: known.update_seconds, None, profile)
+        return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
+
+    def holds(self, size: float, in_flight: Sequence[int], profile: Profile | None = None) -> NDArray[np.int64]:
+        """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for
+        where their layers lie as they were surveyed, with micro-batches of `size` samples; `profile` as above."""
+        fixed = self._scaled(lambda taken: taken.fixed_bytes, lambda known: known.fixed_bytes, None, profile)
+        saved = self._scaled(lambda taken: taken.saved_bytes, lambda known: known.saved_bytes, size, profile)
+        # Of the bytes worked with, what the update needs does not shrink with the size.
+        working = self._scaled(lambda taken: taken.working_bytes, lambda known: known.working_bytes, None, profile)
+        return in_flight_within(self.space.room_bytes[:, None], fixed, saved, working, in_flight)
+
+    def _scaled(
+        self,
+        figure: Callable[[_Taken], FloatArray],
+        measure: Callable[[Profile], FloatArray],
+        size: float | None,
+        profile: Profile | None,
+    ) -> FloatArray:
+        """[layers, kinds, shapes]: a figure of each layer, in proportion to its measure on one device.
+
+        At a size of micro-batches; None: the least at any, of what hardly depends on it.
+        """
+        sizes, found = sorted(self._taken), list[FloatArray]()
+        alone, known = measure(profile or self.profile), measure(self.profile)
         for layer, stands in enumerate(self._stands):
-            loop = _on_lines(np.array(sizes), np.stack([self._loops[s][stands] for s in sizes]), size)
-            work = _ratio(alone.loop_seconds[layer], known.loop_seconds[stands])
-            update = _ratio(alone.update_seconds[layer], known.update_seconds[stands])
+            points = np.stack([figure(self._taken[s][stands]) for s in sizes])
+            surveyed = points.min(axis=0) if size is None else _on_lines(np.array(sizes), points, size)
+            ratio = alone[layer] / known[stands] if known[stands] > 0 else 1.0
             # What takes no time at all here takes none there (and infinity times nothing is no number).
             with np.errstate(invalid="ignore"):
-                found.append(
-                    np.nan_to_num(loop * work + self._updates[stands] * update / num_microbatches, posinf=np.inf)
-                )
-        return np.where(self.space.divides(int(size)), np.stack(found), np.inf)
-
-
-def _ratio(value: float, known: float) -> float:
-    return float(value / known) if known > 0 else 1.0
+                found.append(np.nan_to_num(surveyed * ratio, posinf=np.inf))
+        return np.stack(found)
 
 
 def _on_lines(sizes: FloatArray, points: FloatArray, size: float) -> FloatArray:

@@ -2,19 +2,19 @@
 
     numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
-    order      the numbers by the time of the best stages as far as the survey tells             `JointSearch._ordered`
+    guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guessed`
+    order      the number that is likely the best, then those around it while they are better    `numbers`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
-    stop       when the next number is not even guessed to be faster than what was found         `JointSearch.plans`
 
-With one micro-batch a pipeline has nothing to overlap: then the step is one stage. (Virtual devices of one processor
-do not overlap anyway.)
+With one micro-batch a pipeline has nothing to overlap: then the step is one stage, if no other number of stages is
+asked for. (Virtual devices of one processor do not overlap anyway.)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,15 +26,15 @@ from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAddi
 from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
-from alpa_lite.inter_op.stage_search import Equal, StageSearch, guessed_stages, overhead_seconds
+from alpa_lite.inter_op.stage_dp import StageChoice
+from alpa_lite.inter_op.stage_search import Equal, StageSearch
 from alpa_lite.inter_op.survey import Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
-from alpa_lite.planners.numbers import microbatch_numbers, surveyed_numbers
+from alpa_lite.planners.numbers import Guess, microbatch_numbers, next_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
@@ -71,8 +71,6 @@ PATIENT_SECONDS = 60.0
 SAVES = 1.3
 """A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
 
-ONE_LAYER = Cut.into(1)
-
 
 @dataclass(kw_only=True)
 class JointSearch:
@@ -97,11 +95,11 @@ class JointSearch:
         best of them, refined."""
         found = list[Found]()
         with (progress := self.request.progress).during("layers", "layers"):
-            survey, ordered = self._ordered()
+            survey, guesses = self._surveyed()
         progress.expect("refine", 1)
-        fitting = [(number, guessed) for number, guessed in ordered if guessed < math.inf]
+        fitting = {number: guess for number, guess in guesses.items() if guess.at_best < math.inf}
         # The largest numbers need the least memory: of those of which nothing was found they are tried with patience.
-        hopeful = sorted(fitting, reverse=True)[:MAX_SEARCHED]
+        hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
         for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
             if not found:
                 self.steps.let_take(seconds)
@@ -115,28 +113,32 @@ class JointSearch:
                 refined = self._refined(min(found, key=lambda each: each.seconds))
             yield self._plan(refined)
         elif not fitting:
-            self.problems.append(InfeasibleError(self._infeasible(max(number for number, _ in ordered))))
+            self.problems.append(InfeasibleError(self._infeasible(max(guesses))))
 
-    def _found(self, survey: Survey, numbers: Sequence[tuple[int, float]]) -> Iterator[Found]:
+    def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        count, in_vain, at_most, open_ = 0, 0, math.inf, dict(numbers)
-        while open_ and count < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
-            number = min(open_, key=open_.__getitem__)
-            if open_.pop(number) >= at_most * (1 - RELATIVE_GAP):
+        open_, searched, in_vain = dict(guesses), set[int](), 0
+        best, at_most = None, math.inf
+        while len(searched) < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
+            ways = next_numbers(open_, searched, best, at_most * (1 - RELATIVE_GAP), self._batch / survey.first_size)
+            if not ways:
                 return
-            alike = sum(guessed < at_most for guessed in open_.values())
-            further = min(MAX_IN_VAIN - in_vain, alike) / 2  # much is known then
+            further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # much is known then
+            number = ways[0]
+            del open_[number]
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(error)
                 continue
-            open_ = {n: self._guessed(survey, n) for n in open_}
-            improves = better is not None and better.sum_seconds < at_most
-            count, in_vain = count + 1, 0 if improves else in_vain + (at_most < math.inf)
+            searched.add(number)
+            open_ = {n: replace(guess, at_best=self._guessed(survey, n)) for n, guess in open_.items()}
+            if better is not None and better.sum_seconds < at_most:
+                best, at_most, in_vain = number, better.sum_seconds, 0
+            elif best is not None:
+                in_vain += 1
             if better is not None:
-                at_most = min(at_most, better.sum_seconds)
                 yield better
 
     def _plan(self, found: Found) -> Plan:
@@ -166,8 +168,8 @@ class JointSearch:
 
     # ----------------------------------------------------------------------------------------------- the order
 
-    def _ordered(self) -> tuple[Survey, list[tuple[int, float]]]:
-        """What a survey tells, and numbers of micro-batches with the seconds it guesses for a step, by these."""
+    def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
+        """A survey, and what it guesses that a step takes at each number of micro-batches."""
         numbers = self.request.microbatch_choices(self._numbers())
         samples = surveyed_numbers(
             [n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices
@@ -175,7 +177,7 @@ class JointSearch:
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
-                costs.append(self._costs_at(number))
+                costs.append(self.steps.of(number, self.steps.natural))
             except (NonAdditiveError, BatchError, TraceError) as error:
                 if self.request.num_microbatches != "auto":
                     raise
@@ -183,13 +185,12 @@ class JointSearch:
                 alone = isinstance(error, NonAdditiveError)  # at any other number too
                 numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
         if not costs:
-            costs, numbers = [self._costs_at(1)], (1,)
+            costs, numbers = [self.steps.of(1, self.steps.natural)], (1,)
         survey = self._begun(costs[0], numbers)
         for count, each in enumerate(costs, start=1):
             with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
                 survey.add(each, further=len(costs) - count)
-        guessed = [(number, self._guessed(survey, number)) for number in numbers]
-        return survey, sorted(guessed, key=lambda pair: pair[1])
+        return survey, {n: Guess(at_best=self._guessed(survey, n), likely=self._likely(survey, n)) for n in numbers}
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
         """A survey of the submeshes that are worth it at some number of micro-batches."""
@@ -216,7 +217,7 @@ class JointSearch:
             return {Remat.NONE: written}
         if Remat.NONE in self.policies and all(self._fits(written, n, worthwhile) for n in numbers):
             return {Remat.NONE: written}
-        cut, found = self._cut_at(number), {Remat.NONE: written} if Remat.NONE in self.policies else {}
+        cut, found = self.steps.natural, {Remat.NONE: written} if Remat.NONE in self.policies else {}
         for policy in sorted(self.policies, key=[*reversed(Remat)].index):
             # What keeps more than the one that keeps least has no use if that keeps no less than what is written.
             own = found.get(policy) or Profile.of(self.steps.of(number, cut, policy))
@@ -240,50 +241,46 @@ class JointSearch:
         return self.request.batch_size or 1
 
     def _overlaps(self, number: int) -> bool:
-        """Whether several stages make sense at a number of micro-batches."""
-        return number > 1 or self.space.cluster.shared_processor
+        """Whether several stages may make sense at a number of micro-batches."""
+        return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
 
     def _guessed(self, survey: Survey, number: int) -> float:
         """Seconds of a step with the best stages, as far as a survey tells."""
-        costs, cluster = self.steps.known, self.space.cluster
-        inflow = self._inflow_seconds(costs) * costs.step.num_microbatches / number
-        seconds, following = guessed_stages(
-            self._guess(survey, number, costs.layers.num_layers),
-            self._following(survey, number),
-            overhead_seconds(cluster, inflow, number),
-            self.space.worthwhile(survey.profile.shares),
-        )
-        table = StageTable(
-            seconds=seconds,
-            max_following_stages=following,
-            submesh_devices=self.space.devices,
-            submesh_groups=self.space.groups,
-        )
-        most = self.num_stages if self._overlaps(number) else 1
-        dispatched = self.request.cost_model.launch_seconds() * 2 * number
-        found = solve(
-            table,
-            num_devices=self.space.devices_of_groups,
-            num_microbatches=number,
-            min_stages=most if self.num_stages and most else 1,
-            max_stages=most,
-            serialized=cluster.shared_processor,
-        )
-        return max(found.seconds, dispatched)
+        return self._search_at(number, survey).best_known().seconds
 
-    def _guess(self, survey: Survey, number: int, num_layers: int) -> NDArray[np.float64]:
+    def _likely(self, survey: Survey, number: int) -> float:
+        """The same of stages whose guesses allow for their memory."""
+        return self._search_at(number, survey).best_likely().seconds
+
+    def _search_at(self, number: int, survey: Survey) -> StageSearch:
+        """The search for the stages at a number of micro-batches, by the guesses of a survey."""
+        known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
+        size, held, profiles = self._batch / number, self._held(number), self._profiles.values()
+        return StageSearch(
+            known,
+            number,
+            self.schedule,
+            self._inflow_seconds(known) * known.step.num_microbatches / number,
+            self.space,
+            self._guess(survey, number),
+            np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
+            np.stack([survey.holds(size, held, profile) - 1 for profile in profiles]),
+            self.space.worthwhile(survey.profile.shares),
+            num_stages=self.num_stages if overlaps else 1,
+            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
+            policies=tuple(self._profiles),
+            equal_stages=_has_stacks(known) or not overlaps,
+            equal=self.equal,
+        )
+
+    def _guess(self, survey: Survey, number: int) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
         of_policies = [survey.guess(self._batch / number, number, profile) for profile in self._profiles.values()]
         # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
         guess = np.stack(of_policies)
         for excess in [known for searched, known in self._excess.items() if searched >= number]:
             guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
-        return guess if guess.shape[1] == num_layers else guess.sum(axis=1, keepdims=True)
-
-    def _following(self, survey: Survey, number: int) -> NDArray[np.int64]:
-        """[policies, layers, layers, kinds]: how many stages may follow one given its memory; -1 for none."""
-        size, held = self._batch / number, self._held(number)
-        return np.stack([profile.holds(self.space, size, held) - 1 for profile in self._profiles.values()])
+        return guess
 
     def _held(self, number: int) -> list[int]:
         """Micro-batches in flight on a stage that is followed by none, by one, and so on."""
@@ -296,45 +293,22 @@ class JointSearch:
 
         `further`: how much of such work is to follow. Raises `InfeasibleError` when nothing fits.
         """
-        known = self.steps.known
-        stacked = _has_stacks(known)
-        cut = self._cut_at(number)
-        # Of equal stages the layers that they are made of need not be seen at this number.
-        costs = known if stacked and self._overlaps(number) else self._costs_at(number)
-        following = self._following(survey, number)
-        search = StageSearch(
-            costs,
-            number,
-            self.schedule,
-            self._inflow_seconds(costs) * costs.step.num_microbatches / number,
-            self.space,
-            self._guess(survey, number, costs.layers.num_layers),
-            following if following.shape[1] == costs.layers.num_layers else following[:, :1, -1:],
-            self.space.worthwhile(survey.profile.shares if costs.layers.num_layers > 1 else np.ones(1)),
-            num_stages=self.num_stages,
-            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else cut, policy),
-            policies=tuple(self._profiles),
-            equal_stages=stacked,
-            equal=self.equal,
-        )
+        search = self._search_at(number, survey)
         found = search.run(at_most, further=further)
         self._excess[number] = search.excess()
         if found.stages and found.seconds >= at_most:
             return None
         if not found.stages:
             raise InfeasibleError(self._infeasible(number))
-        costs, stages = self._placed(search, found, Cut.into(len(found.stages)) if stacked else cut)
-        ways = [stages, *self._agreeing(costs, stages)] if stacked else [stages]
+        costs, stages = self._placed(search, found)
+        ways = [stages, *self._agreeing(costs, stages)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, self.schedule) for way in ways)
         best = self._scheduled(min(priced, key=lambda way: way.seconds))
         return replace(best, sum_seconds=found.seconds)
 
-    def _placed(self, search: StageSearch, found: StageChoice, cut: Cut) -> tuple[StageCosts, list[PlacedStage]]:
-        """The stages on their devices, with the step in which each follows its policy and its costs.
-
-        `cut`: the layers of `found`, or as many as there are stages.
-        """
-        cluster = self.request.cluster
+    def _placed(self, search: StageSearch, found: StageChoice) -> tuple[StageCosts, list[PlacedStage]]:
+        """The stages on their devices, with the step in which each follows its policy and its costs."""
+        cluster, cut = self.request.cluster, Cut.into(len(found.stages)) if search.all_equal else self.steps.natural
         kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
         submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
         ranges = [(i, i) if search.all_equal else (s.first_layer, s.last_layer) for i, s in enumerate(found.stages)]
@@ -353,7 +327,7 @@ class JointSearch:
         """Why nothing fits, as a sentence; at length once, since that takes time."""
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
-        return tightest_stage(self.request, self.steps, self.space, number, self._cut_at(number))
+        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural)
 
     def _agreeing(self, costs: StageCosts, stages: Sequence[PlacedStage]) -> Iterator[list[PlacedStage]]:
         """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
@@ -361,12 +335,6 @@ class JointSearch:
             number = costs.step.num_microbatches
             held = [self.schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
-
-    def _costs_at(self, number: int) -> StageCosts:
-        return self.steps.of(number, self._cut_at(number))
-
-    def _cut_at(self, number: int) -> Cut:
-        return self.steps.natural if self._overlaps(number) else ONE_LAYER
 
     def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
         """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""

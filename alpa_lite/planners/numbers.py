@@ -1,9 +1,18 @@
-"""Numbers of micro-batches: those that are considered, and those at which a few layers are solved to guess the rest."""
+"""Numbers of micro-batches: those that are considered, those at which a few layers are solved to guess the rest, and
+in which order stages are searched.
+
+Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer for each sample. So
+from the number that is likely the best the search goes both ways, for as long as that makes it better.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+NEAR = 0.05
+"""Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
 
 RATIO = 1.5
 """A number of micro-batches is considered when it is at least so many times the one before."""
@@ -26,3 +35,46 @@ def surveyed_numbers(numbers: Sequence[int], batch_size: int, num_devices: int) 
         if left:
             chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
     return list(chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Seconds of a step at some number: at best, and as it is likely; infinite where it does not fit."""
+
+    at_best: float
+    likely: float
+
+
+def next_numbers(
+    guesses: Mapping[int, Guess], searched: Collection[int], best: int | None, at_most: float, solved_at: float
+) -> list[int]:
+    """Which numbers to search next, the first of them at once; none where there is nothing to gain.
+
+    `guesses`: at numbers that were not searched; `best`: the best of those that were, with `at_most` seconds; layers
+    were solved at the number `solved_at`.
+    """
+    if best is not None:
+        known = sorted({*guesses, *searched})
+        around = (known[known.index(best) - 1 :: -1] if best > known[0] else [], known[known.index(best) + 1 :])
+        found = [_first_better(numbers, guesses, at_most) for numbers in around]
+        return sorted((n for n in found if n is not None), key=lambda n: guesses[n].at_best)
+    faster = sorted(n for n, guess in guesses.items() if guess.at_best < at_most)
+    least = min((guesses[n].likely for n in faster), default=math.inf)
+
+    def order(number: int) -> tuple[float, ...]:
+        guess = guesses[number]
+        if guess.likely <= least * (1 + NEAR) < math.inf:
+            return (0.0, abs(math.log(number / solved_at)))
+        return (1.0, guess.likely, guess.at_best)
+
+    return sorted(faster, key=order)
+
+
+def _first_better(numbers: Sequence[int], guesses: Mapping[int, Guess], at_most: float) -> int | None:
+    """The first of numbers, up to one that was searched, that may take less: at best if it is the next, else likely."""
+    for place, number in enumerate(numbers):
+        if number not in guesses:
+            return None
+        if (guesses[number].likely if place else guesses[number].at_best) < at_most:
+            return number
+    return None

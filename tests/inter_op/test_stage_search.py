@@ -36,11 +36,16 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     return StageCosts(step=step, layers=make_layers(step, LAYERS), cost_model=model, progress=Progress(solved.append))
 
 
+def _survey(costs: StageCosts) -> Survey:
+    survey = Survey(Space.of(costs.cost_model.cluster), Profile.of(costs), costs.structure_of_layers())
+    survey.add(costs)
+    return survey
+
+
 def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
     costs = _costs(memory_bytes, solved)
-    space, profile = Space.of(costs.cost_model.cluster), Profile.of(costs)
-    survey = Survey(space, profile, costs.structure_of_layers())
-    survey.add(costs)
+    survey = _survey(costs)
+    space, profile = survey.space, survey.profile
     held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
     return StageSearch(
         costs,
@@ -50,6 +55,7 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         space,
         survey.guess(BATCH / NUMBER, NUMBER)[None],
         profile.holds(space, BATCH / NUMBER, held)[None] - 1,
+        survey.holds(BATCH / NUMBER, held)[None] - 1,
         space.worthwhile(profile.shares),
     )
 
@@ -122,3 +128,41 @@ def test_a_number_of_stages_can_be_asked_for(count: int) -> None:
     search = _search(1e9, [])
     search.num_stages = count
     assert len(search.run().stages) == count
+
+
+def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit() -> None:
+    roomy, tight = 0, 0
+    for memory_bytes in (40e6, 28e6, 20e6, 14e6):
+        costs = _costs(memory_bytes, [])
+        survey = _survey(costs)
+        holds = survey.holds(BATCH / NUMBER, [1, 2, 4])
+        useful = survey.space.worthwhile(np.full(LAYERS, 1 / LAYERS))
+        for first, last, kind in np.argwhere(useful).tolist():
+            for shape, mesh in enumerate(survey.space.meshes[kind]):
+                stage = (first, last, survey.space.submesh(kind), mesh)
+                free = costs.solution(*stage, limit_bytes=np.inf)
+                count = holds[first, last, kind, shape]
+                if count == 0:
+                    tight += costs.solution(*stage).peak_bytes > 0.5 * memory_bytes
+                    continue
+                roomy += 1
+                held = [1, 2, 4][count - 1]
+                within = costs.solution(*stage, in_flight=held)
+                assert within.choice is not None
+                assert within.objective <= 1.02 * free.objective
+    assert roomy > 20
+    assert tight > 20
+
+
+def test_one_policy_that_takes_longer_than_guessed_tells_about_the_others() -> None:
+    search = _search(1e9, [])
+    first, last, kind, configuration = map(int, np.argwhere(np.isfinite(search.seconds))[0])
+    guessed = search.seconds[first, last, kind].copy()
+    search.solved[first, last, kind, configuration] = True
+    search.seconds[first, last, kind, configuration] *= 3
+    factor = search._longer_under_other_policies()[first, last, kind]
+    assert factor[configuration] == pytest.approx(3.0)
+    assert guessed[configuration] > 0
+    # Where it had no room, it may have been memory that made it slow.
+    search._roomy[first, last, kind, configuration] = -1
+    assert search._longer_under_other_policies().max() == 1.0
