@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.mesh import LogicalMesh, Submesh
 
 FloatArray = NDArray[np.float64]
@@ -41,12 +42,8 @@ class Profile:
     def of(costs: StageCosts) -> Profile:
         """Each layer solved on one device with all the memory that it needs."""
         size = float(microbatch_size(costs) or 1)
-        alone = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
-        mesh = LogicalMesh(axis_names=("x",), shape=(1,))
         free = costs.with_pins({})
-        layers = [
-            free.solution(layer, layer, alone, mesh, limit_bytes=math.inf) for layer in range(costs.layers.num_layers)
-        ]
+        layers = [alone_on_a_device(free, layer) for layer in range(costs.layers.num_layers)]
         return Profile(
             loop_seconds=np.array([found.forward_seconds + found.backward_seconds for found in layers]),
             update_seconds=np.array([found.update_seconds for found in layers]),
@@ -71,6 +68,13 @@ class Profile:
         room = MEMORY_SLACK * space.room_bytes * np.array(space.devices, dtype=float)
         fixed, saved, working = self.fixed_bytes, self.saved_bytes * size, self.working_bytes * size
         return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
+
+
+def alone_on_a_device(costs: StageCosts, layer: int) -> StageSolution:
+    """A layer solved on one device with all the memory that it needs; pins are of logical meshes with other axes."""
+    device = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
+    mesh = LogicalMesh(axis_names=("x",), shape=(1,))
+    return costs.with_pins({}).solution(layer, layer, device, mesh, limit_bytes=math.inf)
 
 
 def in_flight_within(

@@ -123,6 +123,21 @@ class Space:
         """A logical mesh over this kind."""
         return self.meshes[kind][shape]
 
+    @cached_property
+    def stand_ins(self) -> NDArray[np.intp]:
+        """[kinds, shapes]: for each shape the one of the kind that splits everything as it does or may do so.
+
+        That is the shape itself, or for one that leaves state whole on each host the one that may split it there.
+        """
+        found = np.tile(np.arange(self.most_shapes), (len(self.kinds), 1))
+        for k, meshes in enumerate(self.meshes):
+            shapes = {mesh.shape: c for c, mesh in enumerate(meshes) if "replica" not in mesh.axis_names}
+            for c, mesh in enumerate(meshes):
+                if "replica" in mesh.axis_names:
+                    replicas, data, *model = mesh.shape
+                    found[k, c] = shapes.get((replicas * data, *model), c)
+        return found
+
     def divides(self, microbatch_size: int | None) -> NDArray[np.bool_]:
         """[kinds, shapes]: whether the batch axis of a shape divides a micro-batch; False where there is no shape."""
         possible = np.zeros((len(self.kinds), self.most_shapes), dtype=np.bool_)

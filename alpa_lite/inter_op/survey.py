@@ -9,6 +9,9 @@ t(r,b) lies on straight lines through the sizes that were solved (latency and th
 with b, the rest does) and u is its update. These are guesses: they say where to look first, and the search puts costs
 in the place of those that its answer depends on (`stage_search`).
 
+Shapes that hold state whole on each of several hosts are not surveyed: without a limit of memory they take about as
+long as those that may split it between hosts (`Space.stand_ins`).
+
 Layers are surveyed without a limit of memory. Where a stage has room for what its layers took then, the guess is about
 what it will take; elsewhere it will take longer, nobody knows how much (`Survey.holds`).
 """
@@ -17,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.profile import Profile, in_flight_within, microbatch_size
+from alpa_lite.inter_op.profile import Profile, alone_on_a_device, in_flight_within, microbatch_size
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 
@@ -57,10 +60,14 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
     return [first[structures[n]] for n in nearest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """[kinds, shapes]: seconds and bytes that a layer takes at some size of micro-batches; infinite where unknown."""
+    """[kinds, shapes]: seconds and bytes that a layer takes at some size of micro-batches; infinite where unknown.
 
+    `alone_seconds`: [1, 1]: of both passes on one device.
+    """
+
+    alone_seconds: FloatArray
     loop_seconds: FloatArray
     update_seconds: FloatArray
     fixed_bytes: FloatArray
@@ -82,11 +89,12 @@ class Survey:
         progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & self._promising()
         taken = self._taken.setdefault(float(microbatch_size(costs) or 1), {})
         layers = list(dict.fromkeys(self._stands))
-        num_solves = len(layers) * int(possible.sum())
+        solved = possible & (self.space.stand_ins == np.arange(self.space.most_shapes))
+        num_solves = len(layers) * int(solved.sum())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
         for layer in layers:
-            figures = np.full((len(fields(_Taken)), *possible.shape), np.inf)
-            for k, c in np.argwhere(possible).tolist():
+            figures = np.full((5, *possible.shape), np.inf)
+            for k, c in np.argwhere(solved).tolist():
                 submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
                 found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
                 if found.choice is not None:
@@ -97,7 +105,9 @@ class Survey:
                         found.activation_bytes,
                         found.temporary_bytes,
                     )
-            taken[layer] = _Taken(**dict(zip((field.name for field in fields(_Taken)), figures, strict=True)))
+            figures = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
+            alone = alone_on_a_device(costs, layer)
+            taken[layer] = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
         progress.expect("survey", num_solves * AGAIN * further)
 
     @property
@@ -119,9 +129,20 @@ class Survey:
 
         `profile`: of layers that compute values again; None: of those that were surveyed.
         """
-        loop = self._scaled(lambda taken: taken.loop_seconds, lambda known: known.loop_seconds, size, profile)
+        loop, largest = self._loop_seconds(size, profile), max(self._taken)
+        if size > largest:
+            # Where small micro-batches cannot be split over all devices, lines rise less than work shared by all does.
+            devices = np.array(self.space.devices, dtype=float)[:, None]
+            further = self._alone_seconds(size, profile) - self._alone_seconds(largest, profile)
+            loop = np.maximum(loop, self._loop_seconds(largest, profile) + further / devices)
         update = self._scaled(lambda taken: taken.update_seconds, lambda known: known.update_seconds, None, profile)
         return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
+
+    def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
+        return self._scaled(lambda taken: taken.loop_seconds, lambda known: known.loop_seconds, size, profile)
+
+    def _alone_seconds(self, size: float, profile: Profile | None) -> FloatArray:
+        return self._scaled(lambda taken: taken.alone_seconds, lambda known: known.loop_seconds, size, profile)
 
     def holds(self, size: float, in_flight: Sequence[int], profile: Profile | None = None) -> NDArray[np.int64]:
         """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for

@@ -21,9 +21,11 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], in_flight: Sequen
     forms = [_forms(costs, stage) for stage in stages]
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
+        pins = {v: wanted[leaf] for stage in stages for leaf, v in _rows(costs, stage) if leaf in wanted}
+        given = costs.with_pins({**costs.pins, **pins})
         # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
         found = [
-            stage if _forms(costs, stage) == wanted else _solved_again(costs, stage, wanted, held)
+            stage if _forms(costs, stage) == wanted else _solved_again(given, stage, held)
             for stage, held in reversed([*zip(stages, in_flight, strict=True)])
         ]
         found.reverse()
@@ -50,9 +52,6 @@ def forms_given(costs: StageCosts, stage: PlacedStage) -> dict[int, Spec]:
     return {v: choice.inputs[v] for _, v in _rows(costs, stage) if v in choice.inputs} if choice else {}
 
 
-def _solved_again(costs: StageCosts, stage: PlacedStage, wanted: dict[int, Spec], in_flight: int) -> PlacedStage:
-    pins = {v: wanted[leaf] for leaf, v in _rows(costs, stage) if leaf in wanted}
-    solution = costs.with_pins({**costs.pins, **pins}).solution(
-        stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight
-    )
+def _solved_again(costs: StageCosts, stage: PlacedStage, in_flight: int) -> PlacedStage:
+    solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=in_flight)
     return replace(stage, solution=solution)

@@ -172,7 +172,10 @@ class JointSearch:
         """A survey, and what it guesses that a step takes at each number of micro-batches."""
         numbers = self.request.microbatch_choices(self._numbers())
         samples = surveyed_numbers(
-            [n for n in numbers if self._overlaps(n)], self._batch, self.space.cluster.num_devices
+            [n for n in numbers if self._overlaps(n)],
+            self._batch,
+            self.space.cluster.num_devices,
+            self.space.cluster.devices_per_host,
         )
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-NEAR = 0.05
+NEAR = 0.03
 """Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
 
 RATIO = 1.5
@@ -27,10 +27,13 @@ def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def surveyed_numbers(numbers: Sequence[int], batch_size: int, num_devices: int) -> list[int]:
-    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie."""
+def surveyed_numbers(numbers: Sequence[int], batch_size: int, num_devices: int, devices_per_host: int) -> list[int]:
+    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie.
+
+    Half of the devices of a host split even the smaller micro-batches, beside others that split the model.
+    """
     chosen: dict[int, None] = {}
-    for size in (2.0 * num_devices, max(1.0, num_devices / 32)):
+    for size in (2.0 * num_devices, max(1.0, devices_per_host / 2, num_devices / 32)):
         left = [n for n in numbers if n not in chosen]
         if left:
             chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
