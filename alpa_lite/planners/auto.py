@@ -67,7 +67,8 @@ class Auto(Planner):
     schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
     measure_top       so many of the best plans are run for a few steps on the devices of this process, and the fastest
                       is taken; 0: the one that is predicted to be
-    manual            plans that are priced as well, unless the search is restricted
+    manual            plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these
+                      plans would not keep to that
     """
 
     num_layers: int | None = None
@@ -139,6 +140,12 @@ class Auto(Planner):
                 "one of them."
             )
 
+    @property
+    def _restricted(self) -> bool:
+        """Whether manual plans may break what was asked for. They compute nothing again: `remat="none"` they keep."""
+        stages = self.intra_op_only or self.inter_op_only or self.num_stages or self.equal
+        return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
+
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         """The plan that is predicted to be the fastest, or that is when the best are run."""
         by_prediction = sorted(plans, key=lambda plan: plan.prediction.step_seconds)
@@ -198,8 +205,7 @@ class Auto(Planner):
         ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        restricted = self.intra_op_only or self.inter_op_only or self.num_stages or self.pins or self.equal
-        for planner in () if restricted else self.manual:
+        for planner in () if self._restricted else self.manual:
             try:
                 with request.progress.during("manual", planner.name):
                     plan = planner.plan(replace(request, advise=False))

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
-from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid
+from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import OneFOneB
+from alpa_lite.schedule import GPipe, OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
 
@@ -245,6 +245,16 @@ def test_layers_compute_again_what_does_not_fit() -> None:
     for plan in (found, written, full):
         assert max(plan.prediction.peak_bytes) <= tight.max_memory_bytes
         assert found.prediction.step_seconds <= plan.prediction.step_seconds * 1.005
+
+
+def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None:
+    """A pipeline under 1F1B, which keeps what its backward pass reads, is faster than what the search may make here."""
+    manual = (Pipeline(num_stages=4),)
+    again, other = _deep_plan(Auto(remat="selective", manual=manual)), _deep_plan(Auto(schedule=GPipe(), manual=manual))
+    assert Remat.SELECTIVE in again.remat and other.schedule == GPipe()
+    for plan in (again, other):
+        assert all(name.startswith("auto") for name, _ in plan.alternatives)
+    assert any("pipeline" in name for name, _ in _plan(Auto(remat="none", manual=manual)).alternatives)
 
 
 @pytest.mark.parametrize(("part", "wanted"), [(1.0, 0), (0.9, 1), (0.8, 2), (0.7, 3)])
