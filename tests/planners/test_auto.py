@@ -21,6 +21,7 @@ from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import GPipe, OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
+from tests.inter_op.test_stage_costs import chain_step
 
 DEPTH, WIDTH, BATCH = 8, 2048, 2048
 
@@ -184,19 +185,6 @@ def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
 
 
-def _written_out(weights: Any, x: Any) -> Any:
-    """Training of a deep network whose layers are written one by one."""
-
-    def loss(weights: Any) -> Any:
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
-
 def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
     slow = al.cluster("p3.16xlarge")
     fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
@@ -207,7 +195,7 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
 
     def plan(cluster: Cluster) -> al.Plan:
         planner = Auto(num_stages=2, num_layers=12, manual=())
-        return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+        return al.plan(chain_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
     found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
     layers = {stage.submesh.first_device: stage.layers[1] - stage.layers[0] + 1 for stage in found.stages}
@@ -223,7 +211,7 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=max(1, devices // 10), devices_per_host=min(devices, 10))
     if devices == 12:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
-    plan = al.plan(_written_out, weights, batch, cluster=cluster, planner=Auto(manual=()))
+    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
     assert sum(stage.submesh.num_devices for stage in plan.stages) == devices
 
 
@@ -270,7 +258,7 @@ def test_stages_that_hold_more_microbatches_compute_more_again(part: float, want
 def test_a_number_of_stages_has_layers_enough() -> None:
     few = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
     batch = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    plan = al.plan(_written_out, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
+    plan = al.plan(chain_step, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
     assert len(plan.stages) == 4
 
 
@@ -293,7 +281,7 @@ def _uneven_plan(**options: Any) -> al.Plan:
     cluster = _four_devices()
     cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
     planner = Auto(manual=(), num_layers=8, **options)
-    return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+    return al.plan(chain_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
 
 def test_stages_may_be_asked_to_be_equal() -> None:
