@@ -332,7 +332,10 @@ def plan(
     cache: Cache = True,
     **kwargs: Any,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device.
+    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s.
+
+    Nothing runs on a device, but for two cases: without a `cluster` this machine's devices are measured, unless
+    `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.
 
     `fun` may be decorated already; the options given here count, not those of the decorator.
     """

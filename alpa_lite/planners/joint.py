@@ -4,7 +4,7 @@
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
     order      the numbers by the time of the best stages as far as the survey tells             `JointSearch._ordered`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
-    stop       when the next number is not even guessed to be faster than what was found         `JointSearch.plans`
+    stop       when the next number is not even guessed to be faster than what was found         `JointSearch._found`
 
 With one micro-batch a pipeline has nothing to overlap: then the step is one stage. (Virtual devices of one processor
 do not overlap anyway.)
