@@ -11,8 +11,6 @@ Each value prints itself. Calling the decorated function does all of it on the f
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.program import Program, build_program
@@ -34,13 +31,12 @@ from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.execute import Executor, TaskTime
+from alpa_lite.runtime.initial import built_in_place
 from alpa_lite.runtime.local_cluster import local_cluster
+from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.trace import BatchArgnums, Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
-
-MEASURED_STEPS = 3
-"""How often a plan is run to see how fast it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +107,9 @@ class TracedFunction:
         )
 
     def _measured_seconds(self, plan: Plan) -> float:
-        """The median of a few steps of a plan on the devices of this process, on arguments of zeros."""
+        """Of a step by a plan, run on the devices of this process."""
         compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
-        seconds: list[float] = []
-        for _ in range(1 + MEASURED_STEPS):  # the first one compiles what is left
-            leaves = jax.block_until_ready(compiled.executor.place_inputs([*map(_jax.zeros, self.traced.leaves)]))
-            started = time.perf_counter()
-            jax.block_until_ready(compiled.run_flat(leaves, None))
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[1:])
+        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.constants)
 
     def __str__(self) -> str:
         size = self.traced.batch_size
@@ -342,7 +332,10 @@ def plan(
     cache: Cache = True,
     **kwargs: Any,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)` without running it; arguments may be `jax.ShapeDtypeStruct`s. Touches no device.
+    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s.
+
+    Nothing runs on a device, but for two cases: without a `cluster` this machine's devices are measured, unless
+    `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.
 
     `fun` may be decorated already; the options given here count, not those of the decorator.
     """
@@ -366,25 +359,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
     """
     positional, keywords = like.input_shardings()
     shardings = positional[argument] if isinstance(argument, int) else keywords[argument]
-    flat, structure = jax.tree.flatten(shardings)
-    shapes = jax.eval_shape(init_fn, *args)
-    if jax.tree.structure(shapes) != structure:
-        raise PlanError(
-            f"init_fn returns {jax.tree.structure(shapes)}, but argument {argument!r} of the compiled step is "
-            f"{structure}. Give an init_fn that returns that argument."
-        )
-    result: list[Any] = [None] * len(flat)
-    for mesh in dict.fromkeys(s.mesh for s in flat):
-        mine = [i for i, s in enumerate(flat) if s.mesh == mesh]
-
-        def part(*inputs: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
-            leaves = jax.tree.leaves(init_fn(*inputs))
-            return [leaves[i] for i in mine]
-
-        built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*args)
-        for i, array in zip(mine, built, strict=True):
-            result[i] = array
-    return jax.tree.unflatten(structure, result)
+    return built_in_place(init_fn, args, shardings, argument)
 
 
 def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:

@@ -74,6 +74,12 @@ def test_a_value_is_paid_once_in_each_layer_that_reads_it():
     assert cluster_contiguous(np.ones(4), flows, 2, imbalance=0.0) == (0, 0, 1, 1)
 
 
+def test_a_long_skip_is_paid_by_the_layer_that_reads_it_alone():
+    """Op 4 reads op 0: one layer pays for it, however many cuts lie between, so that the work may be even."""
+    chain = [(op, op + 1, 1.0) for op in range(5)]
+    assert cluster_contiguous(np.ones(6), [*chain, (0, 4, 2.0)], 3, imbalance=1.0) == (0, 0, 1, 1, 2, 2)
+
+
 def test_ties_go_to_the_smaller_sum_then_to_the_evener_flops():
     # All cuts have a maximum of 5; those at the free place before op 4 have the least sum, one of them equal layers.
     flows = [(0, 1, 5.0), (1, 2, 5.0), (2, 3, 5.0), (4, 5, 5.0)]

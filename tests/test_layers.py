@@ -12,12 +12,13 @@ import pytest
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals, read_originals_across
-from alpa_lite.layers import default_num_layers, make_layers, op_flops
+from alpa_lite.layers import default_num_layers, make_layers, natural_cut, op_flops
 from alpa_lite.microbatch import split_step
 from alpa_lite.rules.graph_facts import free_values
 from alpa_lite.trace import trace
 from tests.end_to_end.cases import MODELS, Training, make_batch
 from tests.end_to_end.programs import PARAMS, X, Y, descend, squared
+from tests.end_to_end.test_across_stages import encoder_decoder, encoder_decoder_arguments
 
 
 @cache
@@ -99,6 +100,22 @@ def test_optimizer_state_lives_with_its_parameter() -> None:
 def test_the_number_of_layers_follows_the_model() -> None:
     assert default_num_layers(_small_step()) == 1
     assert 1 < default_num_layers(_step_of("gpt")) <= 8
+
+
+@pytest.mark.parametrize("trips", [(8, 8), (6, 12), (12, 4), (2, 6), (1, 5)])
+def test_no_layer_holds_trips_of_an_encoder_and_of_a_decoder(trips: tuple[int, int]) -> None:
+    traced = trace(encoder_decoder, encoder_decoder_arguments(*trips))
+    cut = natural_cut(split_step(traced, 1).step, (1, 2, 4))
+    step = split_step(traced, 4, loop_parts=cut.loop_parts).step
+    layers = make_layers(step, cut.num_layers, equal=cut.equal, imbalance=cut.imbalance)
+    held: dict[str, set[int]] = {"encoder": set(), "decoder": set()}
+    for v, home in zip(step.graph.inputs, layers.of_input, strict=True):
+        for side in held:
+            if f"/{side}/" in step.graph.values[v].name:
+                readers = {layers.of_op[c] for c in step.graph.consumers[v]}
+                held[side] |= {home, *(layer for layer in readers if layer is not None)}
+    assert max(held["encoder"]) < min(held["decoder"])
+    assert held["encoder"] | held["decoder"] == set(range(layers.num_layers))
 
 
 def test_more_layers_than_forward_ops_are_refused() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
@@ -66,8 +66,9 @@ class Auto(Planner):
                       itself says, "selective", "full" (see `Remat`), or "auto", what is best for each stage
     schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
     measure_top       so many of the best plans are run for a few steps on the devices of this process, and the fastest
-                      is taken; 0: the one that is predicted to be
-    manual            plans that are priced as well, unless the search is restricted
+                      is taken; those that fail there are left out. 0: the one that is predicted to be
+    manual            plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these
+                      plans would not keep to that
     """
 
     num_layers: int | None = None
@@ -139,19 +140,21 @@ class Auto(Planner):
                 "one of them."
             )
 
+    @property
+    def _restricted(self) -> bool:
+        """Whether manual plans may break what was asked for. They compute nothing again: `remat="none"` they keep."""
+        stages = self.intra_op_only or self.inter_op_only or self.num_stages or self.equal
+        return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
+
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         """The plan that is predicted to be the fastest, or that is when the best are run."""
         by_prediction = sorted(plans, key=lambda plan: plan.prediction.step_seconds)
         if not self.measure_top:
             return by_prediction[0]
-        if request.measure is None:
-            raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
-        measured: list[tuple[float, Plan]] = []
-        for plan in by_prediction[: self.measure_top]:
-            seconds = request.measure(plan)
-            request.progress(f"{_with_microbatches(plan)}: measured {seconds * 1e3:.3g} ms per step")
-            measured.append((seconds, plan))
-        return min(measured, key=lambda each: each[0])[1]
+        distinct: dict[str, Plan] = {}  # the stages of a number of micro-batches come unrefined and refined
+        for plan in by_prediction:
+            distinct.setdefault(_with_microbatches(plan), plan)
+        return _fastest(request, list(distinct.values())[: self.measure_top])
 
     def _limited(self, cluster: Cluster) -> Cluster:
         """The cluster with as much memory as may be used."""
@@ -198,8 +201,7 @@ class Auto(Planner):
         ).plans()
 
     def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        restricted = self.intra_op_only or self.inter_op_only or self.num_stages or self.pins or self.equal
-        for planner in () if restricted else self.manual:
+        for planner in () if self._restricted else self.manual:
             try:
                 with request.progress.during("manual", planner.name):
                     plan = planner.plan(replace(request, advise=False))
@@ -207,6 +209,34 @@ class Auto(Planner):
                 problems.append(error)
             else:
                 yield plan
+
+
+def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
+    """The plan that takes the least time when it is run. Raises `ExecutionError` when none of them can be."""
+    if request.measure is None:
+        raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
+    measured, failures = list[tuple[float, Plan]](), list[str]()
+    for plan in plans:
+        name = _with_microbatches(plan)
+        try:
+            seconds = request.measure(plan)
+        except RuntimeError as error:  # also what XLA raises, as when memory runs out
+            # No more than the text is kept: the exception would keep the arrays of this run.
+            failures.append(f"{name} failed when it was run: {_first_line(error).rstrip('.')}")
+            request.progress(failures[-1])
+        else:
+            request.progress(f"{name}: measured {seconds * 1e3:.3g} ms per step")
+            measured.append((seconds, plan))
+    if not measured:
+        raise ExecutionError(
+            f"No plan can be run on the devices of this process ({len(plans)} tried). The first: {failures[0]}. Leave "
+            "measure_top out to take the plan that is predicted to be the fastest."
+        )
+    return min(measured, key=lambda each: each[0])[1]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _certificate(best: Plan, bound: float, seconds: float, *, interrupted: bool) -> SolverReport:

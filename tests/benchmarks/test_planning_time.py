@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +12,19 @@ from benchmarks import planning_time
 from benchmarks.alpa.cases import CASES
 
 
+@pytest.fixture
+def without_others() -> Iterator[None]:
+    """The collector of cycles leaves what other tests made alone.
+
+    To look at all of it takes as long as to plan, and it is due when the search ends, outside of all phases.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("without_others")
 def test_the_last_line_is_one_object(capsys):
     given = ["--case", "gpt-350M", "--num-microbatches", "64", "--no-manual", "--no-cache", "--json"]
     assert planning_time.main(given) == 0
@@ -21,7 +36,7 @@ def test_the_last_line_is_one_object(capsys):
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
     assert list(row["phases"]) == list(planning_time.PHASES)
     assert all(row["phases"][name] > 0 for name in ("trace", "split", "layers", "survey", "stages"))
-    assert 0 <= row["phases"]["rest"] < row["seconds"] and row["phases"]["manual"] == 0
+    assert 0 <= row["phases"]["rest"] < 0.3 * row["seconds"] and row["phases"]["manual"] == 0
 
 
 def test_the_list_shows_every_case(capsys):

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 import alpa_lite as al
 from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
-from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid
+from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import OneFOneB
+from alpa_lite.schedule import GPipe, OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
+from tests.inter_op.test_stage_costs import chain_step
 
 DEPTH, WIDTH, BATCH = 8, 2048, 2048
 
@@ -184,19 +185,6 @@ def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
 
 
-def _written_out(weights: Any, x: Any) -> Any:
-    """Training of a deep network whose layers are written one by one."""
-
-    def loss(weights: Any) -> Any:
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
-
 def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
     slow = al.cluster("p3.16xlarge")
     fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
@@ -207,7 +195,7 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
 
     def plan(cluster: Cluster) -> al.Plan:
         planner = Auto(num_stages=2, num_layers=12, manual=())
-        return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+        return al.plan(chain_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
     found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
     layers = {stage.submesh.first_device: stage.layers[1] - stage.layers[0] + 1 for stage in found.stages}
@@ -223,7 +211,7 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     cluster = replace(al.cluster("p3.16xlarge"), num_hosts=max(1, devices // 10), devices_per_host=min(devices, 10))
     if devices == 12:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
-    plan = al.plan(_written_out, weights, batch, cluster=cluster, planner=Auto(manual=()))
+    plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
     assert sum(stage.submesh.num_devices for stage in plan.stages) == devices
 
 
@@ -247,6 +235,16 @@ def test_layers_compute_again_what_does_not_fit() -> None:
         assert found.prediction.step_seconds <= plan.prediction.step_seconds * 1.005
 
 
+def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None:
+    """A pipeline under 1F1B, which keeps what its backward pass reads, is faster than what the search may make here."""
+    manual = (Pipeline(num_stages=4),)
+    again, other = _deep_plan(Auto(remat="selective", manual=manual)), _deep_plan(Auto(schedule=GPipe(), manual=manual))
+    assert Remat.SELECTIVE in again.remat and other.schedule == GPipe()
+    for plan in (again, other):
+        assert all(name.startswith("auto") for name, _ in plan.alternatives)
+    assert any("pipeline" in name for name, _ in _plan(Auto(remat="none", manual=manual)).alternatives)
+
+
 @pytest.mark.parametrize(("part", "wanted"), [(1.0, 0), (0.9, 1), (0.8, 2), (0.7, 3)])
 def test_stages_that_hold_more_microbatches_compute_more_again(part: float, wanted: int) -> None:
     """Under 1F1B the first of four stages holds four micro-batches, the last one."""
@@ -260,7 +258,7 @@ def test_stages_that_hold_more_microbatches_compute_more_again(part: float, want
 def test_a_number_of_stages_has_layers_enough() -> None:
     few = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
     batch = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    plan = al.plan(_written_out, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
+    plan = al.plan(chain_step, few, batch, cluster=_four_devices(), planner=Auto(num_stages=4, manual=()))
     assert len(plan.stages) == 4
 
 
@@ -283,7 +281,7 @@ def _uneven_plan(**options: Any) -> al.Plan:
     cluster = _four_devices()
     cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
     planner = Auto(manual=(), num_layers=8, **options)
-    return al.plan(_written_out, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+    return al.plan(chain_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
 
 def test_stages_may_be_asked_to_be_equal() -> None:
