@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import PlanError
 from alpa_lite.schedule import (
     SCHEDULES,
+    EagerOneFOneB,
     GPipe,
     Interleaved1F1B,
     OneFOneB,
@@ -154,12 +155,33 @@ def test_spans_of_uneven_stages_respect_dependencies_and_transfers(schedule, dat
     assert timeline.bubble_fraction * available == pytest.approx(available - busy)
 
 
-def test_a_slow_transfer_delays_the_receiver_only():
+def test_a_slow_transfer_delays_the_receiver_and_the_next_transfer():
     timeline = simulate(GPipe().tasks(2, 2), [1.0, 1.0], [1.0, 1.0], transfer_seconds=[10.0])
     starts = {(span.stage, span.microbatch, span.kind): span.start_seconds for span in timeline.spans}
     assert starts[0, 1, TaskKind.FORWARD] == 1.0
     assert starts[1, 0, TaskKind.FORWARD] == 11.0
-    assert timeline.makespan_seconds == 26.0
+    assert starts[1, 1, TaskKind.FORWARD] == 21.0
+    # Both backward passes start after all forwards; the second is sent when the first has arrived.
+    assert timeline.makespan_seconds == 22.0 + 1.0 + 10.0 + 10.0 + 1.0
+
+
+@pytest.mark.parametrize("transfer", [0.1, 1.0, 1.4, 3.0, 9.0])
+@pytest.mark.parametrize("n", [2, 4])
+def test_in_the_long_run_a_pipeline_is_as_fast_as_its_slowest_part(transfer, n):
+    """Of stages with forwards of 1 and backwards of 2 seconds: the first one waits for the way of a micro-batch through
+    all stages and back, with as many in flight as it may have, or for a transfer; GPipe for one in each pass."""
+
+    def per_microbatch(schedule):
+        few, many = (
+            simulate(schedule.tasks(n, m), [1.0] * n, [2.0] * n, transfer_seconds=[transfer] * (n - 1)).makespan_seconds
+            for m in (20 * n * (2 * n - 1), 40 * n * (2 * n - 1))
+        )
+        return (many - few) / (20 * n * (2 * n - 1))
+
+    around = 3 * n + 2 * transfer * (n - 1)
+    assert per_microbatch(OneFOneB()) == pytest.approx(around / n)
+    assert per_microbatch(EagerOneFOneB()) == pytest.approx(max(3, transfer, around / (2 * n - 1)))
+    assert per_microbatch(GPipe()) == pytest.approx(max(1, transfer) + max(2, transfer))
 
 
 @every_schedule

@@ -78,6 +78,7 @@ def solve(
     max_stages: int | None = None,
     early_stop: bool = True,
     serialized: bool = False,
+    explain: bool = True,
 ) -> StageChoice:
     """The stages of least total time that use all devices.
 
@@ -89,6 +90,7 @@ def solve(
         min_stages, max_stages: how many stages; None for as many as there are layers.
         early_stop: skip bottlenecks that cannot matter; without it each one is tried. The result is the same.
         serialized: all stages share one processor, so that their times add up.
+        explain: say why where nothing is possible, which takes as long again.
     """
     devices = devices_by_group(num_devices)
     if min(devices, default=0) < 1 or num_microbatches < 1 or min_stages < 1:
@@ -118,7 +120,7 @@ def solve(
         return totals[index]
 
     if taus.size == 0 or sum_at(taus.size - 1) == np.inf:
-        return _infeasible(_why_infeasible(dp))
+        return _infeasible(_why_infeasible(dp) if explain else "")
     best = taus.size - 1 if serialized else _search(sum_at, taus, num_microbatches, early_stop=early_stop)
     stages = dp.stages(float(taus[best]))
     seconds = evaluate(table, stages, num_devices=devices, num_microbatches=num_microbatches, serialized=serialized)

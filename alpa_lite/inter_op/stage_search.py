@@ -1,7 +1,7 @@
 """The search for stages: the stage DP on guesses that become costs where they matter.
 
     guess       of a layer on a logical mesh, per micro-batch                                    (`survey.Survey`)
-    of a stage  the sum of the guesses of its layers, and what it receives and dispatches        `stage_seconds`
+    of a stage  the sum of the guesses of its layers, and what it receives and dispatches        `_taking`
     bound       of a stage, from the first sharding found within the memory of a device          `_solve`
     cost        of a stage, from one that is close to the best                                   `_solve`
     search      the best stages by what is known; guesses among them become bounds, and bounds
@@ -32,7 +32,6 @@ from alpa_lite.mesh import LogicalMesh
 from alpa_lite.pricing import dispatch_seconds
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
-from cost_models.cluster import Cluster
 
 Equal = Literal["layers", "devices"]
 """What all stages may be asked to have equally many of."""
@@ -74,7 +73,7 @@ class StageSearch:
         """Nothing is solved yet.
 
         costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
-        inflow_seconds  [layers]: to receive what a layer reads from earlier ones, per micro-batch
+        inflow_seconds  [layers, kinds]: to receive what a layer reads from earlier ones, per micro-batch
         guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
                         run
         following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
@@ -98,7 +97,10 @@ class StageSearch:
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
         possible = worthwhile & self._equal() if equal_stages else worthwhile
         self._ways = list(self._alike(equal))
-        self._guessed, self._at_best = guessed_stages(guess, following, self._overhead(), possible)
+        self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
+        work = np.concatenate([summed(of_layers, possible) for of_layers in guess], axis=-1)
+        guessed = self._taking(work, self.inflow_seconds[:, None, :, None])
+        self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
@@ -199,6 +201,7 @@ class StageSearch:
             min_stages=self.num_stages or 1,
             max_stages=self.num_stages,
             serialized=cluster.shared_processor,
+            explain=False,
         )
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
@@ -287,8 +290,13 @@ class StageSearch:
         """The most stages that may follow one that has room for so many micro-batches."""
         return max(n for n in range(self.num_layers) if self._in_flight(n) <= held)
 
-    def _overhead(self) -> NDArray[np.float64]:
-        return overhead_seconds(self.space.cluster, self.inflow_seconds, self.num_microbatches)
+    def _taking(self, work: NDArray[np.float64] | float, inflow: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Seconds per micro-batch of stages that work so long: they dispatch their tasks, and receive what comes in, on
+        both ways. As in a deep pipeline: with one more micro-batch in flight for each stage that follows they wait for
+        all of it, with two more for half of what it takes longer than their work."""
+        dispatched = (2 + 1 / self.num_microbatches) * dispatch_seconds(self.space.cluster)
+        waits = np.maximum(0, inflow - 0.5 * work) if self.schedule.overlaps_transfers else 2 * inflow
+        return np.asarray(dispatched + work + waits)
 
     def excess(self) -> NDArray[np.float64]:
         """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least."""
@@ -323,7 +331,7 @@ class StageSearch:
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
             least = work_seconds(solution, self.num_microbatches) * (1 - solution.gap)
-            self.least[entry] = self._overhead()[first] + least
+            self.least[entry] = self._taking(least, self.inflow_seconds[first, kind])
             return
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
@@ -332,7 +340,8 @@ class StageSearch:
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         if solution.choice is not None:
-            self.seconds[entry] = self._overhead()[first] + work_seconds(solution, self.num_microbatches)
+            work = work_seconds(solution, self.num_microbatches)
+            self.seconds[entry] = self._taking(work, self.inflow_seconds[first, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
@@ -345,42 +354,16 @@ def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
     return [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
 
 
-def overhead_seconds(
-    cluster: Cluster, inflow_seconds: NDArray[np.float64], num_microbatches: int
-) -> NDArray[np.float64]:
-    """[layers]: seconds per micro-batch to dispatch the tasks of a stage that begins there and to receive what comes
-    in, on both ways."""
-    return (2 + 1 / num_microbatches) * dispatch_seconds(cluster) + 2 * inflow_seconds
-
-
-def stage_seconds(
-    alone: NDArray[np.float64], overhead: NDArray[np.float64], possible: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """[layers, layers, kinds, shapes]: the sums of what layers take alone, with the overhead of the first of them."""
+def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[layers, layers, kinds, shapes]: the sums of what layers take alone, [layers, kinds, shapes], where that is known
+    of all and `possible`."""
     finite = np.isfinite(alone)
     sums, missing = (
         np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
         for part in (np.where(finite, alone, 0.0), ~finite)
     )
-    stages = sums[None, 1:] - sums[:-1, None] + overhead[:, None, None, None]
     complete = missing[None, 1:] == missing[:-1, None]
-    return np.where(complete & possible[..., None], stages, np.inf)
-
-
-def guessed_stages(
-    guess: NDArray[np.float64],
-    following: NDArray[np.int64],
-    overhead: NDArray[np.float64],
-    possible: NDArray[np.bool_],
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """[layers, layers, kinds, shapes of each policy]: seconds of stages as guessed, and how many may follow at best.
-
-    `guess`, `following`: as in `StageSearch`; `possible`: [layers, layers, kinds].
-    """
-    at_best = np.repeat(np.moveaxis(following, 0, -1), guess.shape[-1], axis=-1)
-    seconds = np.concatenate([stage_seconds(of_layers, overhead, possible) for of_layers in guess], axis=-1)
-    seconds = np.where(at_best >= 0, seconds, np.inf)
-    return seconds, np.where(np.isfinite(seconds), at_best, -1)
+    return np.where(complete & possible[..., None], sums[None, 1:] - sums[:-1, None], np.inf)
 
 
 def work_seconds(solution: StageSolution, num_microbatches: int) -> float:

@@ -64,7 +64,7 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
 class _Taken:
     """[kinds, shapes]: seconds and bytes that a layer takes at some size of micro-batches; infinite where unknown.
 
-    `alone_seconds`: [1, 1]: of both passes on one device.
+    `alone_seconds`: [1, 1]: of both passes on one device. `saved_bytes`: per sample.
     """
 
     alone_seconds: FloatArray
@@ -87,7 +87,8 @@ class Survey:
     def add(self, costs: StageCosts, *, further: int = 0) -> None:
         """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow."""
         progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & self._promising()
-        taken = self._taken.setdefault(float(microbatch_size(costs) or 1), {})
+        size = float(microbatch_size(costs) or 1)
+        taken = self._taken.setdefault(size, {})
         layers = list(dict.fromkeys(self._stands))
         solved = possible & (self.space.stand_ins == np.arange(self.space.most_shapes))
         num_solves = len(layers) * int(solved.sum())
@@ -102,7 +103,7 @@ class Survey:
                         found.forward_seconds + found.backward_seconds,
                         found.update_seconds,
                         found.state_bytes + found.accumulator_bytes,
-                        found.activation_bytes,
+                        found.activation_bytes / size,
                         found.temporary_bytes,
                     )
             figures = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
@@ -132,65 +133,76 @@ class Survey:
         loop, largest = self._loop_seconds(size, profile), max(self._taken)
         if size > largest:
             # Where small micro-batches cannot be split over all devices, lines rise less than work shared by all does.
-            devices = np.array(self.space.devices, dtype=float)[:, None]
-            further = self._alone_seconds(size, profile) - self._alone_seconds(largest, profile)
-            loop = np.maximum(loop, self._loop_seconds(largest, profile) + further / devices)
-        update = self._scaled(lambda taken: taken.update_seconds, lambda known: known.update_seconds, None, profile)
+            grows = self._alone_seconds(size, profile) / self._alone_seconds(largest, profile)
+            loop = np.maximum(loop, self._loop_seconds(largest, profile) * grows)
+        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, _nearest(size))
         return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
-        return self._scaled(lambda taken: taken.loop_seconds, lambda known: known.loop_seconds, size, profile)
+        return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, _on_lines(size))
 
     def _alone_seconds(self, size: float, profile: Profile | None) -> FloatArray:
-        return self._scaled(lambda taken: taken.alone_seconds, lambda known: known.loop_seconds, size, profile)
+        return self._scaled(lambda t: t.alone_seconds, lambda p: p.loop_seconds, profile, _on_lines(size))
 
     def holds(self, size: float, in_flight: Sequence[int], profile: Profile | None = None) -> NDArray[np.int64]:
         """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for
         where their layers lie as they were surveyed, with micro-batches of `size` samples; `profile` as above."""
-        fixed = self._scaled(lambda taken: taken.fixed_bytes, lambda known: known.fixed_bytes, None, profile)
-        saved = self._scaled(lambda taken: taken.saved_bytes, lambda known: known.saved_bytes, size, profile)
+        nearest = _nearest(size)
+        fixed = self._scaled(lambda t: t.fixed_bytes, lambda p: p.fixed_bytes, profile, nearest)
+        saved = size * self._scaled(lambda t: t.saved_bytes, lambda p: p.saved_bytes, profile, nearest)
         # Of the bytes worked with, what the update needs does not shrink with the size.
-        working = self._scaled(lambda taken: taken.working_bytes, lambda known: known.working_bytes, None, profile)
+        working = self._scaled(lambda t: t.working_bytes, lambda p: p.working_bytes, profile, nearest)
         return in_flight_within(self.space.room_bytes[:, None], fixed, saved, working, in_flight)
 
     def _scaled(
         self,
         figure: Callable[[_Taken], FloatArray],
         measure: Callable[[Profile], FloatArray],
-        size: float | None,
         profile: Profile | None,
+        between: _Between,
     ) -> FloatArray:
-        """[layers, kinds, shapes]: a figure of each layer, in proportion to its measure on one device.
-
-        At a size of micro-batches; None: the least at any, of what hardly depends on it.
-        """
+        """[layers, kinds, shapes]: a figure of each layer, in proportion to its measure on one device; `between` the
+        sizes that were surveyed."""
         sizes, found = sorted(self._taken), list[FloatArray]()
         alone, known = measure(profile or self.profile), measure(self.profile)
         for layer, stands in enumerate(self._stands):
             points = np.stack([figure(self._taken[s][stands]) for s in sizes])
-            surveyed = points.min(axis=0) if size is None else _on_lines(np.array(sizes), points, size)
             ratio = alone[layer] / known[stands] if known[stands] > 0 else 1.0
             # What takes no time at all here takes none there (and infinity times nothing is no number).
             with np.errstate(invalid="ignore"):
-                found.append(np.nan_to_num(surveyed * ratio, posinf=np.inf))
+                found.append(np.nan_to_num(_at_each(np.array(sizes), points, between) * ratio, posinf=np.inf))
         return np.stack(found)
 
 
-def _on_lines(sizes: FloatArray, points: FloatArray, size: float) -> FloatArray:
-    """Values at `size` on lines through neighbouring `points` [sizes, ...]; in proportion where there is but one."""
+_Between = Callable[[FloatArray, FloatArray], float]
+"""A value from those at some sizes, which rise."""
+
+
+def _at_each(sizes: FloatArray, points: FloatArray, between: _Between) -> FloatArray:
+    """[...]: the value between those of `points` [sizes, ...] that are known, infinite where none is."""
     result = np.full(points.shape[1:], np.inf)
     for at in np.ndindex(result.shape):
         known = np.isfinite(points[(slice(None), *at)])
         if known.any():
-            result[at] = _on_line(sizes[known], points[(slice(None), *at)][known], size)
+            result[at] = between(sizes[known], points[(slice(None), *at)][known])
     return result
 
 
-def _on_line(sizes: FloatArray, values: FloatArray, size: float) -> float:
-    if sizes.size == 1:
-        return float(values[0] * size / sizes[0])
-    right = int(np.clip(np.searchsorted(sizes, size), 1, sizes.size - 1))
-    slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
-    # What does not shrink with the size takes no less than nothing.
-    fixed = max(0.0, float(values[right] - slope * sizes[right]))
-    return fixed + (float(values[right]) - fixed) * size / float(sizes[right])
+def _nearest(size: float) -> _Between:
+    """The value at the nearest size, as ratios go: what goes with the sharding that is the best there."""
+    return lambda sizes, values: float(values[np.abs(np.log(sizes / size)).argmin()])
+
+
+def _on_lines(size: float) -> _Between:
+    """The value on the line through the nearest sizes; in proportion where there is but one."""
+
+    def between(sizes: FloatArray, values: FloatArray) -> float:
+        if sizes.size == 1:
+            return float(values[0] * size / sizes[0])
+        right = int(np.clip(np.searchsorted(sizes, size), 1, sizes.size - 1))
+        slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
+        # What does not shrink with the size takes no less than nothing.
+        fixed = max(0.0, float(values[right] - slope * sizes[right]))
+        return fixed + (float(values[right]) - fixed) * size / float(sizes[right])
+
+    return between

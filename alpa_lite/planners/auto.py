@@ -43,8 +43,8 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that are always priced beside the search."""
 
-SCHEDULES: tuple[Schedule, ...] = (GPipe(), EagerOneFOneB())
-"""Schedules that are tried beside 1F1B, which needs the least memory: stages are searched for that."""
+SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), GPipe())
+"""Schedules of pipelines that are tried; the less memory they need, the earlier."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
@@ -181,8 +181,7 @@ class Auto(Planner):
         space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
         yield from JointSearch(
             request=request,
-            schedule=self.schedule or OneFOneB(),
-            schedules=() if self.schedule else SCHEDULES,
+            schedules=(self.schedule,) if self.schedule else SCHEDULES,
             space=space,
             name=self.name,
             steps=Steps(

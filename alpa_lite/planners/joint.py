@@ -2,7 +2,7 @@
 
     numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
     survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
-    guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guessed`
+    guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guess_at`
     order      the number that is likely the best, then those around it while they are better    `numbers`
     search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
 
@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,11 +73,14 @@ SAVES = 1.3
 
 @dataclass(kw_only=True)
 class JointSearch:
-    """Searches the plans of a request; what cannot be planned is noted in `problems`."""
+    """Searches the plans of a request; what cannot be planned is noted in `problems`.
+
+    `schedules`: of pipelines. Stages are searched for the first, which needs the least memory, and for the second where
+    transfers take long; then all of them are tried.
+    """
 
     request: PlanRequest
-    schedule: Schedule
-    schedules: Sequence[Schedule] = ()
+    schedules: Sequence[Schedule]
     space: Space
     name: str
     steps: Steps
@@ -87,7 +89,7 @@ class JointSearch:
     equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
-    _inflow: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict[tuple[int, int], Any])
+    _inflow: NDArray[np.float64] | None = None
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
@@ -117,15 +119,21 @@ class JointSearch:
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
-        open_, searched, in_vain = dict(guesses), set[int](), 0
-        best, at_most = None, math.inf
+        open_, searched, in_vain, known = set(guesses), set[int](), 0, dict(guesses)
+        best, at_most, solved_at = None, math.inf, self._batch / survey.first_size
+
+        def guess(number: int) -> Guess:
+            if number not in known:
+                known[number] = self._guess_at(number, survey)
+            return known[number]
+
         while len(searched) < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
-            ways = next_numbers(open_, searched, best, at_most * (1 - RELATIVE_GAP), self._batch / survey.first_size)
+            ways = next_numbers(open_, guess, searched, best, at_most * (1 - RELATIVE_GAP), solved_at)
             if not ways:
                 return
             further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # much is known then
             number = ways[0]
-            del open_[number]
+            open_.remove(number)
             try:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
@@ -133,7 +141,7 @@ class JointSearch:
                 self.problems.append(error)
                 continue
             searched.add(number)
-            open_ = {n: replace(guess, at_best=self._guessed(survey, n)) for n, guess in open_.items()}
+            known.clear()  # what was found out tells about the others
             if better is not None and better.sum_seconds < at_most:
                 best, at_most, in_vain = number, better.sum_seconds, 0
             elif best is not None:
@@ -152,7 +160,7 @@ class JointSearch:
         """What was found, solved closer to the best, and in chunks if that is faster."""
         best = self._scheduled(polished(self.request, found))
         count = len(best.stages) * CHUNKS
-        chunks = self.schedules and self.num_stages is None and len(best.stages) > 1
+        chunks = len(self.schedules) > 1 and self.num_stages is None and len(best.stages) > 1
         if chunks and best.prediction.bubble_fraction > BUBBLE:
             with suppress(PlanError):  # too few ops for so many layers
                 cut, number = Cut.into(count), best.costs.step.num_microbatches
@@ -174,7 +182,6 @@ class JointSearch:
         samples = surveyed_numbers(
             [n for n in numbers if self._overlaps(n)],
             self._batch,
-            self.space.cluster.num_devices,
             self.space.cluster.devices_per_host,
         )
         costs: list[StageCosts] = []
@@ -193,7 +200,7 @@ class JointSearch:
         for count, each in enumerate(costs, start=1):
             with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
                 survey.add(each, further=len(costs) - count)
-        return survey, {n: Guess(at_best=self._guessed(survey, n), likely=self._likely(survey, n)) for n in numbers}
+        return survey, {n: self._guess_at(n, survey) for n in numbers}
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
         """A survey of the submeshes that are worth it at some number of micro-batches."""
@@ -232,7 +239,7 @@ class JointSearch:
 
     def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
         """Whether stages have memory for as many micro-batches in flight as there can be."""
-        held = self._held(number)
+        held = self._held(number, self.schedules[0])
         return bool((profile.holds(self.space, self._batch / number, held)[worthwhile] == len(held)).all())
 
     def _numbers(self) -> tuple[int, ...]:
@@ -247,25 +254,35 @@ class JointSearch:
         """Whether several stages may make sense at a number of micro-batches."""
         return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
 
-    def _guessed(self, survey: Survey, number: int) -> float:
+    def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Seconds of a step with the best stages, as far as a survey tells."""
-        return self._search_at(number, survey).best_known().seconds
+        searches = self._searches_at(number, survey)
+        return Guess(
+            at_best=min(search.best_known().seconds for search in searches),
+            likely=min(search.best_likely().seconds for search in searches),
+        )
 
-    def _likely(self, survey: Survey, number: int) -> float:
-        """The same of stages whose guesses allow for their memory."""
-        return self._search_at(number, survey).best_likely().seconds
+    def _searches_at(self, number: int, survey: Survey) -> list[StageSearch]:
+        """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
+        which needs the least memory comes last."""
+        first = self._search_for(self.schedules[0], number, survey)
+        at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
+        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
+        if seconds - waits >= at_most or math.isinf(seconds):
+            return [first]
+        others = (self._search_for(schedule, number, survey) for schedule in self.schedules[1:2])
+        return [*(other for other in others if other.best_known().seconds < at_most), first]
 
-    def _search_at(self, number: int, survey: Survey) -> StageSearch:
-        """The search for the stages at a number of micro-batches, by the guesses of a survey."""
+    def _search_for(self, schedule: Schedule, number: int, survey: Survey) -> StageSearch:
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
-        size, held, profiles = self._batch / number, self._held(number), self._profiles.values()
+        size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
             known,
             number,
-            self.schedule,
+            schedule,
             self._inflow_seconds(known) * known.step.num_microbatches / number,
             self.space,
-            self._guess(survey, number),
+            self._of_layers(survey, number),
             np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
             np.stack([survey.holds(size, held, profile) - 1 for profile in profiles]),
             self.space.worthwhile(survey.profile.shares),
@@ -276,7 +293,7 @@ class JointSearch:
             equal=self.equal,
         )
 
-    def _guess(self, survey: Survey, number: int) -> NDArray[np.float64]:
+    def _of_layers(self, survey: Survey, number: int) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
         of_policies = [survey.guess(self._batch / number, number, profile) for profile in self._profiles.values()]
         # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
@@ -285,9 +302,9 @@ class JointSearch:
             guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
         return guess
 
-    def _held(self, number: int) -> list[int]:
+    def _held(self, number: int, schedule: Schedule) -> list[int]:
         """Micro-batches in flight on a stage that is followed by none, by one, and so on."""
-        return [self.schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
+        return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
 
     # ------------------------------------------------------------------------------------------------ one number
 
@@ -296,18 +313,26 @@ class JointSearch:
 
         `further`: how much of such work is to follow. Raises `InfeasibleError` when nothing fits.
         """
-        search = self._search_at(number, survey)
-        found = search.run(at_most, further=further)
-        self._excess[number] = search.excess()
-        if found.stages and found.seconds >= at_most:
-            return None
-        if not found.stages:
+        best, fits = None, False
+        for search in self._searches_at(number, survey):
+            choice = search.run(at_most, further=further)
+            self._excess[number] = search.excess()
+            fits |= bool(choice.stages)
+            if choice.stages and choice.seconds < at_most:
+                found = self._priced(search, choice)
+                best = found if best is None or found.seconds < best.seconds else best
+                at_most = min(at_most, choice.seconds)
+        if not fits:
             raise InfeasibleError(self._infeasible(number))
-        costs, stages = self._placed(search, found)
-        ways = [stages, *self._agreeing(costs, stages)] if search.all_equal else [stages]
-        priced = (Found.of(self.request, costs, way, self.schedule) for way in ways)
+        return best
+
+    def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
+        """Stages under the fastest schedule that their memory allows."""
+        costs, stages = self._placed(search, choice)
+        ways = [stages, *self._agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
+        priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
         best = self._scheduled(min(priced, key=lambda way: way.seconds))
-        return replace(best, sum_seconds=found.seconds)
+        return replace(best, sum_seconds=choice.seconds)
 
     def _placed(self, search: StageSearch, found: StageChoice) -> tuple[StageCosts, list[PlacedStage]]:
         """The stages on their devices, with the step in which each follows its policy and its costs."""
@@ -332,23 +357,28 @@ class JointSearch:
             return f"No plan fits into memory at num_microbatches={number}."
         return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural)
 
-    def _agreeing(self, costs: StageCosts, stages: Sequence[PlacedStage]) -> Iterator[list[PlacedStage]]:
+    def _agreeing(
+        self, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule
+    ) -> Iterator[list[PlacedStage]]:
         """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
         if stacks_seconds(self.request, costs.step, costs.layers, stages):
             number = costs.step.num_microbatches
-            held = [self.schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
+            held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
 
     def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
-        """Time to receive what each layer reads from earlier ones, over one pair of devices inside a host."""
-        key = (costs.step.num_microbatches, costs.layers.num_layers)
-        if key not in self._inflow:
-            seconds = [0.0]
+        """[layers, kinds]: time to receive what each layer reads from earlier ones, from a submesh of the same kind."""
+        if self._inflow is None:
+            kinds = [(kind.devices_per_host == self.space.cluster.devices_per_host, kind) for kind in self.space.kinds]
+            seconds = np.zeros((costs.layers.num_layers, len(kinds)))
             for first in range(1, costs.layers.num_layers):
                 values = boundary_values(costs.step, costs.layers, first)
-                seconds.append(inflow_seconds(self.request.cost_model, values, crosses_hosts=False, num_links=1))
-            self._inflow[key] = np.array(seconds)
-        return self._inflow[key]
+                seconds[first] = [
+                    inflow_seconds(self.request.cost_model, values, crosses_hosts=whole, num_links=kind.num_devices)
+                    for whole, kind in kinds
+                ]
+            self._inflow = seconds
+        return self._inflow
 
 
 def _has_stacks(costs: StageCosts) -> bool:

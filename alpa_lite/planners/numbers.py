@@ -8,11 +8,14 @@ from the number that is likely the best the search goes both ways, for as long a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 NEAR = 0.03
 """Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
+
+PARTS = (0.5, 0.9)
+"""How far between one micro-batch and the largest number that makes sense layers are solved, on a logarithmic scale."""
 
 RATIO = 1.5
 """A number of micro-batches is considered when it is at least so many times the one before."""
@@ -27,16 +30,18 @@ def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def surveyed_numbers(numbers: Sequence[int], batch_size: int, num_devices: int, devices_per_host: int) -> list[int]:
-    """Where to survey: near two samples per device and near one for 32 devices, between which the best mostly lie.
+def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
+    """Where to survey: in the middle of the numbers that make sense, as ratios go, and close to the largest of these.
 
-    Half of the devices of a host split even the smaller micro-batches, beside others that split the model.
+    With fewer samples than half of the devices of a host these cannot split the batch beside others that split the
+    model.
     """
+    largest = max(1.0, batch_size / max(1.0, devices_per_host / 2))
     chosen: dict[int, None] = {}
-    for size in (2.0 * num_devices, max(1.0, devices_per_host / 2, num_devices / 32)):
+    for part in PARTS:
         left = [n for n in numbers if n not in chosen]
         if left:
-            chosen[min(left, key=lambda n: abs(math.log(batch_size / n / size)))] = None
+            chosen[min(left, key=lambda n: abs(math.log(n / largest**part)))] = None
     return list(chosen)
 
 
@@ -49,35 +54,42 @@ class Guess:
 
 
 def next_numbers(
-    guesses: Mapping[int, Guess], searched: Collection[int], best: int | None, at_most: float, solved_at: float
+    open_: Collection[int],
+    guess: Callable[[int], Guess],
+    searched: Collection[int],
+    best: int | None,
+    at_most: float,
+    solved_at: float,
 ) -> list[int]:
     """Which numbers to search next, the first of them at once; none where there is nothing to gain.
 
-    `guesses`: at numbers that were not searched; `best`: the best of those that were, with `at_most` seconds; layers
-    were solved at the number `solved_at`.
+    `open_`: those that were not searched; `best`: the best of those that were, with `at_most` seconds; layers were
+    solved at the number `solved_at`.
     """
     if best is not None:
-        known = sorted({*guesses, *searched})
-        around = (known[known.index(best) - 1 :: -1] if best > known[0] else [], known[known.index(best) + 1 :])
-        found = [_first_better(numbers, guesses, at_most) for numbers in around]
-        return sorted((n for n in found if n is not None), key=lambda n: guesses[n].at_best)
-    faster = sorted(n for n, guess in guesses.items() if guess.at_best < at_most)
-    least = min((guesses[n].likely for n in faster), default=math.inf)
+        known = sorted({*open_, *searched})
+        place = known.index(best)
+        found = [_first_better(numbers, open_, guess, at_most) for numbers in (known[:place][::-1], known[place + 1 :])]
+        return sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best)
+    faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
+    least = min((guess(n).likely for n in faster), default=math.inf)
 
     def order(number: int) -> tuple[float, ...]:
-        guess = guesses[number]
-        if guess.likely <= least * (1 + NEAR) < math.inf:
+        likely = guess(number).likely
+        if likely <= least * (1 + NEAR) < math.inf:
             return (0.0, abs(math.log(number / solved_at)))
-        return (1.0, guess.likely, guess.at_best)
+        return (1.0, likely, guess(number).at_best)
 
     return sorted(faster, key=order)
 
 
-def _first_better(numbers: Sequence[int], guesses: Mapping[int, Guess], at_most: float) -> int | None:
+def _first_better(
+    numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], at_most: float
+) -> int | None:
     """The first of numbers, up to one that was searched, that may take less: at best if it is the next, else likely."""
     for place, number in enumerate(numbers):
-        if number not in guesses:
+        if number not in open_:
             return None
-        if (guesses[number].likely if place else guesses[number].at_best) < at_most:
+        if (guess(number).likely if place else guess(number).at_best) < at_most:
             return number
     return None

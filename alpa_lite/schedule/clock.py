@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
 from alpa_lite.schedule.tasks import Task, TaskKind
@@ -88,7 +88,8 @@ def simulate(
     """Run the task lists on a clock.
 
     `forward_seconds` and `backward_seconds` are those of each stage, per micro-batch. `transfer_seconds[i]` lies
-    between stages i and i+1, in either direction (empty: none): it delays the receiver and keeps neither stage busy.
+    between stages i and i+1, in either direction (empty: none): it delays the receiver and keeps neither stage busy,
+    but the way between two processors, which carries one micro-batch after the other in each direction.
     Stage i belongs to list i mod their number. `serialized`: all of them share one processor, which runs the ready
     tasks first come, first served. Raises PlanError for a wrong number of times, or lists that wait for each other.
     """
@@ -122,13 +123,29 @@ def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
     return (own, replace(task, stage=task.stage + 1)) if task.stage < num_stages - 1 else (own,)
 
 
-def _ready_seconds(task: Task, ends: Mapping[Task, float], free: float, transfer: Sequence[float]) -> float:
-    """When `task` can start on its processor; infinite as long as something that it reads has not run."""
-    ready = free
-    for needed in _dependencies(task, len(transfer) + 1):
-        delay = transfer[min(task.stage, needed.stage)] if needed.stage != task.stage else 0.0
-        ready = max(ready, ends.get(needed, math.inf) + delay)
-    return ready
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """When tasks ended, when their results arrived at the stage that reads them, and until when ways are taken."""
+
+    num_processors: int
+    transfer: Sequence[float]
+    ends: dict[Task, float] = field(default_factory=dict[Task, float])
+    arrivals: dict[Task, float] = field(default_factory=dict[Task, float])
+    taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+
+    def ready(self, task: Task, free: float) -> float:
+        """When `task` can start on its processor; infinite as long as something that it reads has not run."""
+        needed = _dependencies(task, len(self.transfer) + 1)
+        return max([free, *((self.ends if n.stage == task.stage else self.arrivals).get(n, math.inf) for n in needed)])
+
+    def ended(self, task: Task, end: float) -> None:
+        """Note the end of a task, and send on its result."""
+        self.ends[task] = end
+        reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
+        if 0 <= reader <= len(self.transfer):
+            way = (task.stage % self.num_processors, reader % self.num_processors)
+            started = max(end, self.taken.get(way, 0.0))
+            self.taken[way] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]
 
 
 def _run(
@@ -140,26 +157,26 @@ def _run(
 ) -> tuple[Span, ...]:
     """Run, again and again, the one of the next tasks that ends first (`serialized`: that was ready first)."""
     queues = [deque(tasks) for tasks in tasks_per_processor]
-    free = [0.0] * len(queues)
-    ends: dict[Task, float] = {}
+    free, clock = [0.0] * len(queues), _Clock(num_processors=len(queues), transfer=transfer)
     spans: list[Span] = []
     choices: list[tuple[float, float, int]] = []
     changed = set(range(len(queues)))
     waiting = set(changed)
     while any(queues):
         for number in changed & waiting:
-            ready = _ready_seconds(queues[number][0], ends, free[number], transfer) if queues[number] else math.inf
+            ready = clock.ready(queues[number][0], free[number]) if queues[number] else math.inf
             if ready < math.inf:
                 task = queues[number][0]
                 key = ready if serialized else ready + seconds[task.kind][task.stage]
                 heapq.heappush(choices, (key, ready, number))
                 waiting.remove(number)
         if not choices:
-            raise PlanError(_deadlock(queues, ends, len(transfer) + 1))
+            raise PlanError(_deadlock(queues, clock.ends, len(transfer) + 1))
         _, ready, number = heapq.heappop(choices)
         task = queues[number].popleft()
         start = max(ready, *free) if serialized else ready
-        ends[task] = free[number] = end = start + seconds[task.kind][task.stage]
+        free[number] = end = start + seconds[task.kind][task.stage]
+        clock.ended(task, end)
         spans.append(
             Span(stage=task.stage, microbatch=task.microbatch, kind=task.kind, start_seconds=start, end_seconds=end)
         )

@@ -34,6 +34,11 @@ class Schedule(ABC):
         """How many stages share one processor."""
         return 1
 
+    @property
+    def overlaps_transfers(self) -> bool:
+        """Whether stages work on other micro-batches while one is on its way, however many micro-batches there are."""
+        return False
+
     def num_processors(self, num_stages: int) -> int:
         """How many processors run so many stages; stage i is on processor i mod this number.
 
@@ -121,6 +126,10 @@ class GPipe(WarmupSchedule):
     def name(self) -> str:
         return "gpipe"
 
+    @property
+    def overlaps_transfers(self) -> bool:
+        return True
+
     def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         return num_microbatches
 
@@ -150,6 +159,10 @@ class EagerOneFOneB(WarmupSchedule):
     @property
     def name(self) -> str:
         return "eager-1f1b"
+
+    @property
+    def overlaps_transfers(self) -> bool:
+        return True
 
     def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         return 2 * (num_stages - stage - 1)

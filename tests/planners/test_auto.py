@@ -189,9 +189,11 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
     slow = al.cluster("p3.16xlarge")
     fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
     groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=slow.intra_host) for device in (slow.device, fast))
+    # A network on which a transfer takes no longer than a stage: else it matters little which of them are slow.
+    slow = replace(slow, inter_host=replace(slow.inter_host, bandwidth_bytes_per_second=1e11))
     mixed = replace(slow, num_hosts=2, groups=groups)
     weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 12
-    batch = jax.ShapeDtypeStruct((16384, 4096), jnp.float16)
+    batch = jax.ShapeDtypeStruct((131072, 4096), jnp.float16)
 
     def plan(cluster: Cluster) -> al.Plan:
         planner = Auto(num_stages=2, num_layers=12, manual=())
@@ -200,7 +202,7 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
     found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
     layers = {stage.submesh.first_device: stage.layers[1] - stage.layers[0] + 1 for stage in found.stages}
     assert layers[8] >= 2 * layers[0]
-    assert found.prediction.step_seconds < 0.9 * usual.prediction.step_seconds
+    assert found.prediction.step_seconds < 0.7 * usual.prediction.step_seconds
     assert found.solver.bound < found.prediction.step_seconds
 
 
@@ -212,27 +214,30 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     if devices == 12:
         cluster = replace(cluster, num_hosts=2, devices_per_host=6)
     plan = al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
-    assert sum(stage.submesh.num_devices for stage in plan.stages) == devices
+    assert sum(submesh.num_devices for submesh in {stage.submesh for stage in plan.stages}) == devices
 
 
 def _deep_plan(planner: Auto, num_microbatches: Any = "auto") -> al.Plan:
     """Of layers that make more than they receive, on slow links: what does not fit is better not split."""
     cluster = _four_devices()
-    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=1e9))
+    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=5e9))
     weights, _ = _shapes()
     batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.float32)
     return al.plan(_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=num_microbatches)
 
 
 def test_layers_compute_again_what_does_not_fit() -> None:
-    free = _deep_plan(Auto(manual=()))
+    free = _deep_plan(Auto(manual=()), num_microbatches=8)
     assert not free.remat
     tight = Auto(manual=(), max_memory_bytes=0.6 * max(free.prediction.peak_bytes))
-    found, written, full = (_deep_plan(replace(tight, remat=remat)) for remat in ("auto", "none", "full"))
+    found, written, full = (
+        _deep_plan(replace(tight, remat=remat), num_microbatches=8) for remat in ("auto", "none", "full")
+    )
     assert not written.remat and Remat.FULL in full.remat
     for plan in (found, written, full):
         assert max(plan.prediction.peak_bytes) <= tight.max_memory_bytes
         assert found.prediction.step_seconds <= plan.prediction.step_seconds * 1.005
+    assert {*found.remat} == {Remat.FULL, Remat.NONE}
 
 
 def test_manual_plans_are_priced_only_where_they_keep_the_restrictions() -> None:

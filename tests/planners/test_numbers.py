@@ -13,11 +13,11 @@ from alpa_lite.planners.numbers import Guess, next_numbers
 
 def _searched(true: Mapping[int, float], guesses: Mapping[int, Guess], solved_at: float) -> tuple[int | None, set[int]]:
     """The best number after all that are proposed were searched, and these."""
-    open_, searched = dict(guesses), set[int]()
+    open_, searched = set(guesses), set[int]()
     best, at_most = None, math.inf
-    while ways := next_numbers(open_, searched, best, at_most, solved_at):
+    while ways := next_numbers(open_, guesses.__getitem__, searched, best, at_most, solved_at):
         number = ways[0]
-        del open_[number]
+        open_.remove(number)
         searched.add(number)
         if true[number] < at_most:
             best, at_most = number, true[number]
@@ -51,15 +51,15 @@ def test_the_best_is_found_where_times_fall_and_then_rise(
 
 def test_of_numbers_that_are_likely_close_the_one_nearest_to_what_was_solved_comes_first() -> None:
     guesses = _guesses({8: 1.02, 64: 1.0, 256: 1.03}, {8: 1.2, 64: 1.0, 256: 1.03})
-    assert next_numbers(guesses, (), None, math.inf, 200.0) == [256, 64, 8]
-    assert next_numbers(guesses, (), None, math.inf, 10.0) == [64, 256, 8]
+    assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 200.0) == [256, 64, 8]
+    assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 10.0) == [64, 256, 8]
 
 
 def test_what_fits_at_best_is_not_searched_beyond_what_is_no_better() -> None:
     guesses = _guesses({2: 0.5, 4: 1.1, 16: 1.2, 32: 0.8}, {2: math.inf, 4: 1.3, 16: 1.2, 32: 0.9})
-    assert next_numbers(guesses, (8,), 8, 1.0, 8.0) == [32]
+    assert next_numbers(guesses, guesses.__getitem__, (8,), 8, 1.0, 8.0) == [32]
 
 
 def test_nothing_is_searched_beyond_what_was_searched() -> None:
     guesses = _guesses({2: 0.5, 16: 0.9}, {2: 0.5, 16: 0.9})
-    assert next_numbers(guesses, (4, 8), 8, 1.0, 8.0) == [16]
+    assert next_numbers(guesses, guesses.__getitem__, (4, 8), 8, 1.0, 8.0) == [16]
