@@ -1,8 +1,10 @@
 """Plans as Alpa publishes them: how many layers each stage has, which devices, and their logical mesh.
 
-A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it, as in Alpa's
-search: where a batch dim is forced on the first axis, that axis splits the batch (and may split state) and the second
-anything else; else a mesh of one axis is used freely (`inter_op.stage_costs.free_restriction`).
+A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it. Where a batch
+dim is forced on the first axis, it is held to about what Alpa's could choose (`FORCED_BATCH`): the first splits the
+batch, and may split state; the second splits weights by their own dims. Alpa's knew no all_to_all on two axes, and its
+objective was communication alone: it gained nothing from norms and the like on parts of what a sum gives. Without a
+forced batch a mesh is used freely (`inter_op.stage_costs.free_restriction`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,15 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import show_bytes
 from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight
+from alpa_lite.strategies import AxisRole, Restriction, Split
+
+FORCED_BATCH = Restriction(
+    roles={"data": AxisRole.BATCH, "model": AxisRole.TENSOR},
+    optimizer=Split.MAY,
+    parameters=Split.MAY,
+    scatter_sums=False,
+)
+"""What Alpa's integer program may choose where the batch dim is forced on the first axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +91,13 @@ class GivenStages(Planner):
         step = request.best_step((), loop_parts=0)
         layers = self._layers(step)
         step = read_originals_across(step, layers.of_op)
-        costs = StageCosts(step=step, layers=layers, cost_model=request.cost_model, progress=request.progress)
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            cost_model=request.cost_model,
+            restriction=FORCED_BATCH if self.force_batch else None,
+            progress=request.progress,
+        )
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
         submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
         placed = self._solved(costs, submeshes, step.num_microbatches)

@@ -29,6 +29,7 @@ class Price:
     Attributes:
         system: whose plan it is.
         seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
+        as_run_tflops: predicted as the software runs the plan that it was measured with; None without a measurement.
         planning_seconds: from the function to the plan.
         problem: why there is none.
     """
@@ -42,13 +43,16 @@ class Price:
     seconds: float | None = None
     tflops: float | None = None
     peak_bytes: float | None = None
+    as_run_tflops: float | None = None
     measured_tflops: float | None = None
     problem: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """Predicted to measured TFLOPS."""
-        return None if self.tflops is None or self.measured_tflops is None else self.tflops / self.measured_tflops
+        """Predicted to measured TFLOPS, as it was run."""
+        if self.as_run_tflops is None or self.measured_tflops is None:
+            return None
+        return self.as_run_tflops / self.measured_tflops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class Desk:
     def price(self, fixed: FixedPlan) -> Price:
         """The price of one plan; a plan that does not fit has none."""
         started, case = time.perf_counter(), fixed.case
-        seconds = tflops = peak = None
+        seconds = tflops = as_run = peak = None
         text, problem, count = fixed.planner.name, "", fixed.num_microbatches
         try:
             plan = self.plan(case, fixed.planner, fixed.num_microbatches)
@@ -71,6 +75,7 @@ class Desk:
             text = described(plan) if isinstance(fixed.planner, Auto) else text
             count, seconds = plan.num_microbatches, plan.prediction.step_seconds
             tflops, peak = case.tflops_per_device(seconds), max(plan.prediction.peak_bytes)
+            as_run = self._as_run(fixed, tflops)
         return Price(
             case=case.id,
             system=fixed.system,
@@ -81,16 +86,27 @@ class Desk:
             seconds=seconds,
             tflops=tflops,
             peak_bytes=peak,
+            as_run_tflops=as_run,
             measured_tflops=fixed.measured_tflops,
             problem=problem,
         )
 
-    def plan(self, case: Case, planner: Planner, num_microbatches: int) -> al.Plan:
+    def _as_run(self, fixed: FixedPlan, tflops: float) -> float | None:
+        """TFLOPS per device with the software of the measurement; those of Alpa's software are known."""
+        if fixed.measured_tflops is None or fixed.ran_on is None:
+            return tflops if fixed.measured_tflops is not None else None
+        try:
+            plan = self.plan(fixed.case, fixed.planner, fixed.num_microbatches, fixed.ran_on)
+        except AlpaLiteError:
+            return None
+        return fixed.case.tflops_per_device(plan.prediction.step_seconds)
+
+    def plan(self, case: Case, planner: Planner, num_microbatches: int, backend: Backend = BACKEND) -> al.Plan:
         """The plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
             self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
         request = request_of(
-            self._traced[case], case.cluster, backend=BACKEND, num_microbatches=num_microbatches, name=case.id
+            self._traced[case], case.cluster, backend=backend, num_microbatches=num_microbatches, name=case.id
         )
         return planner.plan(request)
 

@@ -34,6 +34,19 @@ def test_a_stage_that_does_not_fit_is_named(fixed):
     assert price.seconds is None and price.ratio is None and "does not fit" in price.problem
 
 
+def test_with_a_forced_batch_nothing_moves_between_dims():
+    """Alpa had no all_to_all on two axes (ReshardingCost of its integer program); a free search uses them here."""
+    stages = [(1, (1, 8), (4, 2))]
+    forced, free = (
+        Desk().plan(fixed.case, fixed.planner, fixed.num_microbatches)
+        for force in (True, False)
+        for fixed in [given("intra-op only", CASES["gpt-2.6B"], stages, 32, None, force_batch=force)]
+    )
+    kinds = {use.kind for use in forced.prediction.collectives}
+    assert "all_reduce" in kinds and "all_to_all" not in kinds
+    assert free.prediction.step_seconds <= forced.prediction.step_seconds
+
+
 def test_axes_of_one_device_are_left_out_unless_the_batch_is_forced():
     stage = GivenStage(layers=1, hosts=1, devices_per_host=4, data=1, model=4)
     assert stage.mesh(force_batch=True).shape == (1, 4)

@@ -32,8 +32,8 @@ def test_no_plan_of_ours_is_worse_than_any():
 
 
 def test_predictions_are_held_against_measurements():
-    assert said(price("Alpa", 1.0, tflops=1.1, measured_tflops=1.0)) == {
+    assert said(price("Alpa", 1.0, as_run_tflops=1.1, measured_tflops=1.0)) == {
         "c, Alpa: predicted within 15% of what was measured": True
     }
-    assert not any(said(price("Alpa", 1.0, tflops=1.2, measured_tflops=1.0)).values())
+    assert not any(said(price("Alpa", 1.0, as_run_tflops=1.2, measured_tflops=1.0)).values())
     assert not any(said(price("Alpa", None, measured_tflops=1.0)).values())
