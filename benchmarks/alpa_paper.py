@@ -28,7 +28,7 @@ from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
 from benchmarks.alpa.orderings import Claim, orderings
 from benchmarks.alpa.price import Desk, Price, best
-from benchmarks.alpa.verdicts import MANUAL, OURS, no_manual_plan, verdicts
+from benchmarks.alpa.verdicts import OURS, RIVALS, no_manual_plan, verdicts
 from benchmarks.demo import progress_line
 
 _COLUMNS = (
@@ -60,12 +60,10 @@ def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None
 
 
 def counts_to_search(case: Case, known: Sequence[Price]) -> tuple[int, ...]:
-    """Numbers of micro-batches of Alpa's plan, which it took as given too, and of the best manual plan."""
-    manual = best([price for price in known if price.system in MANUAL])
-    if manual is None:
-        return (case.num_microbatches,)
-    scaled = manual.num_microbatches * case.global_batch // manual.global_batch
-    return tuple(dict.fromkeys((case.num_microbatches, scaled)))
+    """Numbers of micro-batches of Alpa's plan, which its search took as given too, and of the best of each rival."""
+    rivals = [best([price for price in known if price.system in systems]) for systems in RIVALS.values()]
+    scaled = (each.num_microbatches * case.global_batch // each.global_batch for each in rivals if each is not None)
+    return tuple(dict.fromkeys((case.num_microbatches, *scaled)))
 
 
 def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:

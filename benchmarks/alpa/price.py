@@ -31,6 +31,7 @@ class Price:
         seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
         as_run_tflops: predicted as the software runs the plan that it was measured with; None without a measurement.
         planning_seconds: from the function to the plan.
+        flops_per_sample: as the evaluation counts them.
         problem: why there is none.
     """
 
@@ -45,6 +46,7 @@ class Price:
     peak_bytes: float | None = None
     as_run_tflops: float | None = None
     measured_tflops: float | None = None
+    flops_per_sample: float | None = None
     problem: str = ""
 
     @property
@@ -88,6 +90,7 @@ class Desk:
             peak_bytes=peak,
             as_run_tflops=as_run,
             measured_tflops=fixed.measured_tflops,
+            flops_per_sample=case.flops_per_step / case.global_batch,
             problem=problem,
         )
 
