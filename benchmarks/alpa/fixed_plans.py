@@ -30,6 +30,7 @@ class FixedPlan:
         case: the case, with another batch where that was measured, its model written as the plan's loops.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
         ran_on: the software that it was measured with, where that differs from Alpa's for the cost model.
+        ran_as: the plan as it was run, where that differs from how plans are compared.
     """
 
     system: str
@@ -38,6 +39,7 @@ class FixedPlan:
     num_microbatches: int
     measured_tflops: float | None = None
     ran_on: Backend | None = None
+    ran_as: Planner | None = None
 
 
 def in_loops(case: Case, count: int) -> Case:
@@ -225,4 +227,11 @@ def given(
         # Alpa's suites force the batch dim for GPT; experts and convolutions were free on meshes of one axis.
         force_batch=case.family == "gpt" if force_batch is None else force_batch,
     )
-    return FixedPlan(system=system, case=written, planner=planner, num_microbatches=count, measured_tflops=tflops)
+    return FixedPlan(
+        system=system,
+        case=written,
+        planner=planner,
+        num_microbatches=count,
+        measured_tflops=tflops,
+        ran_as=replace(planner, waits=True) if len(stages) > 1 else None,
+    )

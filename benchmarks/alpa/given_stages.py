@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -20,9 +21,17 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.planner import (
+    PlacedStage,
+    Planner,
+    PlanRequest,
+    assemble,
+    boundary_values,
+    crosses_hosts,
+    inflow_seconds,
+)
 from alpa_lite.planners.relax import show_bytes
-from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight
+from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
 from alpa_lite.strategies import AxisRole, Restriction, Split
 
 FORCED_BATCH = Restriction(
@@ -66,11 +75,14 @@ class GivenStages(Planner):
 
     by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
     force_batch: the first axis of each mesh splits the batch and the second never does.
+    waits: stages wait while they send and receive, as Alpa's did, which ran its instructions in order; else messages
+        travel beside kernels.
     """
 
     stages: tuple[GivenStage, ...]
     by_loops: bool
     force_batch: bool
+    waits: bool = False
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
@@ -101,7 +113,37 @@ class GivenStages(Planner):
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
         submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
         placed = self._solved(costs, submeshes, step.num_microbatches)
-        return assemble(self.name, request, step, layers, placed, self.schedule, started)
+        plan = assemble(self.name, request, step, layers, placed, self.schedule, started)
+        if not self.waits:
+            return plan
+        seconds = plan.prediction.step_seconds + self._waiting_seconds(request, step, layers, placed)
+        return replace(plan, prediction=replace(plan.prediction, step_seconds=seconds))
+
+    def _waiting_seconds(
+        self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
+    ) -> float:
+        """What a step takes longer where both ends of a message wait for it."""
+        messages = [
+            inflow_seconds(
+                request.cost_model,
+                boundary_values(step, layers, right.first),
+                crosses_hosts=crosses_hosts(request.cluster, left.submesh, right.submesh),
+                num_links=min(left.submesh.num_devices, right.submesh.num_devices),
+            )
+            for left, right in pairwise(placed)
+        ]
+        tasks = self.schedule.tasks(len(placed), step.num_microbatches)
+        forward = [stage.solution.forward_seconds for stage in placed]
+        backward = [stage.solution.backward_seconds for stage in placed]
+        beside = simulate(tasks, forward, backward, transfer_seconds=messages)
+        # A stage receives from one side and sends to the other, forwards and backwards.
+        waits = [before + after for before, after in zip([0.0, *messages], [*messages, 0.0], strict=True)]
+        in_turn = simulate(
+            tasks,
+            [seconds + wait for seconds, wait in zip(forward, waits, strict=True)],
+            [seconds + wait for seconds, wait in zip(backward, waits, strict=True)],
+        )
+        return in_turn.makespan_seconds - beside.makespan_seconds
 
     def _layers(self, step: StepGraph) -> Layers:
         if self.num_layers == 1:

@@ -68,11 +68,13 @@ class Desk:
         """The price of one plan; a plan that does not fit has none."""
         started, case = time.perf_counter(), fixed.case
         seconds = tflops = as_run = peak = None
+        took = 0.0
         text, problem, count = fixed.planner.name, "", fixed.num_microbatches
         try:
             plan = self.plan(case, fixed.planner, fixed.num_microbatches)
+            took = time.perf_counter() - started
         except AlpaLiteError as error:
-            problem = str(error)
+            problem, took = str(error), time.perf_counter() - started
         else:
             text = described(plan) if isinstance(fixed.planner, Auto) else text
             count, seconds = plan.num_microbatches, plan.prediction.step_seconds
@@ -84,7 +86,7 @@ class Desk:
             plan=text,
             global_batch=case.global_batch,
             num_microbatches=count,
-            planning_seconds=time.perf_counter() - started,
+            planning_seconds=took,
             seconds=seconds,
             tflops=tflops,
             peak_bytes=peak,
@@ -95,11 +97,11 @@ class Desk:
         )
 
     def _as_run(self, fixed: FixedPlan, tflops: float) -> float | None:
-        """TFLOPS per device with the software of the measurement; those of Alpa's software are known."""
-        if fixed.measured_tflops is None or fixed.ran_on is None:
+        """TFLOPS per device as it was run for a measurement, which may differ from how plans are compared."""
+        if fixed.measured_tflops is None or (fixed.ran_on is None and fixed.ran_as is None):
             return tflops if fixed.measured_tflops is not None else None
         try:
-            plan = self.plan(fixed.case, fixed.planner, fixed.num_microbatches, fixed.ran_on)
+            plan = self.plan(fixed.case, fixed.ran_as or fixed.planner, fixed.num_microbatches, fixed.ran_on or BACKEND)
         except AlpaLiteError:
             return None
         return fixed.case.tflops_per_device(plan.prediction.step_seconds)

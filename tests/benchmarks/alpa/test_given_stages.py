@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from alpa_lite.errors import InfeasibleError
@@ -25,6 +27,15 @@ def test_stages_get_their_layers_and_meshes(fixed):
     assert sum(stage.submesh.num_devices for stage in plan.stages) == 8
     first, second, _ = (stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     assert first == pytest.approx(second, rel=0.05)
+
+
+def test_stages_that_wait_for_messages_take_longer(fixed):
+    """Each end of a message waits: four messages per micro-batch at the stage in the middle."""
+    beside = Desk().plan(fixed.case, fixed.planner, fixed.num_microbatches)
+    waiting = Desk().plan(fixed.case, replace(fixed.planner, waits=True), fixed.num_microbatches)
+    longer = waiting.prediction.step_seconds - beside.prediction.step_seconds
+    assert 0 < longer <= 2.5 * beside.prediction.transfer_seconds
+    assert fixed.ran_as == replace(fixed.planner, waits=True)
 
 
 def test_a_stage_that_does_not_fit_is_named(fixed):
