@@ -2,8 +2,10 @@
 
 The 21 models of Zheng et al. (OSDI 2022) on 1 to 64 V100s: our search, the plans that Alpa published, the plans of the
 systems that it compared with, and the best of a grid of manual plans, all priced by one cost model on the cluster as
-data. Beside them stands what was measured, where it is known (`benchmarks.alpa.fixed_plans`). TFLOPS per device count
-what is computed again, as the paper does (`benchmarks.alpa.flops`). At the end stands what holds and what does not.
+data. Beside them stands what was measured, where it is known (`benchmarks.alpa.fixed_plans`). Plans are compared as
+XLA ran them then; what is held against a measurement of other software is predicted as that ran the plan. TFLOPS per
+device count what is computed again, as the paper does (`benchmarks.alpa.flops`). At the end stands what holds and what
+does not.
 """
 
 from __future__ import annotations
@@ -26,10 +28,22 @@ from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices
 from benchmarks.alpa.orderings import Claim, orderings
 from benchmarks.alpa.price import Desk, Price, best
-from benchmarks.alpa.verdicts import MANUAL, OURS, no_manual_plan, verdicts
+from benchmarks.alpa.verdicts import OURS, RIVALS, no_manual_plan, verdicts
 from benchmarks.demo import progress_line
 
-_COLUMNS = ("case", "plan of", "plan", "micro-batches", "planned in", "step", "TFLOPS", "measured", "ratio", "peak")
+_COLUMNS = (
+    "case",
+    "plan of",
+    "plan",
+    "micro-batches",
+    "planned in",
+    "step",
+    "TFLOPS",
+    "as it ran",
+    "measured",
+    "ratio",
+    "peak",
+)
 
 
 def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None]) -> Iterator[Price]:
@@ -46,12 +60,10 @@ def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None
 
 
 def counts_to_search(case: Case, known: Sequence[Price]) -> tuple[int, ...]:
-    """Numbers of micro-batches of Alpa's plan, which it took as given too, and of the best manual plan."""
-    manual = best([price for price in known if price.system in MANUAL])
-    if manual is None:
-        return (case.num_microbatches,)
-    scaled = manual.num_microbatches * case.global_batch // manual.global_batch
-    return tuple(dict.fromkeys((case.num_microbatches, scaled)))
+    """Numbers of micro-batches of Alpa's plan, which its search took as given too, and of the best of each rival."""
+    rivals = [best([price for price in known if price.system in systems]) for systems in RIVALS.values()]
+    scaled = (each.num_microbatches * case.global_batch // each.global_batch for each in rivals if each is not None)
+    return tuple(dict.fromkeys((case.num_microbatches, *scaled)))
 
 
 def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
@@ -90,6 +102,7 @@ def rendered(prices: Sequence[Price]) -> Table:
             f"{price.planning_seconds:.1f} s",
             _shown(price.seconds, "{:.2f} s", "does not fit"),
             _shown(price.tflops, "{:.2f}"),
+            _shown(price.as_run_tflops if price.as_run_tflops != price.tflops else None, "{:.2f}"),
             _shown(price.measured_tflops, "{:.2f}"),
             _shown(price.ratio, "{:.2f}"),
             _shown(None if price.peak_bytes is None else price.peak_bytes / 2**30, "{:.1f} GiB"),

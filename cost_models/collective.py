@@ -34,6 +34,7 @@ class Group:
         num_concurrent: how many such groups communicate at once per host; they share the link that leaves the host.
         devices_per_domain: members in one domain of hosts (`Cluster.hosts_per_domain`); None: the hosts of the group
             are neighbours, so as many as fit.
+        stride: the members on a host are every so-many-th device; 1: neighbours (`Link.efficiency_by_members`).
 
     Raises:
         CostModelError: a count below 1, more members on a host than in a domain, or in a domain than members.
@@ -43,11 +44,13 @@ class Group:
     devices_per_host: int
     num_concurrent: int = 1
     devices_per_domain: int | None = None
+    stride: int = 1
 
     def __post_init__(self) -> None:
         require_count("Group.num_devices", self.num_devices, advice="count the members of the group")
         require_count("Group.devices_per_host", self.devices_per_host, advice="count the members on one host")
         require_count("Group.num_concurrent", self.num_concurrent, advice="count this group and its siblings")
+        require_count("Group.stride", self.stride, advice="1 where the members on a host are neighbours")
         if self.devices_per_host > self.num_devices:
             raise CostModelError(
                 f"Group.devices_per_host is {self.devices_per_host}, but the group has only {self.num_devices} "

@@ -1,6 +1,6 @@
 """The levels of links that a group of devices meets on: inside a host, inside a domain of hosts, between them.
 
-    members inside a host      k devices, each at its own rate R(k)                          (_bottom)
+    members inside a host      k devices, each at its own rate R(k, stride)                  (_bottom)
     members between hosts      h hosts (or domains), each at                                 (_rate_of_host)
         min( B / num_concurrent                    what the sibling groups leave,
              B * min(1, k * max(1, cards/D)/cards) the cards of its members, D devices on a host,
@@ -101,7 +101,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
         num_members=num_members,
         num_units=group.num_devices,
         link=link,
-        bytes_per_second=link.rate(num_members) / turns,
+        bytes_per_second=link.rate(num_members, group.stride) / turns,
         latency_seconds=link.latency_seconds * turns * (log2(num_members) if cluster.shared_processor else 1),
         members_per_host=group.devices_per_host,
         single_round=cluster.shared_processor,

@@ -30,7 +30,9 @@ from cost_models.errors import ClusterError
 #: Short messages move at 1 / (1 + this) of the rate.
 _SHORT_MESSAGE_LOSS = 3.0
 
-MemberEfficiency = Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
+MemberEfficiency = (
+    Mapping[int, float] | Mapping[str, float] | Mapping[int | str, float] | tuple[tuple[tuple[int, int], float], ...]
+)
 
 
 def moving_seconds(bytes: float, bytes_per_second: float, ramp_seconds: float = 0.0) -> float:
@@ -56,7 +58,8 @@ class Link:
         num_cards: equal parts of the bandwidth of a host, its network cards. A device alone reaches its share of
             them: of 8 cards for 8 devices one, of 1 card for 8 devices that one.
         efficiency_by_members: other efficiencies for groups of so many members, where the links between devices are
-            not equal (a hybrid cube mesh). Give a mapping; it is stored as pairs sorted by number.
+            not equal (a hybrid cube mesh); "4/2" of four members that are every second device, where that differs from
+            neighbours. Give a mapping; it is stored sorted, by numbers of members and strides.
         torus: devices along each ring of a torus (TPU); none for a switch.
         in_network_reduction: the switch can add up what the members send (NVLink SHARP).
 
@@ -82,10 +85,10 @@ class Link:
             require_amount(f"Link.{key}", getattr(self, key), advice="give it in seconds", error=ClusterError)
         require_count("Link.num_cards", self.num_cards, advice="count the cards of a host", error=ClusterError)
         pairs = dict(self.efficiency_by_members).items()
-        object.__setattr__(self, "efficiency_by_members", tuple(sorted((int(n), part) for n, part in pairs)))
+        object.__setattr__(self, "efficiency_by_members", tuple(sorted((_lie(key), part) for key, part in pairs)))
         object.__setattr__(self, "torus", tuple(self.torus))
         parts = {"efficiency": self.efficiency}
-        parts |= {f"efficiency_by_members[{n}]": part for n, part in self.member_efficiencies.items()}
+        parts |= {f"efficiency_by_members[{key}]": part for key, part in self._written_efficiencies().items()}
         for key, part in parts.items():
             _check_part(f"Link.{key}", part)
         for size in self.torus:
@@ -95,18 +98,19 @@ class Link:
             raise ClusterError(f"Link.in_network_reduction is {given}, but true or false is needed.")
 
     @property
-    def member_efficiencies(self) -> dict[int, float]:
-        """Efficiency by number of members, where it differs from `efficiency`."""
-        return {int(n): part for n, part in dict(self.efficiency_by_members).items()}
+    def member_efficiencies(self) -> dict[tuple[int, int], float]:
+        """Efficiency by number of members and stride, where it differs from `efficiency`."""
+        return {_lie(key): part for key, part in dict(self.efficiency_by_members).items()}
 
     @property
     def bytes_per_second(self) -> float:
         """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
         return self.efficiency * self.bandwidth_bytes_per_second
 
-    def rate(self, num_members: int) -> float:
-        """Bytes per second that each of `num_members` members of a group reaches."""
-        part = self.member_efficiencies.get(num_members, self.efficiency)
+    def rate(self, num_members: int, stride: int = 1) -> float:
+        """Bytes per second that each of `num_members` members of a group reaches, `stride` devices apart."""
+        known = self.member_efficiencies
+        part = known.get((num_members, stride), known.get((num_members, 1), self.efficiency))
         return part * self.torus_share(num_members) * self.bandwidth_bytes_per_second
 
     def torus_share(self, num_members: int) -> float:
@@ -148,12 +152,17 @@ class Link:
         if self.num_cards > 1:
             data["num_cards"] = self.num_cards
         if self.member_efficiencies:
-            data["efficiency_by_members"] = {str(n): part for n, part in self.member_efficiencies.items()}
+            data["efficiency_by_members"] = self._written_efficiencies()
         if self.torus:
             data["torus"] = list(self.torus)
         if self.in_network_reduction:
             data["in_network_reduction"] = True
         return data
+
+    def _written_efficiencies(self) -> dict[str, float]:
+        """As in JSON."""
+        known = self.member_efficiencies.items()
+        return {f"{n}/{stride}" if stride > 1 else str(n): part for (n, stride), part in known}
 
     def _rings(self, num_members: int) -> tuple[list[int], int]:
         """The whole rings that the members fill, longest first, and how many such sets there are."""
@@ -163,6 +172,19 @@ class Link:
                 rings.append(size)
                 rest = math.ceil(rest / size)
         return rings, rest
+
+
+def _lie(key: int | str | tuple[int, int]) -> tuple[int, int]:
+    """Number of members and stride of 4, "4" or "4/2"."""
+    if isinstance(key, tuple):
+        return key
+    members, _, stride = str(key).partition("/")
+    if not members.isdecimal() or not (stride or "1").isdecimal():
+        raise ClusterError(
+            f"Link.efficiency_by_members has the key {key!r}, but a number of members is needed, "
+            'or "4/2": four that are every second device.'
+        )
+    return int(members), int(stride or 1)
 
 
 def _check_part(what: str, part: object) -> None:

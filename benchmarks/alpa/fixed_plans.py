@@ -18,6 +18,7 @@ from alpa_lite.planners.planner import Planner
 from benchmarks.alpa.cases import CASES, Case
 from benchmarks.alpa.given_stages import GivenStage, GivenStages
 from benchmarks.models.transformer import Transformer
+from cost_models.backend import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class FixedPlan:
         system: whose it is.
         case: the case, with another batch where that was measured, its model written as the plan's loops.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
+        ran_on: the software that it was measured with, where that differs from Alpa's for the cost model.
+        ran_as: the plan as it was run, where that differs from how plans are compared.
     """
 
     system: str
@@ -35,6 +38,8 @@ class FixedPlan:
     planner: Planner
     num_microbatches: int
     measured_tflops: float | None = None
+    ran_on: Backend | None = None
+    ran_as: Planner | None = None
 
 
 def in_loops(case: Case, count: int) -> Case:
@@ -52,6 +57,9 @@ def without_recomputation(case: Case) -> Case:
         return case
     return replace(case, model=replace(case.model, recompute=False))
 
+
+#: PyTorch without a compiler: one library call after another, as `benchmarks.published.plan_of` takes it to be.
+EAGER = Backend(overlap=False, fusion="calls", call_seconds=1e-5)
 
 Stages = Sequence[tuple[int, tuple[int, int], tuple[int, int]]]
 """Layers, hosts × devices per host, and logical mesh of each stage."""
@@ -148,7 +156,14 @@ def fixed_plans(case: Case) -> Iterator[FixedPlan]:
     if name in _DEEPSPEED:
         count, experts, tflops = _DEEPSPEED[name]
         planner = deepspeed(case.num_devices, experts)
-        yield FixedPlan(system="DeepSpeed", case=known, planner=planner, num_microbatches=count, measured_tflops=tflops)
+        yield FixedPlan(
+            system="DeepSpeed",
+            case=known,
+            planner=planner,
+            num_microbatches=count,
+            measured_tflops=tflops,
+            ran_on=EAGER,
+        )
     if name in _PP_DP:
         count, stages, tflops = _PP_DP[name]
         yield given("PP-DP", known, [(n, (1, d), (d, 1)) for n, d in stages], count, tflops, force_batch=True)
@@ -212,4 +227,11 @@ def given(
         # Alpa's suites force the batch dim for GPT; experts and convolutions were free on meshes of one axis.
         force_batch=case.family == "gpt" if force_batch is None else force_batch,
     )
-    return FixedPlan(system=system, case=written, planner=planner, num_microbatches=count, measured_tflops=tflops)
+    return FixedPlan(
+        system=system,
+        case=written,
+        planner=planner,
+        num_microbatches=count,
+        measured_tflops=tflops,
+        ran_as=replace(planner, waits=True) if len(stages) > 1 else None,
+    )

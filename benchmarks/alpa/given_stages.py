@@ -1,15 +1,18 @@
 """Plans as Alpa publishes them: how many layers each stage has, which devices, and their logical mesh.
 
-A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it, as in Alpa's
-search: where a batch dim is forced on the first axis, that axis splits the batch (and may split state) and the second
-anything else; else a mesh of one axis is used freely (`inter_op.stage_costs.free_restriction`).
+A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it. Where a batch
+dim is forced on the first axis, it is held to about what Alpa's could choose (`FORCED_BATCH`): the first splits the
+batch, and may split state; the second splits weights by their own dims. Alpa's knew no all_to_all on two axes, and its
+objective was communication alone: it gained nothing from norms and the like on parts of what a sum gives. Without a
+forced batch a mesh is used freely (`inter_op.stage_costs.free_restriction`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -18,9 +21,26 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.planner import (
+    PlacedStage,
+    Planner,
+    PlanRequest,
+    assemble,
+    boundary_values,
+    crosses_hosts,
+    inflow_seconds,
+)
 from alpa_lite.planners.relax import show_bytes
-from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight
+from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
+from alpa_lite.strategies import AxisRole, Restriction, Split
+
+FORCED_BATCH = Restriction(
+    roles={"data": AxisRole.BATCH, "model": AxisRole.TENSOR},
+    optimizer=Split.MAY,
+    parameters=Split.MAY,
+    scatter_sums=False,
+)
+"""What Alpa's integer program may choose where the batch dim is forced on the first axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +75,14 @@ class GivenStages(Planner):
 
     by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
     force_batch: the first axis of each mesh splits the batch and the second never does.
+    waits: stages wait while they send and receive, as Alpa's did, which ran its instructions in order; else messages
+        travel beside kernels.
     """
 
     stages: tuple[GivenStage, ...]
     by_loops: bool
     force_batch: bool
+    waits: bool = False
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
@@ -80,11 +103,47 @@ class GivenStages(Planner):
         step = request.best_step((), loop_parts=0)
         layers = self._layers(step)
         step = read_originals_across(step, layers.of_op)
-        costs = StageCosts(step=step, layers=layers, cost_model=request.cost_model, progress=request.progress)
+        costs = StageCosts(
+            step=step,
+            layers=layers,
+            cost_model=request.cost_model,
+            restriction=FORCED_BATCH if self.force_batch else None,
+            progress=request.progress,
+        )
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
         submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
         placed = self._solved(costs, submeshes, step.num_microbatches)
-        return assemble(self.name, request, step, layers, placed, self.schedule, started)
+        plan = assemble(self.name, request, step, layers, placed, self.schedule, started)
+        if not self.waits:
+            return plan
+        seconds = plan.prediction.step_seconds + self._waiting_seconds(request, step, layers, placed)
+        return replace(plan, prediction=replace(plan.prediction, step_seconds=seconds))
+
+    def _waiting_seconds(
+        self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
+    ) -> float:
+        """What a step takes longer where both ends of a message wait for it."""
+        messages = [
+            inflow_seconds(
+                request.cost_model,
+                boundary_values(step, layers, right.first),
+                crosses_hosts=crosses_hosts(request.cluster, left.submesh, right.submesh),
+                num_links=min(left.submesh.num_devices, right.submesh.num_devices),
+            )
+            for left, right in pairwise(placed)
+        ]
+        tasks = self.schedule.tasks(len(placed), step.num_microbatches)
+        forward = [stage.solution.forward_seconds for stage in placed]
+        backward = [stage.solution.backward_seconds for stage in placed]
+        beside = simulate(tasks, forward, backward, transfer_seconds=messages)
+        # A stage receives from one side and sends to the other, forwards and backwards.
+        waits = [before + after for before, after in zip([0.0, *messages], [*messages, 0.0], strict=True)]
+        in_turn = simulate(
+            tasks,
+            [seconds + wait for seconds, wait in zip(forward, waits, strict=True)],
+            [seconds + wait for seconds, wait in zip(backward, waits, strict=True)],
+        )
+        return in_turn.makespan_seconds - beside.makespan_seconds
 
     def _layers(self, step: StepGraph) -> Layers:
         if self.num_layers == 1:

@@ -29,7 +29,9 @@ class Price:
     Attributes:
         system: whose plan it is.
         seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
+        as_run_tflops: predicted as the software runs the plan that it was measured with; None without a measurement.
         planning_seconds: from the function to the plan.
+        flops_per_sample: as the evaluation counts them.
         problem: why there is none.
     """
 
@@ -42,13 +44,17 @@ class Price:
     seconds: float | None = None
     tflops: float | None = None
     peak_bytes: float | None = None
+    as_run_tflops: float | None = None
     measured_tflops: float | None = None
+    flops_per_sample: float | None = None
     problem: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """Predicted to measured TFLOPS."""
-        return None if self.tflops is None or self.measured_tflops is None else self.tflops / self.measured_tflops
+        """Predicted to measured TFLOPS, as it was run."""
+        if self.as_run_tflops is None or self.measured_tflops is None:
+            return None
+        return self.as_run_tflops / self.measured_tflops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,36 +67,51 @@ class Desk:
     def price(self, fixed: FixedPlan) -> Price:
         """The price of one plan; a plan that does not fit has none."""
         started, case = time.perf_counter(), fixed.case
-        seconds = tflops = peak = None
+        seconds = tflops = as_run = peak = None
+        took = 0.0
         text, problem, count = fixed.planner.name, "", fixed.num_microbatches
         try:
             plan = self.plan(case, fixed.planner, fixed.num_microbatches)
+            took = time.perf_counter() - started
         except AlpaLiteError as error:
-            problem = str(error)
+            problem, took = str(error), time.perf_counter() - started
         else:
             text = described(plan) if isinstance(fixed.planner, Auto) else text
             count, seconds = plan.num_microbatches, plan.prediction.step_seconds
             tflops, peak = case.tflops_per_device(seconds), max(plan.prediction.peak_bytes)
+            as_run = self._as_run(fixed, tflops)
         return Price(
             case=case.id,
             system=fixed.system,
             plan=text,
             global_batch=case.global_batch,
             num_microbatches=count,
-            planning_seconds=time.perf_counter() - started,
+            planning_seconds=took,
             seconds=seconds,
             tflops=tflops,
             peak_bytes=peak,
+            as_run_tflops=as_run,
             measured_tflops=fixed.measured_tflops,
+            flops_per_sample=case.flops_per_step / case.global_batch,
             problem=problem,
         )
 
-    def plan(self, case: Case, planner: Planner, num_microbatches: int) -> al.Plan:
+    def _as_run(self, fixed: FixedPlan, tflops: float) -> float | None:
+        """TFLOPS per device as it was run for a measurement, which may differ from how plans are compared."""
+        if fixed.measured_tflops is None or (fixed.ran_on is None and fixed.ran_as is None):
+            return tflops if fixed.measured_tflops is not None else None
+        try:
+            plan = self.plan(fixed.case, fixed.ran_as or fixed.planner, fixed.num_microbatches, fixed.ran_on or BACKEND)
+        except AlpaLiteError:
+            return None
+        return fixed.case.tflops_per_device(plan.prediction.step_seconds)
+
+    def plan(self, case: Case, planner: Planner, num_microbatches: int, backend: Backend = BACKEND) -> al.Plan:
         """The plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
             self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
         request = request_of(
-            self._traced[case], case.cluster, backend=BACKEND, num_microbatches=num_microbatches, name=case.id
+            self._traced[case], case.cluster, backend=backend, num_microbatches=num_microbatches, name=case.id
         )
         return planner.plan(request)
 

@@ -1,3 +1,5 @@
+from itertools import combinations, pairwise, permutations
+
 import pytest
 
 from cost_models import ClusterError, known_clusters, known_devices, known_links, load_cluster, load_device
@@ -38,6 +40,51 @@ def test_every_link_loads_and_names_its_sources(name: str):
         and 0 <= link.skew_seconds < 0.1
         and 0.5 < link.efficiency <= 1
     )
+
+
+#: Links between 8 V100 of a host, `nvidia-smi topo -m`.
+CUBE_MESH = [
+    [0, 1, 1, 2, 2, 0, 0, 0],
+    [1, 0, 2, 1, 0, 2, 0, 0],
+    [1, 2, 0, 2, 0, 0, 1, 0],
+    [2, 1, 2, 0, 0, 0, 0, 1],
+    [2, 0, 0, 0, 0, 1, 1, 2],
+    [0, 2, 0, 0, 1, 0, 2, 1],
+    [0, 0, 1, 0, 1, 2, 0, 2],
+    [0, 0, 0, 1, 2, 1, 2, 0],
+]
+
+
+def most_rings(links: list[list[int]], members: tuple[int, ...]) -> int:
+    """How many rings through all members run at once, one link each per pair of neighbours and direction."""
+    first, *others = members
+    if not others[1:]:
+        return links[first][others[0]]
+    cycles = [(first, *order) for order in permutations(others) if order[0] < order[-1]]
+
+    def pack(left: dict[frozenset[int], int], start: int) -> int:
+        best = 0
+        for number in range(start, len(cycles)):
+            pairs = [frozenset(pair) for pair in pairwise((*cycles[number], first))]
+            if all(left[pair] for pair in pairs):
+                taken = {**left, **{pair: left[pair] - 1 for pair in pairs}}
+                best = max(best, 1 + pack(taken, number))
+                if best == min(sum(links[a][b] for b in members) for a in members) // 2:
+                    return best
+        return best
+
+    return 2 * pack({frozenset(pair): links[pair[0]][pair[1]] for pair in combinations(members, 2)}, 0)
+
+
+@pytest.mark.parametrize(
+    ("members", "stride"), [(2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (6, 1), (7, 1), (8, 1)]
+)
+def test_groups_on_a_cube_mesh_have_the_rate_of_their_rings(members: int, stride: int):
+    """All groups of a logical mesh; of numbers that do not divide 8, the first devices, which were measured."""
+    link, span = link_from_json("nvlink2-cube-mesh", "x"), members * stride
+    starts = [start for start in range(8) if start % span < stride] if 8 % span == 0 else [0]
+    rings = min(most_rings(CUBE_MESH, tuple(range(start, start + members * stride, stride))) for start in starts)
+    assert link.rate(members, stride) == pytest.approx(0.9 * 25e9 * rings, rel=0.1)
 
 
 def test_no_device_or_link_is_there_for_nothing():

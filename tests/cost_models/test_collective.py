@@ -15,6 +15,11 @@ def test_counts_are_whole_and_at_least_one(counts: tuple[int, int, int]):
         Group(num_devices=members, devices_per_host=per_host, num_concurrent=concurrent)
 
 
+def test_a_stride_of_nothing_is_refused():
+    with pytest.raises(CostModelError, match=r"Group\.stride is 0"):
+        Group(num_devices=4, devices_per_host=4, stride=0)
+
+
 def test_more_members_on_a_host_than_members_is_refused():
     with pytest.raises(CostModelError, match="the group has only 2 members: count the members"):
         Group(num_devices=2, devices_per_host=8)

@@ -46,6 +46,17 @@ def seconds(cluster: Cluster, kind: CollectiveKind, bytes: float, *counts: int) 
     return collective_seconds(Collective(kind=kind, bytes=bytes, group=group), cluster)
 
 
+def test_every_second_device_of_a_cube_mesh_has_fewer_rings():
+    cluster = load_cluster("p3.16xlarge")
+
+    def taken(members: int, stride: int) -> float:
+        group = Group(num_devices=members, devices_per_host=members, num_concurrent=8 // members, stride=stride)
+        return explain_collective(Collective(kind="all_reduce", bytes=1e9, group=group), cluster).bandwidth_seconds
+
+    assert 1.8 < taken(4, 2) / taken(4, 1) < 2.0
+    assert taken(2, 4) == taken(2, 1)
+
+
 def test_every_kind_and_every_algorithm_is_priced():
     assert set(ON_ONE_LEVEL) == set(COLLECTIVE_KINDS)
     assert {"auto", *ALL_REDUCE_ALGORITHMS} == set(get_args(AllReduceAlgorithm))

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,13 @@ def test_groups_of_some_sizes_have_efficiencies_of_their_own():
     assert hash(mesh) == hash(make_link(efficiency=0.9, efficiency_by_members={4: 0.6, 2: 0.15}))
 
 
+def test_members_that_are_no_neighbours_may_be_joined_by_other_links():
+    mesh = make_link(efficiency=0.9, efficiency_by_members={"4": 0.6, "4/2": 0.3})
+    assert [mesh.rate(4), mesh.rate(4, 2), mesh.rate(4, 4), mesh.rate(2, 2)] == pytest.approx([60, 30, 60, 90])
+    assert mesh.to_json()["efficiency_by_members"] == {"4": 0.6, "4/2": 0.3}
+    assert replace(mesh, latency_seconds=1.0).member_efficiencies == mesh.member_efficiencies
+
+
 @pytest.mark.parametrize(
     ("torus", "members", "share", "rounds"),
     [
@@ -78,7 +86,7 @@ def test_a_link_survives_json():
         ramp_seconds=1e-4,
         skew_seconds=1e-3,
         num_cards=4,
-        efficiency_by_members={2: 0.5},
+        efficiency_by_members={2: 0.5, "4/2": 0.25},
         torus=(4, 4),
         in_network_reduction=True,
     )
@@ -89,7 +97,7 @@ def test_a_link_survives_json():
         ramp_seconds=1e-4,
         skew_seconds=1e-3,
         num_cards=4,
-        efficiency_by_members={2: 0.5},
+        efficiency_by_members={2: 0.5, "4/2": 0.25},
         torus=(4, 4),
         in_network_reduction=True,
     )
@@ -106,6 +114,7 @@ def test_a_link_survives_json():
         ({"efficiency": 0}, "efficiency is 0"),
         ({"efficiency": 1.5}, "efficiency is 1.5, but it is a fraction of at most 1"),
         ({"efficiency_by_members": {2: 2.0}}, r"efficiency_by_members\[2\] is 2.0, but it is a fraction"),
+        ({"efficiency_by_members": {"four": 0.5}}, "'four', but .* number of members"),
         ({"num_cards": 0}, "num_cards is 0, .* count the cards of a host"),
         ({"torus": (4, 0)}, "torus is 0, .* count the devices along each ring"),
         ({"in_network_reduction": "yes"}, "in_network_reduction is 'yes', but true or false is needed"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from alpa_lite.errors import InfeasibleError
@@ -27,11 +29,33 @@ def test_stages_get_their_layers_and_meshes(fixed):
     assert first == pytest.approx(second, rel=0.05)
 
 
+def test_stages_that_wait_for_messages_take_longer(fixed):
+    """Each end of a message waits: four messages per micro-batch at the stage in the middle."""
+    beside = Desk().plan(fixed.case, fixed.planner, fixed.num_microbatches)
+    waiting = Desk().plan(fixed.case, replace(fixed.planner, waits=True), fixed.num_microbatches)
+    longer = waiting.prediction.step_seconds - beside.prediction.step_seconds
+    assert 0 < longer <= 2.5 * beside.prediction.transfer_seconds
+    assert fixed.ran_as == replace(fixed.planner, waits=True)
+
+
 def test_a_stage_that_does_not_fit_is_named(fixed):
     with pytest.raises(InfeasibleError, match="stage 2 with 1 micro-batch"):
         Desk().plan(fixed.case, fixed.planner, 8)
     price = Desk().price(given("Alpa", CASES["gpt-2.6B"], STAGES, 8, 1.0))
     assert price.seconds is None and price.ratio is None and "does not fit" in price.problem
+
+
+def test_with_a_forced_batch_nothing_moves_between_dims():
+    """Alpa had no all_to_all on two axes (ReshardingCost of its integer program); a free search uses them here."""
+    stages = [(1, (1, 8), (4, 2))]
+    forced, free = (
+        Desk().plan(fixed.case, fixed.planner, fixed.num_microbatches)
+        for force in (True, False)
+        for fixed in [given("intra-op only", CASES["gpt-2.6B"], stages, 32, None, force_batch=force)]
+    )
+    kinds = {use.kind for use in forced.prediction.collectives}
+    assert "all_reduce" in kinds and "all_to_all" not in kinds
+    assert free.prediction.step_seconds <= forced.prediction.step_seconds
 
 
 def test_axes_of_one_device_are_left_out_unless_the_batch_is_forced():

@@ -27,13 +27,19 @@ def test_smaller_batches_are_compared_by_sample():
     assert all(said(price("alpa_lite", 2.0), price("Megatron-LM", 0.3, global_batch=1)).values())
 
 
+def test_programs_that_compute_less_are_no_rivals():
+    ours, theirs = price("alpa_lite", 2.0, flops_per_sample=4.0), price("intra-op only", 1.0, flops_per_sample=3.0)
+    assert said(ours, theirs) == {}
+    assert said(ours, price("intra-op only", 1.0, flops_per_sample=4.0)) != {}
+
+
 def test_no_plan_of_ours_is_worse_than_any():
     assert not any(said(price("alpa_lite", None), price("Alpa", 1e9)).values())
 
 
 def test_predictions_are_held_against_measurements():
-    assert said(price("Alpa", 1.0, tflops=1.1, measured_tflops=1.0)) == {
+    assert said(price("Alpa", 1.0, as_run_tflops=1.1, measured_tflops=1.0)) == {
         "c, Alpa: predicted within 15% of what was measured": True
     }
-    assert not any(said(price("Alpa", 1.0, tflops=1.2, measured_tflops=1.0)).values())
+    assert not any(said(price("Alpa", 1.0, as_run_tflops=1.2, measured_tflops=1.0)).values())
     assert not any(said(price("Alpa", None, measured_tflops=1.0)).values())
