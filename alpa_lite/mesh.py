@@ -128,12 +128,14 @@ class AxisGroup:
         num_concurrent: groups with members on one host: they communicate at once and share the link that leaves it.
         devices_per_domain: members in one domain of hosts, in that group (in its fullest domain); None where hosts
             form no domains.
+        stride: members on one host are every so-many-th device.
     """
 
     num_devices: int
     devices_per_host: int
     num_concurrent: int
     devices_per_domain: int | None = None
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +318,8 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_pe
             f"The logical mesh ({logical_mesh}) has {logical_mesh.num_devices} devices, but its submesh has"
             f" {submesh.num_devices}: the sizes of its axes must multiply to that number."
         )
-    members = [Counter(at // submesh.devices_per_host for at in group) for group in logical_mesh.groups(*axes)]
+    groups = logical_mesh.groups(*axes)
+    members = [Counter(at // submesh.devices_per_host for at in group) for group in groups]
     groups_on_host = Counter(host for hosts in members for host in hosts)
     widest = max(members, key=lambda hosts: (len(hosts), -max(hosts.values())))
     return AxisGroup(
@@ -324,7 +327,14 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_pe
         devices_per_host=max(widest.values()),
         num_concurrent=max(groups_on_host.values()),
         devices_per_domain=_fullest_domain(submesh, widest, hosts_per_domain) if hosts_per_domain > 1 else None,
+        stride=_stride(groups[0], submesh.devices_per_host),
     )
+
+
+def _stride(group: Sequence[int], devices_per_host: int) -> int:
+    """How far apart members on one host are, the nearest of them; 1 where no host has two."""
+    apart = (b - a for a, b in pairwise(sorted(group)) if a // devices_per_host == b // devices_per_host)
+    return min(apart, default=1)
 
 
 def _fullest_domain(submesh: Submesh, members: Counter[int], hosts_per_domain: int) -> int:

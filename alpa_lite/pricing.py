@@ -68,6 +68,7 @@ class Pricer:
                 devices_per_host=g.devices_per_host,
                 num_concurrent=g.num_concurrent,
                 devices_per_domain=g.devices_per_domain,
+                stride=g.stride,
             )
         return self._groups[axes]
 

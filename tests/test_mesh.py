@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
 from alpa_lite.mesh import (
-    AxisGroup,
     LogicalMesh,
     Submesh,
     SubmeshKind,
@@ -286,10 +285,8 @@ def test_impossible_tilings_are_refused():
 )
 def test_axis_groups_on_hosts(hosts, devices, axes, axis, expected):
     submesh = Submesh(first_device=16, num_hosts=hosts, devices_per_host=devices)
-    num_devices, devices_per_host, num_concurrent = expected
-    assert axis_group(submesh, mesh(**axes), axis) == AxisGroup(
-        num_devices=num_devices, devices_per_host=devices_per_host, num_concurrent=num_concurrent
-    )
+    group = axis_group(submesh, mesh(**axes), axis)
+    assert (group.num_devices, group.devices_per_host, group.num_concurrent) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,3 +315,18 @@ def test_without_domains_groups_know_none():
 def test_a_mesh_of_another_size_is_refused():
     with pytest.raises(PlanError, match="has 4 devices, but its submesh has 8"):
         axis_group(Submesh(first_device=0, num_hosts=2, devices_per_host=4), mesh(data=4), "data")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "stride"),
+    [((2, 4), "data", 4), ((2, 4), "model", 1), ((4, 2), "data", 2), ((4, 2), "model", 1), ((8, 1), "data", 1)],
+)
+def test_members_of_an_outer_axis_lie_apart(shape: tuple[int, int], axis: str, stride: int) -> None:
+    host = Submesh(first_device=0, num_hosts=1, devices_per_host=8)
+    assert axis_group(host, mesh(data=shape[0], model=shape[1]), axis).stride == stride
+
+
+def test_members_on_different_hosts_lie_apart_by_no_stride() -> None:
+    hosts = Submesh(first_device=0, num_hosts=2, devices_per_host=8)
+    assert axis_group(hosts, mesh(data=2, model=8), "data").stride == 1
+    assert axis_group(hosts, mesh(data=2, model=8), "model").stride == 1
