@@ -66,14 +66,15 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, to which gap."""
+    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, and to which
+    gap; or, where that was not reached, to which it was to be solved."""
 
     view: StageView
     kind: Kind
     submesh: Submesh
     in_flight: int
     limit_bytes: float
-    wanted_gap: float
+    gap: float
     solution: StageSolution
 
 
@@ -163,7 +164,7 @@ class StageCosts:
                 submesh=submesh,
                 in_flight=in_flight,
                 limit_bytes=limit,
-                wanted_gap=wanted if solution.gap > self.relative_gap else 0.0,
+                gap=min(wanted, solution.gap),
                 solution=solution,
             )
             self._solved.setdefault((self._structure(view), kind), []).append(found)
@@ -184,7 +185,7 @@ class StageCosts:
         """What was solved here or beside, and is the answer."""
         key = (self._structure(view), kind)
         solved = (s for costs in (self, *self.beside) for s in costs._solved.get(key, ()))
-        return next((s for s in solved if s.wanted_gap <= wanted and _fits(s, in_flight, limit)), None)
+        return next((s for s in solved if s.gap <= wanted and _fits(s, in_flight, limit)), None)
 
     @property
     def _solver(self) -> Portfolio:

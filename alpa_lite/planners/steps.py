@@ -112,7 +112,9 @@ class Steps:
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step = self.request.step_at(number, cut.loop_parts)
         equal = cut.equal if self.equal == "flops" else self.equal
-        layers = make_layers(step, cut.num_layers, equal=equal, imbalance=cut.imbalance)
+        # Layers of as many operators are asked for to see what the others gain by looking at where little data flows.
+        imbalance = 0.0 if equal == "operators" else cut.imbalance
+        layers = make_layers(step, cut.num_layers, equal=equal, imbalance=imbalance)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,

@@ -7,8 +7,7 @@ loses where stages must have equally many layers or devices, or layers equally m
 alpa-projects/alpa, branch osdi22_artifact; None: out of memory.
 
 Pipelines are searched as Alpa did: as many layers, 1F1B, and nothing computed again but what the model does. Layers of
-equally many operators are those of the model without loops. These may still be cut where little data flows, by 30 % of
-their size to each side; Alpa's had exactly as many.
+equally many operators are those of the model without loops.
 """
 
 from __future__ import annotations

@@ -166,3 +166,18 @@ def test_one_policy_that_takes_longer_than_guessed_tells_about_the_others() -> N
     # Where it had no room, it may have been memory that made it slow.
     search._roomy[first, last, kind, configuration] = -1
     assert search._longer_under_other_policies().max() == 1.0
+
+
+def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
+    better = 0
+    for memory_bytes in (28e6, 24e6, 20e6, 16e6):
+        rough = replace(_costs(memory_bytes, []), relative_gap=0.5)
+        fresh = replace(_costs(memory_bytes, []), relative_gap=1e-3)
+        space = Space.of(rough.cost_model.cluster)
+        for first, last, kind in np.argwhere(space.worthwhile(np.full(LAYERS, 1 / LAYERS))).tolist():
+            stage = (first, last, space.submesh(kind), space.mesh(kind, 0))
+            before = rough.solution(*stage)
+            after, wanted = replace(rough, relative_gap=1e-3).solution(*stage), fresh.solution(*stage)
+            assert after.objective == pytest.approx(wanted.objective, rel=2e-3)
+            better += after.objective < 0.99 * before.objective
+    assert better
