@@ -355,7 +355,8 @@ class JointSearch:
         """Why nothing fits, as a sentence; at length once, since that takes time."""
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
-        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural)
+        profiles = self._profiles.values()
+        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, profiles)
 
     def _agreeing(
         self, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule

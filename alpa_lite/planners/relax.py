@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
 from alpa_lite.intra_op.shortage import Shortage
@@ -69,10 +70,13 @@ def _predicted(change: Change) -> float | None:
         return None
 
 
-def tightest_stage(request: PlanRequest, steps: Steps, space: Space, number: int, cut: Cut) -> str:
+def tightest_stage(
+    request: PlanRequest, steps: Steps, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
+) -> str:
     """The part of the step that needs the most memory even at its best, as a sentence.
 
-    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was.
+    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
+    each policy that they may follow.
     """
     cluster, device = request.cluster, request.cluster.device
     have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
@@ -88,7 +92,24 @@ def tightest_stage(request: PlanRequest, steps: Steps, space: Space, number: int
                 f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
                 f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
             ).rstrip()
-    return f"No plan fits into memory, though every stage that was tried does in some way, {have}"
+    least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
+    needed = _needed_by_all(request, least, number)
+    return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
+
+
+def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
+    """What all layers need together at least, beside what all devices have."""
+    size, cluster = (request.batch_size or 1) / number, request.cluster
+    fixed, kept = float(profile.fixed_bytes.sum()), float(profile.saved_bytes.sum()) * size
+    working = float(profile.working_bytes.max()) * size
+    room = cluster.num_devices * float(cluster.device.memory_bytes)
+    enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
+    return (
+        f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "
+        f"({show_bytes(fixed)} of parameters, optimizer state and sums of gradients, {show_bytes(kept)} that one "
+        f"micro-batch keeps for its backward pass, {show_bytes(working)} beside these), and the "
+        f"{cluster.num_devices} devices of {cluster.name} have {show_bytes(room)}{enough}."
+    )
 
 
 def _try_hardest(costs: StageCosts, space: Space) -> None:

@@ -309,3 +309,12 @@ def test_layers_may_have_equally_many_operators() -> None:
 
     by_flops, by_ops = _uneven_plan(num_stages=2), _uneven_plan(num_stages=2, layers="operators")
     assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))
+
+
+def test_where_each_layer_fits_by_itself_it_is_said_what_all_need() -> None:
+    """Of 8 layers with 128 MiB of weights each, and as much of sums of gradients."""
+    tight = Auto(manual=(), max_memory_bytes=0.25e9)
+    with pytest.raises(al.errors.InfeasibleError, match=r"each layer does by itself: together the 8 layers") as error:
+        _plan(tight, cluster=_four_devices(), num_microbatches=8)
+    assert "2.00 GiB of parameters" in str(error.value)
+    assert "the 4 devices of p3.16xlarge have 953.67 MiB. What would fit" in str(error.value)
