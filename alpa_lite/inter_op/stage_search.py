@@ -73,7 +73,8 @@ class StageSearch:
         """Nothing is solved yet.
 
         costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
-        inflow_seconds  [layers, kinds]: to receive what a layer reads from earlier ones, per micro-batch
+        inflow_seconds  [layers, layers, kinds]: for the layers from one to another to receive what they read from
+                        earlier ones, per micro-batch
         guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
                         run
         following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
@@ -99,7 +100,7 @@ class StageSearch:
         self._ways = list(self._alike(equal))
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, possible) for of_layers in guess], axis=-1)
-        guessed = self._taking(work, self.inflow_seconds[:, None, :, None])
+        guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
@@ -331,7 +332,7 @@ class StageSearch:
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
             least = work_seconds(solution, self.num_microbatches) * (1 - solution.gap)
-            self.least[entry] = self._taking(least, self.inflow_seconds[first, kind])
+            self.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
             return
         self.solved[entry] = True
         self.seconds[entry], self.following[entry] = np.inf, -1
@@ -341,7 +342,7 @@ class StageSearch:
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
         if solution.choice is not None:
             work = work_seconds(solution, self.num_microbatches)
-            self.seconds[entry] = self._taking(work, self.inflow_seconds[first, kind])
+            self.seconds[entry] = self._taking(work, self.inflow_seconds[first, last, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,12 @@ from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
+from alpa_lite.planners.boundaries import inflows
 from alpa_lite.planners.numbers import Guess, microbatch_numbers, next_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
     assemble,
-    boundary_values,
-    inflow_seconds,
     stacks_seconds,
 )
 from alpa_lite.planners.refine import Found, interleaved, polished, rescheduled
@@ -89,7 +89,6 @@ class JointSearch:
     equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
-    _inflow: NDArray[np.float64] | None = None
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
     def plans(self) -> Iterator[Plan]:
@@ -280,7 +279,7 @@ class JointSearch:
             known,
             number,
             schedule,
-            self._inflow_seconds(known) * known.step.num_microbatches / number,
+            self._inflow * known.step.num_microbatches / number,
             self.space,
             self._of_layers(survey, number),
             np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
@@ -305,6 +304,11 @@ class JointSearch:
     def _held(self, number: int, schedule: Schedule) -> list[int]:
         """Micro-batches in flight on a stage that is followed by none, by one, and so on."""
         return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
+
+    @cached_property
+    def _inflow(self) -> NDArray[np.float64]:
+        known = self.steps.known
+        return inflows(self.request.cost_model, known.step, known.layers, self.space)
 
     # ------------------------------------------------------------------------------------------------ one number
 
@@ -366,20 +370,6 @@ class JointSearch:
             number = costs.step.num_microbatches
             held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
-
-    def _inflow_seconds(self, costs: StageCosts) -> NDArray[np.float64]:
-        """[layers, kinds]: time to receive what each layer reads from earlier ones, from a submesh of the same kind."""
-        if self._inflow is None:
-            kinds = [(kind.devices_per_host == self.space.cluster.devices_per_host, kind) for kind in self.space.kinds]
-            seconds = np.zeros((costs.layers.num_layers, len(kinds)))
-            for first in range(1, costs.layers.num_layers):
-                values = boundary_values(costs.step, costs.layers, first)
-                seconds[first] = [
-                    inflow_seconds(self.request.cost_model, values, crosses_hosts=whole, num_links=kind.num_devices)
-                    for whole, kind in kinds
-                ]
-            self._inflow = seconds
-        return self._inflow
 
 
 def _has_stacks(costs: StageCosts) -> bool:

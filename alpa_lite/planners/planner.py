@@ -10,18 +10,18 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
-from alpa_lite.graph.ir import Value
-from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh, sharing
 from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, UndividedDim, fingerprint
+from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
 from alpa_lite.pricing import Pricer, dispatch_seconds
 from alpa_lite.progress import Progress
-from alpa_lite.rules.graph_facts import free_values, opaque_ops
+from alpa_lite.rules.graph_facts import opaque_ops
 from alpa_lite.schedule import Schedule, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
@@ -210,26 +210,6 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
     )
 
 
-def boundary_values(step: StepGraph, layers: Layers, first: int) -> list[Value]:
-    """Forward values that layers from `first` on read from earlier ones, once per micro-batch."""
-    graph, found, free = step.graph, list[Value](), free_values(step.graph)
-    for value, producer in zip(graph.values, graph.producer, strict=True):
-        made = layers.of_op[producer] if producer is not None else None
-        if producer is None or made is None or made >= first or not step.phases[producer].in_loop:
-            continue
-        readers = (layers.of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.FORWARD)
-        if value.id not in free and any(layer is not None and layer >= first for layer in readers):
-            found.append(value)
-    return found
-
-
-def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: bool, num_links: int) -> float:
-    """Time to send values from one stage to the next: each is dispatched by itself (`dispatch_seconds`)."""
-    size = float(sum(v.bytes for v in values))
-    moved = model.transfer_seconds(size, crosses_hosts=crosses_hosts, num_links=num_links)
-    return moved + len(values) * dispatch_seconds(model.cluster)
-
-
 def predict(
     request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
 ) -> Prediction:
@@ -247,7 +227,7 @@ def _predicted(
     transfers = [
         inflow_seconds(
             model,
-            boundary_values(step, layers, b.first),
+            received_values(step, layers, b.first, b.last),
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),
         )

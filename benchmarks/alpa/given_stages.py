@@ -21,14 +21,13 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
+from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.planner import (
     PlacedStage,
     Planner,
     PlanRequest,
     assemble,
-    boundary_values,
     crosses_hosts,
-    inflow_seconds,
 )
 from alpa_lite.planners.relax import show_bytes
 from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
@@ -126,7 +125,7 @@ class GivenStages(Planner):
         messages = [
             inflow_seconds(
                 request.cost_model,
-                boundary_values(step, layers, right.first),
+                received_values(step, layers, right.first, right.last),
                 crosses_hosts=crosses_hosts(request.cluster, left.submesh, right.submesh),
                 num_links=min(left.submesh.num_devices, right.submesh.num_devices),
             )

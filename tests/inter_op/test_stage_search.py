@@ -51,7 +51,7 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         costs,
         NUMBER,
         OneFOneB(),
-        np.full((LAYERS, len(space.kinds)), 1e-5),
+        np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
         space,
         survey.guess(BATCH / NUMBER, NUMBER)[None],
         profile.holds(space, BATCH / NUMBER, held)[None] - 1,

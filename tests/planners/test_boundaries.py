@@ -1,16 +1,22 @@
-"""What passes from one stage to the next: a value that is read far above counts at every boundary below that."""
+"""What stages receive: a value that is read far above comes straight from where it is made."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import alpa_lite as al
-from alpa_lite.layers import make_layers
-from alpa_lite.planners.planner import boundary_values
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.space import Space
+from alpa_lite.layers import Layers, make_layers
+from alpa_lite.planners.boundaries import inflow_seconds, inflows, received_values
+from cost_models.composed import ComposedCostModel
 
 WIDTH, BATCH = 8, 16
 
@@ -29,11 +35,31 @@ def _with_a_skip(weights: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
 
-def test_a_skip_counts_at_every_boundary_that_it_crosses() -> None:
+def _parts() -> tuple[StepGraph, Layers, int]:
+    """The step in four layers, and the bytes of what each gives."""
     weights = [np.ones((WIDTH, WIDTH), np.float32)] * 4
     step = al.parallelize(_with_a_skip).trace(weights, np.ones((BATCH, WIDTH), np.float32)).step(2).step
     layers = make_layers(step, 4)
     assert layers.of_input == (0, 1, 2, 3, 0)
-    sizes = [[value.bytes for value in boundary_values(step, layers, first)] for first in (1, 2, 3)]
-    one = BATCH // 2 * WIDTH * 4
-    assert sizes == [[one], [one, one], [one, one]]
+    return step, layers, BATCH // 2 * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "wanted"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (1, 3, 1), (2, 3, 2), (1, 2, 1), (0, 3, 0)]
+)
+def test_a_skip_is_received_by_those_that_read_it_alone(first: int, last: int, wanted: int) -> None:
+    step, layers, one = _parts()
+    assert [value.bytes for value in received_values(step, layers, first, last)] == [one] * wanted
+
+
+def test_all_ranges_of_layers_receive_what_each_does() -> None:
+    step, layers, _ = _parts()
+    cluster = replace(al.cluster("p3.16xlarge", num_hosts=2), devices_per_host=2)
+    model, space = ComposedCostModel(cluster), Space.of(cluster)
+    found = inflows(model, step, layers, space)
+    for k, kind in enumerate(space.kinds):
+        for first, last in combinations_with_replacement(range(4), 2):
+            values = received_values(step, layers, first, last)
+            crosses = kind.num_devices >= 2
+            wanted = inflow_seconds(model, values, crosses_hosts=crosses, num_links=kind.num_devices) if values else 0.0
+            assert found[first, last, k] == pytest.approx(wanted)
