@@ -19,7 +19,7 @@ what it will take; elsewhere it will take longer, nobody knows how much (`Survey
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,9 +84,13 @@ class Survey:
         self._stands = representatives(structures, profile.loop_seconds)
         self._taken: dict[float, dict[int, _Taken]] = {}
 
-    def add(self, costs: StageCosts, *, further: int = 0) -> None:
-        """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow."""
-        progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & self._promising()
+    def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
+        """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow.
+
+        `kinds`: in all shapes of these kinds of submesh alone; none: in those that are promising, of all kinds.
+        """
+        worth = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None] if kinds else self._promising()
+        progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & worth
         size = float(microbatch_size(costs) or 1)
         taken = self._taken.setdefault(size, {})
         layers = list(dict.fromkeys(self._stands))
@@ -112,6 +116,11 @@ class Survey:
         progress.expect("survey", num_solves * AGAIN * further)
 
     @property
+    def largest_size(self) -> float:
+        """Samples in the largest micro-batches at which layers were solved."""
+        return max(self._taken)
+
+    @property
     def first_size(self) -> float:
         """Samples in a micro-batch when layers were solved on all logical meshes."""
         return next(iter(self._taken))
@@ -124,17 +133,24 @@ class Survey:
                 found |= taken.loop_seconds <= FAR * taken.loop_seconds.min(axis=1, keepdims=True)
         return found if self._taken else ~found
 
-    def guess(self, size: float, num_microbatches: int, profile: Profile | None = None) -> FloatArray:
+    def guess(
+        self, size: float, num_microbatches: int, profile: Profile | None = None, *, at_best: bool = False
+    ) -> FloatArray:
         """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part
         of the update; infinite where a shape does not divide them.
 
-        `profile`: of layers that compute values again; None: of those that were surveyed.
+        `profile`: of layers that compute values again; None: of those that were surveyed. `at_best`: beyond the sizes
+        that were surveyed, as if all devices shared what larger micro-batches take longer on one device; else as if
+        they shared it no better than before.
         """
-        loop, largest = self._loop_seconds(size, profile), max(self._taken)
+        loop, largest = self._loop_seconds(size, profile), self.largest_size
         if size > largest:
             # Where small micro-batches cannot be split over all devices, lines rise less than work shared by all does.
-            grows = self._alone_seconds(size, profile) / self._alone_seconds(largest, profile)
-            loop = np.maximum(loop, self._loop_seconds(largest, profile) * grows)
+            before, alone = self._loop_seconds(largest, profile), self._alone_seconds(largest, profile)
+            further = self._alone_seconds(size, profile) - alone
+            devices = np.array(self.space.devices, dtype=float)[:, None]
+            grows = np.divide(further, alone, out=np.zeros_like(alone), where=alone > 0)
+            loop = before + further / devices if at_best else np.maximum(loop, before * (1 + grows))
         update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, _nearest(size))
         return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
 

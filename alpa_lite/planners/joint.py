@@ -35,7 +35,7 @@ from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
 from alpa_lite.planners.boundaries import inflows
-from alpa_lite.planners.numbers import Guess, microbatch_numbers, next_numbers, surveyed_numbers
+from alpa_lite.planners.numbers import NEAR, Guess, microbatch_numbers, next_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
@@ -199,7 +199,23 @@ class JointSearch:
         for count, each in enumerate(costs, start=1):
             with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
                 survey.add(each, further=len(costs) - count)
-        return survey, {n: self._guess_at(n, survey) for n in numbers}
+        guesses = {n: self._guess_at(n, survey) for n in numbers}
+        if self._looks_further(survey, guesses):
+            guesses = {n: self._guess_at(n, survey) for n in numbers}
+        return survey, guesses
+
+    def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
+        """Whether larger micro-batches than were surveyed may be the best; then they are surveyed on the submeshes that
+        these stages would have."""
+        beyond = [n for n in guesses if self._batch / n > survey.largest_size and guesses[n].likely < math.inf]
+        ways = [(self._search_for(self.schedules[0], n, survey, at_best=True).best_likely(), n) for n in beyond]
+        choice, number = min(ways, key=lambda way: way[0].seconds, default=(None, 0))
+        if choice is None or choice.seconds >= (1 - NEAR) * min(guess.likely for guess in guesses.values()):
+            return False
+        with suppress(NonAdditiveError, BatchError, TraceError):
+            costs = self.steps.of(number, self.steps.natural)
+            survey.add(costs, kinds={stage.submesh for stage in choice.stages})
+        return True
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
         """A survey of the submeshes that are worth it at some number of micro-batches."""
@@ -272,7 +288,7 @@ class JointSearch:
         others = (self._search_for(schedule, number, survey) for schedule in self.schedules[1:2])
         return [*(other for other in others if other.best_known().seconds < at_most), first]
 
-    def _search_for(self, schedule: Schedule, number: int, survey: Survey) -> StageSearch:
+    def _search_for(self, schedule: Schedule, number: int, survey: Survey, *, at_best: bool = False) -> StageSearch:
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
@@ -281,7 +297,7 @@ class JointSearch:
             schedule,
             self._inflow * known.step.num_microbatches / number,
             self.space,
-            self._of_layers(survey, number),
+            self._of_layers(survey, number, at_best=at_best),
             np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
             np.stack([survey.holds(size, held, profile) - 1 for profile in profiles]),
             self.space.worthwhile(survey.profile.shares),
@@ -292,9 +308,10 @@ class JointSearch:
             equal=self.equal,
         )
 
-    def _of_layers(self, survey: Survey, number: int) -> NDArray[np.float64]:
+    def _of_layers(self, survey: Survey, number: int, *, at_best: bool) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
-        of_policies = [survey.guess(self._batch / number, number, profile) for profile in self._profiles.values()]
+        size, profiles = self._batch / number, self._profiles.values()
+        of_policies = [survey.guess(size, number, profile, at_best=at_best) for profile in profiles]
         # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
         guess = np.stack(of_policies)
         for excess in [known for searched, known in self._excess.items() if searched >= number]:

@@ -2,7 +2,8 @@
 in which order stages are searched.
 
 Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer for each sample. So
-from the number that is likely the best the search goes both ways, for as long as that makes it better.
+from the number that is likely the best the search goes both ways, for as long as that makes it better; then to what is
+likely clearly better, if there is anything: one stage without micro-batches may be as good as many stages with many.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def next_numbers(
         known = sorted({*open_, *searched})
         place = known.index(best)
         found = [_first_better(numbers, open_, guess, at_most) for numbers in (known[:place][::-1], known[place + 1 :])]
-        return sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best)
+        if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
+            return around
+        return sorted((n for n in open_ if guess(n).likely < at_most * (1 - NEAR)), key=lambda n: guess(n).likely)
     faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
     least = min((guess(n).likely for n in faster), default=math.inf)
 
