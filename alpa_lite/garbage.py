@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (100_000, 10, 10)
+_THRESHOLDS = (1_000_000, 10, 10)
 """New objects before a collection, and how many of each generation lead to one of the next."""
 
 

@@ -20,8 +20,8 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.plan import OpPlacement
-from alpa_lite.rules import FactorKind, Rule
-from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, rule_of_op
+from alpa_lite.rules import Rule
+from alpa_lite.rules.graph_facts import OpClass, free_values, op_class, op_classes, rule_of_op
 from alpa_lite.sharding import Spec, Step, addend, replicated, sent_bytes_factor
 from alpa_lite.walks import reshard
 
@@ -62,7 +62,8 @@ class Machine(Protocol[A]):
 
 def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement) -> tuple[Spec, ...]:
     """The specs that a placement demands of the operands."""
-    specs = [Spec(tuple(_axes(factors, placement.factors) for factors in dims)) for dims in rule.operands]
+    axes = placement.factors
+    specs = [Spec(tuple([_axes(factors, axes) for factors in dims])) for dims in rule.operands]
     if placement.partial:
         for i in linear_group(rule, operands):
             specs[i] = Spec(specs[i].dims, tuple(sorted(placement.partial)))
@@ -79,11 +80,12 @@ class PlacedSpecs:
 
 def placed_specs(graph: Graph, op: Op, placement: OpPlacement) -> PlacedSpecs:
     """`operand_specs` and `raw_result_specs` of an op without bodies, found once for all ops that are alike."""
-    return _placed_specs(op_class(graph, op.id), placement.factors, placement.partial)
+    return specs_of_class(op_class(graph, op.id), placement.factors, placement.partial)
 
 
 @lru_cache(maxsize=100_000)
-def _placed_specs(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
+def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
+    """`placed_specs` of the ops of a class."""
     placement = OpPlacement(factors=factors, partial=partial)
     return PlacedSpecs(
         operands=operand_specs(kind.rule, kind.view.operands, placement),
@@ -98,18 +100,17 @@ def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
 
 def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
     """The specs of the results before their reductions are carried out."""
-    partial = set(placement.partial)
-    if rule.reduction == "sum":
-        partial |= reduced_axes(rule, placement)
-    return tuple(
-        Spec(tuple(_axes(factors, placement.factors) for factors in dims), tuple(sorted(partial)))
-        for dims in rule.results
-    )
+    partial = placement.partial
+    reduced = reduced_axes(rule, placement) if rule.reduction == "sum" else ()
+    if reduced or len(partial) > 1:
+        partial = tuple(sorted({*partial, *reduced}))
+    axes = placement.factors
+    return tuple([Spec(tuple([_axes(factors, axes) for factors in dims]), partial) for dims in rule.results])
 
 
 def reduced_axes(rule: Rule, placement: OpPlacement) -> set[str]:
     """The mesh axes over which each device reduces a part."""
-    return {a for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION for a in placement.factors[f]}
+    return {a for f in rule.reduced for a in placement.factors[f]}
 
 
 def combination(reduction: str, dtype: str) -> tuple[str, int]:
@@ -143,6 +144,7 @@ class Walk(Generic[A]):
         self.sizes = sizes
         self.machine = machine
         self.free = free_values(graph)
+        self.classes = op_classes(graph)
         self.arrays: dict[int, dict[Spec, A]] = {}
 
     def put(self, value: int, spec: Spec, array: A) -> None:
@@ -214,20 +216,19 @@ class Walk(Generic[A]):
         """Run ops in order; free ones wait until somebody asks for them."""
         for op_id in ops:
             op = self.graph.ops[op_id]
-            if not any(r in self.free for r in op.results):
+            if self.free.isdisjoint(op.results):
                 self.apply(op, self.placements.get(op_id) or replicated_placement(self.graph, op))
 
     def apply(self, op: Op, placement: OpPlacement) -> None:
         """Run one op and bring its results into their planned specs."""
-        rule = rule_of_op(self.graph, op.id)
-        wiring = wiring_of(op)
+        kind, wiring = self.classes[op.id], wiring_of(op)
         if wiring is None:
-            placed = placed_specs(self.graph, op, placement)
+            placed = specs_of_class(kind, placement.factors, placement.partial)
             specs, raw = placed.operands, placed.results
         else:
             specs, raw = body_operand_specs(wiring, placement), placement.results
         application = Application(
-            graph=self.graph, op=op, rule=rule, placement=placement, operand_specs=specs, raw_specs=raw
+            graph=self.graph, op=op, rule=kind.rule, placement=placement, operand_specs=specs, raw_specs=raw
         )
         operands = [self.get(v, s, op) for v, s in zip(op.operands, specs, strict=True)]
         if wiring is None:

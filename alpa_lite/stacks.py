@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jax.extend.core import primitives
 
@@ -48,6 +49,13 @@ def part_stacks(program: GraphWithEquations, batched: Sequence[bool], num_parts:
     batched    for each of the first inputs whether it holds the batch; such inputs are never cut
     """
     return _Rewriter(Parting(program, batched, num_parts)).rewritten()
+
+
+class _Kind(NamedTuple):
+    """What an op makes."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class _Rewriter:
@@ -104,7 +112,9 @@ class _Rewriter:
             self.whole[op.results[0]] = self._combined(op, factor)
         else:
             equation = self.program.equations[op.id]
-            results = self._emit(op, equation, [self._whole(v) for v in op.operands], self.graph.results(op))
+            results = self._emit(
+                op, equation, [self._whole(v) for v in op.operands], [*map(_kind, self.graph.results(op))]
+            )
             self.whole.update(zip(op.results, results, strict=True))
 
     def _whole(self, v: int) -> int:
@@ -116,7 +126,7 @@ class _Rewriter:
             else:
                 parts = [self.parts[v, j] for j in range(len(self.parting.bounds(value.shape[0])))]
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
-                (self.whole[v],) = self._emit(reader, _JOIN, parts, [value])
+                (self.whole[v],) = self._emit(reader, _JOIN, parts, [_kind(value)])
         return self.whole[v]
 
     def _part(self, v: int, j: int) -> int:
@@ -129,7 +139,7 @@ class _Rewriter:
                 pieces = [
                     p for p, end in zip(op.operands, self.parting.piece_ends(op), strict=True) if start < end <= stop
                 ]
-                part, operands = replace(value, shape=(stop - start, *value.shape[1:])), [*map(self._whole, pieces)]
+                part, operands = _rows_of_kind(value, stop - start), [*map(self._whole, pieces)]
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
                 self.parts[v, j] = emitted[0]
@@ -150,7 +160,7 @@ class _Rewriter:
             for v, dims in zip(op.operands, rule.operands, strict=True)
         ]
         results = [
-            replace(value, shape=(rows, *value.shape[1:])) if dims and dims[0] == (factor,) else value
+            _rows_of_kind(value, rows) if dims and dims[0] == (factor,) else _kind(value)
             for value, dims in zip(self.graph.results(op), rule.results, strict=True)
         ]
         return self._emit(op, equation, operands, results)
@@ -160,7 +170,7 @@ class _Rewriter:
         parts = [self._on_part(op, factor, j)[0] for j in range(len(self.parting.bounds(rule.sizes[factor])))]
         total = parts[0]
         for part in parts[1:]:
-            (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [value])
+            (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [_kind(value)])
         return total
 
     def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
@@ -179,16 +189,17 @@ class _Rewriter:
             return source
         start, stop = ((row, *rest) for row, rest in zip(rows, ([0] * (value.rank - 1), value.shape[1:]), strict=True))
         params = {"start_indices": start, "limit_indices": stop, "strides": None}
-        taken = replace(value, shape=(rows[1] - rows[0], *value.shape[1:]))
+        taken = _rows_of_kind(value, rows[1] - rows[0])
         return self._emit(op, Equation(primitive=primitives.slice_p, params=params), [source], [taken])[0]
 
     def _new(self, like: Value) -> int:
         self.values.append(like.numbered(len(self.values)))
         return len(self.values) - 1
 
-    def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[Value]) -> list[int]:
+    def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[_Kind]) -> list[int]:
         """Append an op that stands where `op` stood."""
-        made = [self._new(value if not value.name else replace(value, name="")) for value in results]
+        made = range(len(self.values), len(self.values) + len(results))
+        self.values += [Value(id=v, shape=kind.shape, dtype=kind.dtype) for v, kind in zip(made, results, strict=True)]
         same = op is not None and equation.primitive.name == op.primitive
         own = op is not None and equation.params is self.program.equations[op.id].params
         self.ops.append(
@@ -205,4 +216,12 @@ class _Rewriter:
             )
         )
         self.equations.append(equation)
-        return made
+        return list(made)
+
+
+def _kind(value: Value) -> _Kind:
+    return _Kind(value.shape, value.dtype)
+
+
+def _rows_of_kind(value: Value, rows: int) -> _Kind:
+    return _Kind((rows, *value.shape[1:]), value.dtype)

@@ -50,7 +50,9 @@ class Parting:
         self.eligible = {v for i, v in enumerate(inputs) if i >= len(batched) or not batched[i]}
         self.known_bounds: dict[int, list[tuple[int, int]]] = {}
         self.seeds = self._seeds()
-        self.lengths = {self.graph.values[v].shape[0] for v in self.seeds}
+        lengths = {self.graph.values[v].shape[0] for v in self.seeds}
+        #: Values as long as what comes in parts.
+        self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths}
         self.known: dict[int, Standing] = {}
         self.part_equations: dict[tuple[object, ...], Equation | None] = {}
         reducing = ((op.id, self._leading_reduction(op)) for op in self.graph.ops)
@@ -114,7 +116,7 @@ class Parting:
         return self.known[v]
 
     def _standing(self, value: Value) -> Standing:
-        if value.rank == 0 or value.shape[0] not in self.lengths or value.dtype.startswith("key<"):
+        if value.id not in self.leading or value.dtype.startswith("key<"):
             return Standing.WHOLE
         producer = self.graph.producer[value.id]
         if producer is None:
@@ -157,8 +159,7 @@ class Parting:
 
     def _leading_reduction(self, op: Op) -> int | None:
         """The leading dim of operands, as long as what comes in parts, that an op reduces over and that combines."""
-        leading = (self.graph.values[v].shape[:1] for v in op.operands)
-        if not any(dims and dims[0] in self.lengths for dims in leading):
+        if self.leading.isdisjoint(op.operands):
             return None
         if not self._runs_on_rows(op) or len(op.results) != 1 or self.rule(op).reduction not in COMBINED:
             return None

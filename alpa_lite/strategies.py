@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from itertools import permutations, product
+from typing import NamedTuple
 
 from alpa_lite.graph.ir import Value
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import Rule
+from alpa_lite.rules.graph_facts import OpClass
 from alpa_lite.sharding import Spec, divides
-from alpa_lite.spmd import can_split, linear_group, raw_result_specs
-from alpa_lite.walks import reshard
+from alpa_lite.spmd import PlacedSpecs, can_split, linear_group, raw_result_specs, specs_of_class
 
 
 class AxisRole(Enum):
@@ -306,24 +308,36 @@ def all_specs(
     return specs
 
 
-def follow(
-    rule: Rule, results: Sequence[Value], main: int, spec: Spec, sizes: Mapping[str, int], *, keep_partial: bool
-) -> OpPlacement:
-    """The placement of an op that follows its operand number `main`, given in `spec`.
+class Followed(NamedTuple):
+    """How an op follows an operand, and the specs that this demands and makes."""
+
+    placement: OpPlacement
+    specs: PlacedSpecs
+
+
+def follow(kind: OpClass, main: int, spec: Spec, sizes: Mapping[str, int], *, keep_partial: bool) -> Followed:
+    """The placement of ops of a class that follow their operand number `main`, given in `spec`.
 
     Axes on dims that the op needs whole are dropped (the operand is gathered first). A partial sum passes through ops
     that are linear in this operand alone; otherwise it is resolved first. A split reduction of the op itself is
     resolved by an all_reduce unless `keep_partial`.
     """
+    rule = kind.rule
     factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
     for axes, dim_factors in zip(spec.dims, rule.operands[main], strict=True):
-        major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
-        if axes and major is not None and can_split(rule, major, axes, sizes):
+        major = next((f for f in dim_factors if rule.sizes[f] > 1), None) if axes else None
+        if major is not None and can_split(rule, major, axes, sizes):
             factors[major] = axes
-    partial = spec.partial if (main,) in rule.linear and len(rule.linear) == 1 else ()
-    bare = OpPlacement(factors=tuple(factors), partial=partial)
-    raw = raw_result_specs(rule, bare)
-    kept = tuple(s if keep_partial else Spec(s.dims, tuple(a for a in s.partial if a in partial)) for s in raw)
-    for made, target, value in zip(raw, kept, results, strict=True):
-        assert made == target or reshard(made, target, value.shape, sizes) is not None
-    return replace(bare, results=kept)
+    return _followed(kind, tuple(factors), spec.partial if rule.linear == ((main,),) else (), keep_partial)
+
+
+@lru_cache(maxsize=100_000)
+def _followed(
+    kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...], keep_partial: bool
+) -> Followed:
+    """The same on all meshes that can be split so."""
+    specs = specs_of_class(kind, factors, partial)
+    results = specs.results
+    if not keep_partial:
+        results = tuple(Spec(s.dims, tuple(a for a in s.partial if a in partial)) for s in results)
+    return Followed(OpPlacement(factors=factors, partial=partial, results=results), specs)

@@ -10,6 +10,7 @@ import pytest
 
 from alpa_lite.graph.ir import Value
 from alpa_lite.rules import FactorKind, Rule, rule_of
+from alpa_lite.rules.graph_facts import Layout, OpClass
 from alpa_lite.rules.registry import OpView
 from alpa_lite.sharding import Spec, divides
 from alpa_lite.spmd import operand_specs, raw_result_specs
@@ -37,6 +38,12 @@ def _values(*shapes: tuple[int, ...]) -> tuple[Value, ...]:
 def _rule(primitive: str, operands: Any, results: Any, **params: Any) -> tuple[Rule, Any, Any]:
     inputs, outputs = _values(*operands), _values(*results)
     return rule_of(OpView(primitive=primitive, operands=inputs, results=outputs, params=params)), inputs, outputs
+
+
+def _class(primitive: str, operands: Any, results: Any, **params: Any) -> OpClass:
+    view = OpView(primitive=primitive, operands=_values(*operands), results=_values(*results), params=params)
+    rule = rule_of(view)
+    return OpClass(rule=rule, layout=Layout(rule=rule), view=view)
 
 
 def _product(b: int = 8, m: int = 12, k: int = 6, n: int = 4) -> tuple[Rule, Any, Any]:
@@ -293,15 +300,15 @@ def test_specs_can_be_filtered() -> None:
 
 
 def test_elementwise_ops_take_over_the_spec() -> None:
-    rule, _, results = _rule("tanh", [(8, 4)], [(8, 4)])
+    kind = _class("tanh", [(8, 4)], [(8, 4)])
     spec = Spec((("x",), ("y",)))
-    placement = follow(rule, results, 0, spec, {"x": 2, "y": 2}, keep_partial=False)
+    placement, _ = follow(kind, 0, spec, {"x": 2, "y": 2}, keep_partial=False)
     assert placement.results == (spec,)
 
 
 def test_a_transpose_carries_the_axes_along() -> None:
-    rule, _, results = _rule("transpose", [(8, 4)], [(4, 8)], permutation=(1, 0))
-    placement = follow(rule, results, 0, Spec((("x",), ())), {"x": 2}, keep_partial=False)
+    kind = _class("transpose", [(8, 4)], [(4, 8)], permutation=(1, 0))
+    placement, _ = follow(kind, 0, Spec((("x",), ())), {"x": 2}, keep_partial=False)
     assert placement.results == (Spec(((), ("x",))),)
 
 
@@ -312,19 +319,19 @@ def test_partial_sums_pass_linear_ops_and_no_others() -> None:
         ("tanh", {}, False),
         ("transpose", {"permutation": (1, 0)}, True),
     ):
-        rule, _, results = _rule(primitive, [(4, 4)], [(4, 4)], **params)
-        placement = follow(rule, results, 0, summed, {"x": 2}, keep_partial=False)
+        kind = _class(primitive, [(4, 4)], [(4, 4)], **params)
+        placement, _ = follow(kind, 0, summed, {"x": 2}, keep_partial=False)
         assert bool(placement.results[0].partial) == passes, primitive
 
 
 def test_axes_on_dims_that_must_be_whole_are_dropped() -> None:
-    rule, _, results = _rule("cumsum", [(8, 4)], [(8, 4)], axis=0, reverse=False)
-    placement = follow(rule, results, 0, Spec((("x",), ("y",))), {"x": 2, "y": 2}, keep_partial=False)
+    kind = _class("cumsum", [(8, 4)], [(8, 4)], axis=0, reverse=False)
+    placement, _ = follow(kind, 0, Spec((("x",), ("y",))), {"x": 2, "y": 2}, keep_partial=False)
     assert placement.results == (Spec(((), ("y",))),)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_followed_reduction_is_summed_up_unless_its_sum_may_wait(keep: bool) -> None:
-    rule, _, results = _rule("reduce_sum", [(8, 4)], [(4,)], axes=(0,))
-    placement = follow(rule, results, 0, Spec((("x",), ())), {"x": 2}, keep_partial=keep)
+    kind = _class("reduce_sum", [(8, 4)], [(4,)], axes=(0,))
+    placement, _ = follow(kind, 0, Spec((("x",), ())), {"x": 2}, keep_partial=keep)
     assert placement.results == (Spec(((),), ("x",) if keep else ()),)

@@ -41,6 +41,8 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
     kept.reverse()
     needed.update(graph.inputs, *(op.results for op in kept))
     alive = [v for v in graph.values if v.id in needed]
+    if len(kept) == len(graph.ops) and len(alive) == len(graph.values):
+        return program
     number = [-1] * len(graph.values)
     for i, v in enumerate(alive):
         number[v.id] = i

@@ -61,6 +61,8 @@ class Value:
 
     def numbered(self, number: int) -> Value:
         """The same array under another number."""
+        if number == self.id:
+            return self
         return Value(id=number, shape=self.shape, dtype=self.dtype, literal=self.literal, name=self.name)
 
     def __str__(self) -> str:
@@ -89,6 +91,8 @@ class Op:
 
     def numbered(self, number: int, operands: tuple[int, ...], results: tuple[int, ...]) -> Op:
         """The same operation under another number, on other values."""
+        if (number, operands, results) == (self.id, self.operands, self.results):
+            return self
         return Op(
             id=number,
             primitive=self.primitive,

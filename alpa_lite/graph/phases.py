@@ -124,21 +124,11 @@ def _merged(
         return known[bodies]
 
     values = tuple(
-        v if v.literal is None else type(v)(id=v.id, shape=v.shape, dtype=v.dtype, literal=w.literal, name=v.name)
+        v if v.literal is None or v.literal is w.literal else replace(v, literal=w.literal)
         for v, w in zip(sizes_from.values, literals_from.values, strict=True)
     )
     ops = tuple(
-        Op(
-            id=a.id,
-            primitive=a.primitive,
-            operands=a.operands,
-            results=a.results,
-            params=a.params,
-            source=a.source,
-            name_stack=a.name_stack,
-            bodies=tuple(map(merged, zip(a.bodies, b.bodies, c.bodies, strict=True))),
-            effectful=a.effectful,
-        )
+        replace(a, bodies=tuple(map(merged, zip(a.bodies, b.bodies, c.bodies, strict=True)))) if a.bodies else a
         for a, b, c in zip(sizes_from.ops, literals_from.ops, other.ops, strict=True)
     )
     return Graph(values=values, ops=ops, inputs=sizes_from.inputs, outputs=sizes_from.outputs)

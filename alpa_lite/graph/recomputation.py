@@ -14,9 +14,11 @@ from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
 
 
+@kept
 def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
     """For each value of the backward pass that the forward pass computed before: those values, in order."""
     graph, numbers, found = step.graph, dict[int, Hashable](), dict[int, tuple[int, ...]]()
+    texts: dict[int, str] = {}  # of parameters by their id: ops that do the same often share them
     first: dict[Hashable, int] = {}
     before: dict[Hashable, list[int]] = {}
     for op in graph.ops:
@@ -25,7 +27,7 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
         keys = [_number(graph, numbers, v) for v in op.operands]
         if op.primitive != "optimization_barrier":
             # Equal computations are known by the first of them, so that keys stay small.
-            head = first.setdefault((op.primitive, tuple(keys), _static(op), len(op.results)), op.id)
+            head = first.setdefault((op.primitive, tuple(keys), _static(op, texts), len(op.results)), op.id)
             keys = [("result", head, i) for i in range(len(op.results))]
         for result, key in zip(op.results, keys, strict=True):
             numbers[result] = key
@@ -45,8 +47,10 @@ def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
     return numbers.get(value, ("input", value))
 
 
-def _static(op: Op) -> str:
-    return repr((sorted(op.params.items()), [*map(_static_body, op.bodies)]))
+def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
+    if id(op.params) not in texts:
+        texts[id(op.params)] = repr(sorted(op.params.items()))
+    return (texts[id(op.params)], *map(_static_body, op.bodies))
 
 
 @kept

@@ -39,7 +39,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, ranked_values, rule_of_op
 from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
@@ -176,7 +176,7 @@ class Builder:
         return restriction.parameters if self.view.is_read_in_loop(v) else restriction.optimizer
 
     def _add_op(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
-        if all(r in free_values(graph) for r in op.results):
+        if free_values(graph).issuperset(op.results):
             return
         wiring = wiring_of(op)
         if wiring is not None:
@@ -187,7 +187,7 @@ class Builder:
             self._add_leader(scope, graph, op, rule, runs)
         elif is_scalar_sum(graph, op) and any((scope, v) in self.waiting for v in op.operands):
             self._add_sum(scope, graph, op, runs)
-        elif rule.opaque or all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op))):
+        elif rule.opaque or ranked_values(graph).isdisjoint((*op.operands, *op.results)):
             self._add_fixed(scope, graph, op, runs)
         elif self.deciding.leads(scope, graph, op, rule):
             self._add_leader(scope, graph, op, rule, runs)
@@ -389,7 +389,7 @@ class Builder:
         table = self.catalogue.move_table(value, offer.specs, demanded)
         if offer.node == node:
             self._charge(node, self.arrays.diagonal(table), runs)
-        elif (matrix := self.arrays.product(table, runs)).any():
+        elif self.arrays.any(matrix := self.arrays.product(table, runs)):
             self._accumulate(offer.node, node, matrix)
 
     def _accumulate(self, u: int, v: int, matrix: FloatArray) -> None:

@@ -26,7 +26,7 @@ from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import Layout, op_class, rule_of_op
 from alpa_lite.sharding import Spec
 from alpa_lite.spmd import PlacedSpecs, placed_specs, replicated_placement
-from alpa_lite.strategies import AxisRole, Restriction, Split, all_specs, follow, placements, resolutions
+from alpa_lite.strategies import AxisRole, Followed, Restriction, Split, all_specs, follow, placements, resolutions
 from alpa_lite.walks import SpecGraph, spec_graph
 
 #: Additions, which may take partial sums and resolve them once.
@@ -74,11 +74,6 @@ class _Way:
     made: tuple[tuple[Spec, ...], ...]
 
 
-class _Followed(NamedTuple):
-    placement: OpPlacement
-    specs: PlacedSpecs
-
-
 class Catalogue:
     """Placements and prices on one logical mesh under one restriction."""
 
@@ -91,7 +86,7 @@ class Catalogue:
         self._whole: dict[object, Options] = {}
         self._followers: dict[object, Options] = {}
         self._ways: dict[object, _Way] = {}
-        self._follows: dict[object, _Followed] = {}
+        self._follows: dict[object, Followed] = {}
         self._sums: dict[object, SumOptions] = {}
         self._graphs: dict[tuple[int, ...], SpecGraph] = {}
         self._moves: dict[object, FloatArray] = {}
@@ -99,7 +94,7 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
-        self._scratch: dict[Options, FloatArray] = {}
+        self._scratch: dict[Options, FloatArray | None] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -158,15 +153,15 @@ class Catalogue:
         key = (layout, main, self._number(specs), keep_partial)
         found = self._ways.get(key)
         if found is None:
-            first = dict.fromkeys(specs)
-            by_spec = {spec: self._followed(graph, op, layout, main, spec, keep_partial) for spec in first}
-            place = {spec: i for i, spec in enumerate(first)}
-            followed = [by_spec[spec] for spec in specs]
+            numbers: dict[Spec, int] = {}
+            place = [numbers.setdefault(spec, len(numbers)) for spec in specs]
+            different = [self._followed(graph, op, layout, main, spec, keep_partial) for spec in numbers]
+            followed = [different[i] for i in place]
             demanded, made, results = self._columns(op, [f.placement for f in followed], [f.specs for f in followed])
             found = self._ways[key] = _Way(
-                first=tuple(specs.index(spec) for spec in first),
-                place=np.array([place[spec] for spec in specs], dtype=np.intp),
-                cuts=tuple(cuts_of(f.placement, self.sizes) for f in by_spec.values()),
+                first=tuple(place.index(i) for i in range(len(different))),
+                place=np.array(place, dtype=np.intp),
+                cuts=tuple(cuts_of(f.placement, self.sizes) for f in different),
                 placements=tuple(f.placement for f in followed),
                 demanded=demanded,
                 results=results,
@@ -174,12 +169,13 @@ class Catalogue:
             )
         return found
 
-    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> _Followed:
+    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> Followed:
         key = (layout, main, spec, keep_partial)
         found = self._follows.get(key)
         if found is None:
-            placement = follow(layout.rule, graph.results(op), main, spec, self.sizes, keep_partial=keep_partial)
-            found = self._follows[key] = _Followed(placement, placed_specs(graph, op, placement))
+            found = self._follows[key] = follow(
+                op_class(graph, op.id), main, spec, self.sizes, keep_partial=keep_partial
+            )
         return found
 
     def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
@@ -283,26 +279,31 @@ class Catalogue:
         """Resharding one value once; infinite when there is no way."""
         if source == target:
             return 0.0
-        return float(self._moves_from(value, source, self._spec_numbers(value, (target,)))[0])
+        number, known = self._graph(value).number(target), self._moves_from(value, source)
+        # Specs that were numbered later cannot be reached.
+        return float(known[number]) if number < known.size else math.inf
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
         """Seconds from each offered to each demanded spec of a value."""
         key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
         if key not in self._tables:
             targets = self._spec_numbers(value, demanded)
-            rows = {spec: self._moves_from(value, spec, targets) for spec in dict.fromkeys(offered)}
+            rows: dict[Spec, FloatArray] = {}
+            for spec in dict.fromkeys(offered):
+                known = self._moves_from(value, spec)
+                # Specs that were numbered later cannot be reached.
+                rows[spec] = np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
             self._tables[key] = frozen(np.array([rows[spec] for spec in offered]))
         return self._tables[key]
 
-    def _moves_from(self, value: Value, source: Spec, targets: NDArray[np.int64]) -> FloatArray:
-        """Seconds from a spec to others, given by their numbers; infinite when there is no way."""
+    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
+        """Seconds from a spec to others, by their numbers; infinite when there is no way."""
         key = (value.shape, value.dtype, source)
-        if key not in self._moves:
+        known = self._moves.get(key)
+        if known is None:
             walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
-            self._moves[key] = walks.seconds(lambda step: self.pricer.step_seconds(step, size))
-        known = self._moves[key]
-        # Specs that were numbered later cannot be reached.
-        return np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
+            known = self._moves[key] = walks.seconds(lambda step: self.pricer.step_seconds(step, size))
+        return known
 
     def _graph(self, value: Value) -> SpecGraph:
         """Held on to, since `_moves` and `_numbers` go by its numbers."""
@@ -347,9 +348,10 @@ class Catalogue:
 
     def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray | None:
         """Bytes of one device's results before they are scattered, for each placement of an op; None without any."""
-        if options.made == options.results:
-            return None
         if options not in self._scratch:
+            if options.made == options.results:
+                self._scratch[options] = None
+                return None
             total = np.zeros(len(options.placements))
             for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
                 before, after = self.local_sizes(value, made), self.local_sizes(value, results)

@@ -10,7 +10,7 @@ from alpa_lite.intra_op.placed import Key, Offer, Scope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums
 from alpa_lite.rules import Rule
-from alpa_lite.rules.graph_facts import is_zero, rule_of_op
+from alpa_lite.rules.graph_facts import is_zero, ranked_values, rule_of_op
 
 
 class Deciding:
@@ -27,7 +27,8 @@ class Deciding:
 
     def _ranked(self, scope: int, graph: Graph, op: Op) -> list[int]:
         """Positions of the operands that somebody decided on."""
-        return [i for i, v in enumerate(op.operands) if graph.values[v].rank > 0 and (scope, v) in self.offers]
+        ranked = ranked_values(graph)
+        return [i for i, v in enumerate(op.operands) if v in ranked and (scope, v) in self.offers]
 
     def leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
         """True for an op that decides for itself, whatever its operands are in."""
@@ -63,7 +64,8 @@ class Deciding:
             offer = self.offers[(scope, value.id)]
             return (offer.node in self.computed, self._extent(scope, value), value.id)
 
-        main = max(self._ranked(scope, graph, op), key=rank)
+        ranked = self._ranked(scope, graph, op)
+        main = max(ranked, key=rank) if len(ranked) > 1 else ranked[0]
         extent = self._extent(scope, graph.values[op.operands[main]])
         self._extents.update({(scope, v.id): min(extent, v.num_elements) for v in graph.results(op)})
         return main

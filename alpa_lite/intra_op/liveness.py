@@ -207,18 +207,18 @@ class _Scope:
         """Of the results of the ops, and of what lives inside them."""
         for op_id in self.ops:
             op = self.graph.ops[op_id]
-            starts = self._starts(op)
-            for r in op.results:
-                if r in self.written and r not in self.replaced:
-                    use = self._use(r)
-                    yield Life(
-                        path=self.path,
-                        value=r,
-                        start=starts.get(r, self.span(op_id).start),
-                        end=max(use.end, self.span(op_id).end),
-                        saved=use.backward and self._phase(op_id) is Phase.FORWARD,
-                        loop_end=max(use.loop_end, self.span(op_id).end),
-                    )
+            made = [r for r in op.results if r in self.written and r not in self.replaced]
+            starts = self._starts(op) if made else {}
+            for r in made:
+                use = self._use(r)
+                yield Life(
+                    path=self.path,
+                    value=r,
+                    start=starts.get(r, self.span(op_id).start),
+                    end=max(use.end, self.span(op_id).end),
+                    saved=use.backward and self._phase(op_id) is Phase.FORWARD,
+                    loop_end=max(use.loop_end, self.span(op_id).end),
+                )
             wiring = wiring_of(op)
             if wiring is not None:
                 yield from self._inside(op, wiring)

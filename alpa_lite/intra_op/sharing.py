@@ -68,6 +68,15 @@ class SharedArrays:
     def __init__(self) -> None:
         """Start empty."""
         self._made: dict[tuple[object, ...], tuple[FloatArray, tuple[FloatArray, ...]]] = {}
+        self._any: dict[int, tuple[FloatArray, bool]] = {}
+
+    def any(self, array: FloatArray) -> bool:
+        """Whether anything in it is not zero."""
+        found = self._any.get(id(array))
+        if found is None:
+            # It is kept, so that its id stays its own.
+            found = self._any[id(array)] = (array, bool(array.any()))
+        return found[1]
 
     def zeros(self, size: int) -> FloatArray:
         """A vector of zeros."""

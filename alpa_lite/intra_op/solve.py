@@ -158,7 +158,7 @@ def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Esti
 
 def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
     """Make known what comes into a task: inputs, and values of other phases in the specs that they left in."""
-    graph, phases = view.graph, view.step.phases
+    graph, phases, free = view.graph, view.step.phases, view.free
     for v, spec in choice.inputs.items():
         walk.put(v, spec, Estimator.NOTHING)
     for op_id in view.ops:
@@ -166,7 +166,7 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repea
             continue
         placement = choice.ops.get(op_id)
         for i, r in enumerate(graph.ops[op_id].results):
-            if r not in view.free:
+            if r not in free:
                 walk.put(r, placement.results[i] if placement else replicated(graph.values[r].rank), Estimator.NOTHING)
     if phase is Phase.UPDATE:
         for v, accumulator in choice.accumulators.items():
@@ -195,16 +195,18 @@ def _resolve(walk: Walk[int], v: int, spec: Spec) -> None:
 
 def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
     """The invariant ops that are repeated for these ops."""
-    graph, needed = view.graph, set[int]()
+    graph, phases, free, needed = view.graph, view.step.phases, view.free, set[int]()
     for op_id in ops:
         needed.update(graph.ops[op_id].operands)
     found: set[int] = set()
     for op_id in reversed(view.ops):
         op = graph.ops[op_id]
-        if view.step.phases[op_id] is Phase.INVARIANT and any(r in needed for r in op.results):
+        if needed.isdisjoint(op.results):
+            continue
+        if phases[op_id] is Phase.INVARIANT:
             found.add(op_id)
             needed.update(op.operands)
-        elif any(r in needed for r in op.results) and any(r in view.free for r in op.results):
+        elif not free.isdisjoint(op.results):
             needed.update(op.operands)
     return frozenset(found)
 

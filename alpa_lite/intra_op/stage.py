@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.layers import Layers
-from alpa_lite.rules.graph_facts import free_values, op_class
+from alpa_lite.rules.graph_facts import free_ops, free_values, op_class
 from alpa_lite.sharding import Spec
 
 
 @kept
 def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
+
+
+def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
+    """Equal for ops with bodies that do the same to the same shapes."""
+    literals = tuple([v.literal for v in graph.operands(op)])
+    results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
+    params = repr(sorted(op.params.items(), key=lambda p: p[0]))
+    return (op.primitive, params, tuple(map(_body_text, op.bodies)), literals, results)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,17 +50,14 @@ class StageView:
     def ops(self) -> tuple[int, ...]:
         """Ids of the ops of this stage in execution order; free and invariant ones of other stages are repeated."""
         graph, needed, chosen = self.graph, set[int](), list[int]()
-        free = free_values(graph)
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
             needed.update(v for v in graph.outputs if self.is_invariant_value(v))
-        for op, layer in zip(reversed(graph.ops), reversed(self.layers.of_op), strict=True):
-            mine = layer is not None and self.first <= layer <= self.last
-            if not mine and needed.isdisjoint(op.results):
-                continue
-            repeated = layer is None or not free.isdisjoint(op.results)
-            if mine or repeated:
-                chosen.append(op.id)
+        mine = set(chain.from_iterable(map(self.layers.ops_of, range(self.first, self.last + 1))))
+        for op_id in sorted(mine | free_ops(graph) | set(self.layers.ops_of(None)), reverse=True):
+            op = graph.ops[op_id]
+            if op_id in mine or not needed.isdisjoint(op.results):
+                chosen.append(op_id)
                 needed.update(op.operands)
         return tuple(reversed(chosen))
 
@@ -115,7 +121,7 @@ class StageView:
             r
             for op_id in self.ops
             for r in self.graph.ops[op_id].results
-            if r in outputs or any(c not in self.op_set for c in self.graph.consumers[r])
+            if r in outputs or not self.op_set.issuperset(self.graph.consumers[r])
         )
 
     @cached_property
@@ -157,21 +163,13 @@ class StageView:
         def local(v: int) -> int:
             return number.setdefault(v, len(number))
 
-        rows: list[object] = []
+        values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()
         for op_id in self.ops:
             op = graph.ops[op_id]
-            operands = tuple(
-                ("lit", graph.values[v].literal) if graph.values[v].literal is not None else local(v)
-                for v in op.operands
-            )
-            results = tuple(
-                (local(r), graph.values[r].shape, graph.values[r].dtype, self.step.batch_dims[r]) for r in op.results
-            )
-            kind: object = op_class(graph, op_id)
-            if op.bodies:
-                # Bodies that are alike need not be one object, as classes are.
-                kind = (op.primitive, repr(sorted(op.params.items(), key=lambda p: p[0])))
-                rows.extend(map(_body_text, op.bodies))
+            # The class tells literals and shapes. Bodies that are alike need not be one object, as classes are.
+            kind = _loop_kind(graph, op) if op.bodies else op_class(graph, op_id)
+            operands = tuple([local(v) if values[v].literal is None else None for v in op.operands])
+            results = tuple([(local(r), batch_dims[r]) for r in op.results])
             rows.append((kind, operands, results, self.step.phases[op_id].value))
         outer = tuple(
             (local(v), graph.values[v].shape, graph.values[v].dtype, self.step.batch_dims[v], self.lives_here(v))

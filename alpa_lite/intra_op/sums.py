@@ -10,7 +10,7 @@ from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS
 from alpa_lite.intra_op.placed import Scope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.graph_facts import ranked_values, rule_of_op
 
 
 class Sums:
@@ -145,5 +145,6 @@ class Sums:
 
 def is_scalar_sum(graph: Graph, op: Op) -> bool:
     """True for additions of scalars that may be partial sums."""
-    scalars = all(v.rank == 0 for v in (*graph.operands(op), *graph.results(op)))
-    return scalars and op.primitive in ADDITIONS and bool(rule_of_op(graph, op.id).linear)
+    if op.primitive not in ADDITIONS or not ranked_values(graph).isdisjoint((*op.operands, *op.results)):
+        return False
+    return bool(rule_of_op(graph, op.id).linear)

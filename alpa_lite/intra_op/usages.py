@@ -87,7 +87,7 @@ class _Collector:
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
-        return (usage for usage in found if usage.end > usage.start and usage.sizes.any())
+        return (usage for usage in found if usage.end > usage.start and self.arrays.any(usage.sizes))
 
     def _use(self, key: Key, offer: Offer, start: int, end: int, copies: float = 1.0) -> UsageOf:
         sizes = self.catalogue.local_sizes(self.layout.value(key), offer.specs)

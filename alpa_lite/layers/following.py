@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import originals
@@ -23,6 +24,17 @@ class Layers:
     num_layers: int
     of_op: tuple[int | None, ...]
     of_input: tuple[int, ...]
+
+    def ops_of(self, layer: int | None) -> tuple[int, ...]:
+        """The ops of a layer, or those of none, in order."""
+        return self._ops.get(layer, ())
+
+    @cached_property
+    def _ops(self) -> dict[int | None, tuple[int, ...]]:
+        found: dict[int | None, list[int]] = {}
+        for op, layer in enumerate(self.of_op):
+            found.setdefault(layer, []).append(op)
+        return {layer: tuple(ops) for layer, ops in found.items()}
 
 
 def followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
@@ -92,7 +104,7 @@ def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[in
 
     Such values have as many elements as the parameter; scalars (learning rates, norms) are combined with everything.
     """
-    graph = step.graph
+    graph, sizes = step.graph, [v.num_elements for v in step.graph.values]
     group = list(range(len(graph.values)))
 
     def root(v: int) -> int:
@@ -103,15 +115,15 @@ def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[in
 
     for op in graph.ops:
         if step.phases[op.id] is Phase.UPDATE:
-            size = max((graph.values[r].num_elements for r in op.results), default=1)
-            tied = [v for v in (*op.operands, *op.results) if graph.values[v].num_elements == size > 1]
+            size = max([sizes[r] for r in op.results], default=1)
+            tied = [v for v in (*op.operands, *op.results) if sizes[v] == size > 1]
             for v in tied[1:]:
                 group[root(v)] = root(tied[0])
     homes: dict[int, int] = {}
     for v, home in zip(graph.inputs, _loop_homes(step, of_op), strict=True):
         if home is not None:
             homes[root(v)] = min(home, homes.get(root(v), home))
-    return {v.id: homes[root(v.id)] for v in graph.values if root(v.id) in homes}
+    return {v: homes[group_of] for v in range(len(group)) if (group_of := root(v)) in homes}
 
 
 def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:

@@ -38,7 +38,7 @@ class Copier:
 
     def emit(self, op: Op, operands: Iterable[int], results: Iterable[int], origin: Origin | None) -> None:
         """Append an op like another."""
-        self.ops.append(replace(op, id=len(self.ops), operands=tuple(operands), results=tuple(results)))
+        self.ops.append(op.numbered(len(self.ops), tuple(operands), tuple(results)))
         self.origins.append(origin)
 
     def barrier(self, value: int, source: str) -> int:

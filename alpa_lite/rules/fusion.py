@@ -28,7 +28,7 @@ import networkx as nx
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
-from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from alpa_lite.rules.graph_facts import free_values, ranked_values, rule_of_op
 from cost_models.backend import Fusion
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
@@ -55,13 +55,15 @@ class Slot(NamedTuple):
     part: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class Access(NamedTuple):
     """What an op moves between memory and device, as operands and results whose sizes count; its kernels (0 or 1)."""
 
     reads: tuple[Slot, ...] = ()
     writes: tuple[Slot, ...] = ()
     num_kernels: int = 0
+
+
+_NOTHING = Access()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,29 +87,30 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
     free = free_values(graph)
     unread = free | hidden
     outputs, seen = set(graph.outputs), set[tuple[int, int]]()
+    shown, ranked, read_by = _shown(graph), ranked_values(graph), _read_by(graph, groups)
     last = {groups[op.id]: op.id for op in graph.ops if _runs(graph, op, free, outputs)}
     found: list[Access] = []
     for op in graph.ops:
         group = groups[op.id]
         if op.bodies or (is_folded(graph, op) and not _leaves(graph, op, outputs)):
-            found.append(Access())
+            found.append(_NOTHING)
             continue
         if op.primitive.startswith(_INDEXED):
             found.append(_indexed(graph, op))
             continue
         reads: list[Slot] = []
         for number, v in enumerate(op.operands):
-            source = _unfolded(graph, v)
+            source = shown[v]
             producer = graph.producer[source]
             inside = producer is not None and groups[producer] == group
-            if source in unread or inside or graph.values[source].rank == 0 or (group, source) in seen:
+            if source in unread or inside or source not in ranked or (group, source) in seen:
                 continue
             seen.add((group, source))
             reads.append(_read(graph, op, number))
         writes = tuple(
             Slot(True, number)
             for number, v in enumerate(op.results)
-            if v not in unread and graph.values[v].rank > 0 and _is_written(graph, op, v, groups, outputs)
+            if v not in unread and v in ranked and read_by[v] not in (None, group)
         )
         found.append(Access(reads=tuple(reads), writes=writes, num_kernels=int(last.get(group) == op.id)))
     return tuple(found)
@@ -116,10 +119,10 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
 def _alone(graph: Graph, op: Op) -> Access:
     """An op that reads and writes everything itself."""
     if op.bodies or not _runs(graph, op, free_values(graph), set(graph.outputs)):
-        return Access()
+        return _NOTHING
     if op.primitive.startswith(_INDEXED):
         return _indexed(graph, op)
-    reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_unfolded(graph, v)].rank > 0)
+    reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_shown(graph)[v]].rank > 0)
     return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
 
 
@@ -127,6 +130,7 @@ def _alone(graph: Graph, op: Op) -> Access:
 def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...]:
     """For each op the number of its group: the first op in it. `within_calls`: no group reaches beyond `_one_call`."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
+    fusible, inner, ranked = _fusible(graph), _fused_with_readers(graph), ranked_values(graph)
 
     def root(op: int) -> int:
         while parent[op] != op:
@@ -135,16 +139,16 @@ def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...
         return op
 
     for op in graph.ops:
-        if not is_fusible(graph, op):
+        if not fusible[op.id]:
             continue
         for v in op.operands:
             producer = graph.producer[v]
-            if producer is None or graph.values[v].rank == 0 or v in free or levels[producer] != levels[op.id]:
+            if producer is None or v not in ranked or v in free or levels[producer] != levels[op.id]:
                 continue
             made_by = graph.ops[producer]
             if within_calls and not (is_folded(graph, made_by) or is_folded(graph, op) or _one_call(made_by, op)):
                 continue
-            if is_fusible(graph, made_by) and not _ends_group(graph, made_by):
+            if inner[producer]:
                 first, second = sorted((root(producer), root(op.id)))
                 parent[second] = first
     return tuple(root(op) for op in range(len(graph.ops)))
@@ -179,6 +183,15 @@ def is_repeatable(graph: Graph, op: Op) -> bool:
 def is_folded(graph: Graph, op: Op) -> bool:
     """True for ops that move nothing: those that only rename, and transpositions next to a product, which reads and
     writes in any order of dims."""
+    return _folded(graph)[op.id]
+
+
+@kept
+def _folded(graph: Graph) -> tuple[bool, ...]:
+    return tuple([_is_folded(graph, op) for op in graph.ops])
+
+
+def _is_folded(graph: Graph, op: Op) -> bool:
     if op.primitive != "transpose":
         return op.primitive in FOLDED
     producer = graph.producer[op.operands[0]]
@@ -189,32 +202,39 @@ def is_folded(graph: Graph, op: Op) -> bool:
 
 
 def _levels(graph: Graph) -> list[int]:
-    after = [0] * len(graph.values)
+    after, inner = [0] * len(graph.values), _fused_with_readers(graph)
     levels: list[int] = []
     for op in graph.ops:
-        level = max((after[v] for v in op.operands), default=0)
+        level = max([after[v] for v in op.operands], default=0)
         levels.append(level)
-        step = 0 if is_fusible(graph, op) and not _ends_group(graph, op) else 1
         for v in op.results:
-            after[v] = level + step
-    outputs = set(graph.outputs)
+            after[v] = level if inner[op.id] else level + 1
+    outputs, sizes = set(graph.outputs), [v.bytes for v in graph.values]
     for op in reversed(graph.ops):
-        if is_fusible(graph, op) and not _ends_group(graph, op) and _shrinks_late(graph, op, outputs):
-            levels[op.id] = max(levels[op.id], min(levels[c] for r in op.results for c in graph.consumers[r]))
+        if inner[op.id] and _shrinks_late(graph, op, outputs, sizes):
+            levels[op.id] = max(levels[op.id], min([levels[c] for r in op.results for c in graph.consumers[r]]))
     return levels
 
 
-def _shrinks_late(graph: Graph, op: Op, outputs: Set[int]) -> bool:
+def _shrinks_late(graph: Graph, op: Op, outputs: Set[int], sizes: Sequence[int]) -> bool:
     """True for ops that are better run where they are read: their operands are no larger than their results."""
-    if not any(graph.consumers[r] for r in op.results) or not outputs.isdisjoint(op.results):
+    if not any([graph.consumers[r] for r in op.results]) or not outputs.isdisjoint(op.results):
         return False
-    read = {_unfolded(graph, v) for v in op.operands if graph.values[v].rank > 0}
-    return sum(graph.values[v].bytes for v in read) <= sum(graph.values[r].bytes for r in op.results)
+    shown, ranked = _shown(graph), ranked_values(graph)
+    read = {shown[v] for v in op.operands if v in ranked}
+    return sum([sizes[v] for v in read]) <= sum([sizes[r] for r in op.results])
+
+
+@kept
+def _fused_with_readers(graph: Graph) -> tuple[bool, ...]:
+    """Of each op whether the kernels that it runs in go on with its readers."""
+    fusible = _fusible(graph)
+    return tuple([fusible[op.id] and not _ends_group(graph, op) for op in graph.ops])
 
 
 @kept
 def _fusible(graph: Graph) -> tuple[bool, ...]:
-    return tuple(_is_fusible(graph, op) for op in graph.ops)
+    return tuple([_is_fusible(graph, op) for op in graph.ops])
 
 
 def _is_fusible(graph: Graph, op: Op) -> bool:
@@ -243,48 +263,44 @@ def _runs(graph: Graph, op: Op, free: frozenset[int], outputs: Set[int]) -> bool
     """True for ops on arrays that are worth a kernel."""
     if is_folded(graph, op) and not _leaves(graph, op, outputs):
         return False
-    return any(graph.values[v].rank > 0 and v not in free for v in (*op.operands, *op.results))
+    ranked = ranked_values(graph)
+    return any([v in ranked and v not in free for v in (*op.operands, *op.results)])
 
 
 def _read(graph: Graph, op: Op, number: int) -> Slot:
     """An operand, as large as what it shows."""
-    shown, source = graph.values[op.operands[number]], graph.values[_unfolded(graph, op.operands[number])]
+    shown, source = graph.values[op.operands[number]], graph.values[_shown(graph)[op.operands[number]]]
     return Slot(False, number, min(1.0, source.bytes / max(1, shown.bytes)))
 
 
-def _unfolded(graph: Graph, value: int) -> int:
-    """The value that a chain of folded ops with one operand shows in another form."""
-    producer = graph.producer[value]
-    while producer is not None and is_folded(graph, graph.ops[producer]) and len(graph.ops[producer].operands) == 1:
-        value = graph.ops[producer].operands[0]
-        producer = graph.producer[value]
-    return value
+@kept
+def _shown(graph: Graph) -> tuple[int, ...]:
+    """For each value the one that it shows in another form: a chain of folded ops with one operand lies between."""
+    shown = list(range(len(graph.values)))
+    for op in graph.ops:
+        if len(op.operands) == 1 and is_folded(graph, op):
+            for r in op.results:
+                shown[r] = shown[op.operands[0]]
+    return tuple(shown)
 
 
-def _readers(graph: Graph, value: int) -> list[int]:
-    """The ops that read a value, through folded ones."""
-    found: list[int] = []
-    for consumer in graph.consumers[value]:
-        if is_folded(graph, graph.ops[consumer]):
-            for result in graph.ops[consumer].results:
-                found += _readers(graph, result)
-        else:
-            found.append(consumer)
+def _read_by(graph: Graph, groups: Sequence[int]) -> list[int | None]:
+    """For each value the group that reads it, through folded ops too: None where none does, `_SEVERAL` where others
+    do as well, among which the caller counts."""
+    found: list[int | None] = [None] * len(graph.values)
+    for v in graph.outputs:
+        found[v] = _SEVERAL
+    for op in reversed(graph.ops):
+        readers = {found[r] for r in op.results} if is_folded(graph, op) else {groups[op.id]}
+        for v in op.operands:
+            others = readers | {found[v]}
+            others.discard(None)
+            if others:
+                found[v] = others.pop() if len(others) == 1 else _SEVERAL
     return found
 
 
-def _is_output(graph: Graph, value: int, outputs: Set[int]) -> bool:
-    if value in outputs:
-        return True
-    folded = (graph.ops[c] for c in graph.consumers[value] if is_folded(graph, graph.ops[c]))
-    return any(_is_output(graph, r, outputs) for op in folded for r in op.results)
-
-
-def _is_written(graph: Graph, op: Op, value: int, groups: Sequence[int], outputs: Set[int]) -> bool:
-    if is_folded(graph, op):
-        return value in outputs
-    readers = _readers(graph, value)
-    return _is_output(graph, value, outputs) or any(groups[reader] != groups[op.id] for reader in readers)
+_SEVERAL = -1
 
 
 def _leaves(graph: Graph, op: Op, outputs: Set[int]) -> bool:
@@ -373,5 +389,5 @@ def _stays(graph: Graph, value: int, large: set[int]) -> bool:
 
 def _is_pair_mask(graph: Graph, value: int) -> bool:
     """True for a mask over pairs of positions that all samples share."""
-    shape = graph.values[_unfolded(graph, value)].shape
-    return sum(n > 1 for n in shape) == 2 and graph.values[_unfolded(graph, value)].num_elements > 1 << 10
+    shape = graph.values[_shown(graph)[value]].shape
+    return sum(n > 1 for n in shape) == 2 and graph.values[_shown(graph)[value]].num_elements > 1 << 10

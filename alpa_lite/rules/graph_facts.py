@@ -33,7 +33,12 @@ class Layout:
 
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
     """The rule of an op, found once per class. What has an effect runs whole, on one device: its rule is not asked."""
-    return op_class(graph, op_id).rule
+    return op_classes(graph)[op_id].rule
+
+
+def op_class(graph: Graph, op_id: int) -> OpClass:
+    """The class of an op; the same for ops that do the same to the same shapes."""
+    return op_classes(graph)[op_id]
 
 
 #: Parameters that say where in an array an op reads: the shapes say all that its rule goes by.
@@ -41,17 +46,31 @@ _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indic
 
 
 @kept
-def op_class(graph: Graph, op_id: int) -> OpClass:
-    """The class of an op; the same for ops that do the same to the same shapes."""
-    op = graph.ops[op_id]
-    operands = tuple((v.shape, v.dtype, v.literal) for v in graph.operands(op))
-    results = tuple((v.shape, v.dtype) for v in graph.results(op))
+def op_classes(graph: Graph) -> tuple[OpClass, ...]:
+    """The class of each op."""
+    kinds = [(v.shape, v.dtype, v.literal) for v in graph.values]
+    texts: dict[tuple[str, int], str] = {}  # of parameters, by their id: ops that do the same often share them
+    known: dict[Hashable, OpClass] = {}
+    found: list[OpClass] = []
+    for op in graph.ops:
+        params = texts.get((op.primitive, id(op.params)))
+        if params is None:
+            params = texts[op.primitive, id(op.params)] = _text_of_params(op)
+        operands, results = tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results])
+        key = (op.primitive, rule_source(op.primitive), operands, results, params, op.effectful)
+        if op.bodies:
+            # A table of all classes would keep bodies alive.
+            found.append(_class_of(_Look(effectful=op.effectful, key=key, view=view_of(graph, op))))
+            continue
+        if key not in known:
+            known[key] = _class(_Look(effectful=op.effectful, key=key, view=view_of(graph, op)))
+        found.append(known[key])
+    return tuple(found)
+
+
+def _text_of_params(op: Op) -> str:
     where = _WHERE.get(op.primitive, ())
-    params = repr(sorted((item for item in op.params.items() if item[0] not in where), key=lambda p: p[0]))
-    key = (op.primitive, rule_source(op.primitive), operands, results, params, op.bodies)
-    look = _Look(effectful=op.effectful, key=key, view=view_of(graph, op))
-    # A table of all classes would keep bodies alive.
-    return _class_of(look) if op.bodies else _class(look)
+    return repr(sorted((item for item in op.params.items() if item[0] not in where), key=lambda p: p[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +111,29 @@ def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
 
 
 @kept
+def ranked_values(graph: Graph) -> frozenset[int]:
+    """Values that are no scalars."""
+    return frozenset([v.id for v in graph.values if v.shape])
+
+
+@kept
 def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
-    free: set[int] = set()
+    ranked, free = ranked_values(graph), set[int]()
     for op in graph.ops:
-        ranked = (v for v in op.operands if graph.values[v].rank > 0)
-        if op.bodies or any(v not in free for v in ranked) or any(graph.values[r].rank == 0 for r in op.results):
+        if op.bodies or any(v in ranked and v not in free for v in op.operands) or not ranked.issuperset(op.results):
             continue
         rule = rule_of_op(graph, op.id)
         if not rule.opaque and rule.work_kind == "elementwise":
             free.update(op.results)
     return frozenset(free)
+
+
+@kept
+def free_ops(graph: Graph) -> frozenset[int]:
+    """The ops that make free values."""
+    free = free_values(graph)
+    return frozenset(op.id for op in graph.ops if not free.isdisjoint(op.results))
 
 
 def is_zero(graph: Graph, value: int) -> bool:

@@ -93,6 +93,11 @@ class Rule:
         return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
 
     @cached_property
+    def reduced(self) -> tuple[int, ...]:
+        """Factors of which each device computes a partial result."""
+        return tuple(f for f, kind in enumerate(self.kinds) if kind is FactorKind.REDUCTION)
+
+    @cached_property
     def major(self) -> frozenset[int]:
         """Factors that are the major part of every dim that holds them: only then are their blocks contiguous."""
         dims = [factors for tensor in (*self.operands, *self.results) for factors in tensor if len(factors) > 1]
