@@ -101,7 +101,7 @@ def _of_ranges(part: FloatArray) -> FloatArray:
     """[layers, layers, …]: the sums from one layer to another of what is [layers, …]."""
     ends = np.concatenate([np.zeros((1, *part.shape[1:])), np.cumsum(part, axis=0)])
     with np.errstate(invalid="ignore"):
-        return np.nan_to_num(ends[None, 1:] - ends[:-1, None], nan=np.inf, posinf=np.inf)
+        return np.nan_to_num(ends[None, 1:] - ends[:-1, None], nan=np.inf, posinf=np.inf, neginf=np.inf)
 
 
 def microbatch_size(costs: StageCosts) -> int | None:

@@ -190,35 +190,36 @@ class Survey:
         return np.stack(found)
 
 
-_Between = Callable[[FloatArray, FloatArray], float]
-"""A value from those at some sizes, which rise."""
+_Between = Callable[[FloatArray, FloatArray], FloatArray]
+"""Values [n] from those at some sizes, which rise: [sizes], [sizes, n]."""
 
 
 def _at_each(sizes: FloatArray, points: FloatArray, between: _Between) -> FloatArray:
     """[...]: the value between those of `points` [sizes, ...] that are known, infinite where none is."""
-    result = np.full(points.shape[1:], np.inf)
-    for at in np.ndindex(result.shape):
-        known = np.isfinite(points[(slice(None), *at)])
-        if known.any():
-            result[at] = between(sizes[known], points[(slice(None), *at)][known])
-    return result
+    flat = points.reshape(sizes.size, -1)
+    known, result = np.isfinite(flat), np.full(flat.shape[1], np.inf)
+    for sizes_known in np.unique(known, axis=1).T:
+        alike = (known == sizes_known[:, None]).all(axis=0)
+        if sizes_known.any():
+            result[alike] = between(sizes[sizes_known], flat[sizes_known][:, alike])
+    return result.reshape(points.shape[1:])
 
 
 def _nearest(size: float) -> _Between:
     """The value at the nearest size, as ratios go: what goes with the sharding that is the best there."""
-    return lambda sizes, values: float(values[np.abs(np.log(sizes / size)).argmin()])
+    return lambda sizes, values: values[np.abs(np.log(sizes / size)).argmin()]
 
 
 def _on_lines(size: float) -> _Between:
     """The value on the line through the nearest sizes; in proportion where there is but one."""
 
-    def between(sizes: FloatArray, values: FloatArray) -> float:
+    def between(sizes: FloatArray, values: FloatArray) -> FloatArray:
         if sizes.size == 1:
-            return float(values[0] * size / sizes[0])
+            return values[0] * (size / sizes[0])
         right = int(np.clip(np.searchsorted(sizes, size), 1, sizes.size - 1))
         slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
         # What does not shrink with the size takes no less than nothing.
-        fixed = max(0.0, float(values[right] - slope * sizes[right]))
-        return fixed + (float(values[right]) - fixed) * size / float(sizes[right])
+        fixed = np.maximum(0.0, values[right] - slope * sizes[right])
+        return fixed + (values[right] - fixed) * (size / sizes[right])
 
     return between

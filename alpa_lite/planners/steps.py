@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
 from alpa_lite.intra_op.catalogue import Catalogue
@@ -114,7 +114,12 @@ class Steps:
         equal = cut.equal if self.equal == "flops" else self.equal
         # Layers of as many operators are asked for to see what the others gain by looking at where little data flows.
         imbalance = 0.0 if equal == "operators" else cut.imbalance
-        layers = make_layers(step, cut.num_layers, equal=equal, imbalance=imbalance)
+        count = cut.num_layers
+        if cut == self.natural:
+            # Loops over samples look like loops over layers, but are never cut. More layers than ops serve nothing.
+            forward = step.phases.count(Phase.FORWARD)
+            count = max(1, min(self.stages), min(count, forward))
+        layers = make_layers(step, count, equal=equal, imbalance=imbalance)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,
