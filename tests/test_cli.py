@@ -45,7 +45,7 @@ def wrong():
 
 UNEQUAL = """
 def unequal():
-    sizes = [1024 + 128 * (7 * i % 40) for i in range(41)]
+    sizes = [1024 + 32 * (7 * i % 160) for i in range(161)]
     step = lambda params, x: train_step_of(lambda p: jnp.mean(layers(p, x) ** 2), params)
     return step, ([jax.ShapeDtypeStruct(two, jnp.float16) for two in zip(sizes, sizes[1:])],
                   jax.ShapeDtypeStruct((4096, sizes[0]), jnp.float16))
