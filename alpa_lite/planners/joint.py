@@ -271,24 +271,24 @@ class JointSearch:
 
     def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Seconds of a step with the best stages, as far as a survey tells."""
-        searches = self._searches_at(number, survey)
+        at_best, likely = (self._searches_at(number, survey, at_best=at_best) for at_best in (True, False))
         return Guess(
-            at_best=min(search.best_known().seconds for search in searches),
-            likely=min(search.best_likely().seconds for search in searches),
+            at_best=min(search.best_known().seconds for search in at_best),
+            likely=min(search.best_likely().seconds for search in likely),
         )
 
-    def _searches_at(self, number: int, survey: Survey) -> list[StageSearch]:
+    def _searches_at(self, number: int, survey: Survey, *, at_best: bool = True) -> list[StageSearch]:
         """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
         which needs the least memory comes last."""
-        first = self._search_for(self.schedules[0], number, survey)
+        first = self._search_for(self.schedules[0], number, survey, at_best=at_best)
         at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         if seconds - waits >= at_most or math.isinf(seconds):
             return [first]
-        others = (self._search_for(schedule, number, survey) for schedule in self.schedules[1:2])
+        others = (self._search_for(other, number, survey, at_best=at_best) for other in self.schedules[1:2])
         return [*(other for other in others if other.best_known().seconds < at_most), first]
 
-    def _search_for(self, schedule: Schedule, number: int, survey: Survey, *, at_best: bool = False) -> StageSearch:
+    def _search_for(self, schedule: Schedule, number: int, survey: Survey, *, at_best: bool) -> StageSearch:
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
