@@ -178,11 +178,8 @@ class JointSearch:
     def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
         """A survey, and what it guesses that a step takes at each number of micro-batches."""
         numbers = self.request.microbatch_choices(self._numbers())
-        samples = surveyed_numbers(
-            [n for n in numbers if self._overlaps(n)],
-            self._batch,
-            self.space.cluster.devices_per_host,
-        )
+        overlapping = [n for n in numbers if self._overlaps(n)]
+        samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
         costs: list[StageCosts] = []
         for number in samples or numbers[:1]:
             try:
@@ -271,7 +268,9 @@ class JointSearch:
 
     def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Seconds of a step with the best stages, as far as a survey tells."""
-        at_best, likely = (self._searches_at(number, survey, at_best=at_best) for at_best in (True, False))
+        at_best = likely = self._searches_at(number, survey)
+        if self._batch / number > survey.largest_size:
+            likely = self._searches_at(number, survey, at_best=False)
         return Guess(
             at_best=min(search.best_known().seconds for search in at_best),
             likely=min(search.best_likely().seconds for search in likely),
