@@ -3,7 +3,7 @@
 Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in each layer that reads it.
 
     C(i,k)  = bytes of the values of ops before i that any of ops i..k reads                      `_inflow_bytes`
-    limit   = (1 + imbalance) * total FLOPs / L, or the least that L runs can keep                 `_flops_limit`
+    limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can keep it         `_flops_limit`
     G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  FLOPs of i..k <= limit                     `_least_bottleneck`
     among the cuts with max C = G(K-1,L): the least sum of C, then the least sum of FLOPs**2
     (their mean is fixed, so this is the least variance)                                          `_cut`
@@ -20,6 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
+
+RELAXATION = 0.25
+"""By how much the allowed imbalance grows while no cut keeps it."""
 
 Flow = tuple[int, int, float]
 """Producing op, reading op, bytes of the value."""
@@ -85,25 +88,16 @@ def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
 
 
 def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -> float:
-    """The most FLOPs of a layer: (1 + imbalance) averages, or the least that some cut keeps if that is more."""
-
-    def is_kept(limit: float) -> bool:
+    """The most FLOPs of a layer: the first of (1 + imbalance + n * RELAXATION) averages that some cut keeps."""
+    while True:
+        limit = (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING
         op = 0
         for _ in range(num_layers):
             # Filling layers up needs the fewest; more of them never hurt, as there are enough ops.
             op = int(np.searchsorted(ends, float(ends[op]) + limit, side="right")) - 1
-        return op == len(ends) - 1
-
-    total = float(ends[-1])
-    wanted = (1 + imbalance) * total / num_layers * _ROUNDING
-    if is_kept(wanted):
-        return wanted
-    # More than the least would allow layers with next to nothing beside full ones, where these are cheap to cut off.
-    low, high = wanted, total * _ROUNDING
-    while high > low * _ROUNDING:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_kept(middle) else (middle, high)
-    return high
+        if op == len(ends) - 1:
+            return limit
+        imbalance += RELAXATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

