@@ -2,7 +2,7 @@
 
     guess       of a layer on a logical mesh, per micro-batch                                    (`survey.Survey`)
     of a stage  the sum of the guesses of its layers, and what it receives and dispatches        `_taking`
-    bound       of a stage, from the first sharding found within the memory of a device          `_solve`
+    bound       of a stage, from a rough sharding within the memory of a device                  `_solve`
     cost        of a stage, from one that is close to the best                                   `_solve`
     search      the best stages by what is known; guesses among them become bounds, and bounds
                 costs; again, until the best stages are known by their costs                     `run`
@@ -41,6 +41,12 @@ MANY = 3
 
 SOLVES, LEAST_SOLVES = 2, 6
 """How many solves the search mostly takes for each stage that it guesses, and in all, at a number of micro-batches."""
+
+SPARED = 1 / 3
+"""How many of these each solve at an earlier number of micro-batches mostly makes unnecessary."""
+
+STILL = 1 / 4
+"""The part of what was done that is taken to be left where the search takes more than mostly."""
 
 _NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
@@ -131,14 +137,11 @@ class StageSearch:
             solved = self._best_solved()
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
-        """Say how much work is left; before any stages are `known` by their costs, that nobody knows.
-
-        What was solved at other numbers of micro-batches makes part of it unnecessary.
-        """
+        """Say how much work is left; before any stages are `known` by their costs, that nobody knows."""
         progress = self.costs.progress
         done = progress.done.get("stages", 0) - self._before
-        self._usual = max(self._usual, SOLVES * stages - self._before / 3)
-        left = max(pending, self._usual - done, done / 4)
+        self._usual = max(self._usual, SOLVES * stages - self._before * SPARED)
+        left = max(pending, self._usual - done, done * STILL)
         progress.expect("stages", left + further * max(self._usual, done) if known else None)
 
     def best_known(self) -> StageChoice:

@@ -209,9 +209,9 @@ class JointSearch:
         choice, number = min(ways, key=lambda way: way[0].seconds, default=(None, 0))
         if choice is None or choice.seconds >= (1 - NEAR) * min(guess.likely for guess in guesses.values()):
             return False
-        with suppress(NonAdditiveError, BatchError, TraceError):
-            costs = self.steps.of(number, self.steps.natural)
-            survey.add(costs, kinds={stage.submesh for stage in choice.stages})
+        looking = self.request.progress.during("survey", f"survey at {number} micro-batches")
+        with suppress(NonAdditiveError, BatchError, TraceError), looking:
+            survey.add(self.steps.of(number, self.steps.natural), kinds={stage.submesh for stage in choice.stages})
         return True
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
