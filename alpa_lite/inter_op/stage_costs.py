@@ -38,7 +38,7 @@ from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
 QUICK_GAP = 0.3
-"""How close to the best the first choices within a limit are to be: their bound mostly tells whether more is worth it."""
+"""How close to the best the first choices within a limit are to be: their bound mostly tells if more is worth it."""
 
 BATCH_AXES = ("replica", "data")
 """The axes of the search's logical meshes that split the batch."""
