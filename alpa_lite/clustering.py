@@ -4,17 +4,18 @@ Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in ea
 
     C(i,k)  = bytes of the values of ops before i that any of ops i..k reads                      `_inflow_bytes`
     limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can keep it         `_flops_limit`
-    G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  FLOPs of i..k <= limit                     `_least_bottleneck`
+    G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  least <= FLOPs of i..k <= limit            `_least_bottleneck`
     among the cuts with max C = G(K-1,L): the least sum of C, then the least sum of FLOPs**2
     (their mean is fixed, so this is the least variance)                                          `_cut`
 
-The tie-break is a second program, restricted to C(i,k) <= G(K-1,L): cutting prefixes of least maximum first would miss
-cuts with a smaller sum. For every k the admissible i are consecutive, since FLOPs only add up; both programs run over
-these pairs alone, some 1.5 * K**2 / L of them.
+The least FLOPs of a layer are a quarter of the average where some cut keeps that: a cut before the work begins is often
+free, and would make a layer of nothing. The tie-break is a second program, restricted to C(i,k) <= G(K-1,L): cutting
+prefixes of least maximum first would miss cuts with a smaller sum. For every k the admissible i are consecutive, since
+FLOPs only add up; both programs run over these pairs alone, some 1.5 * K**2 / L of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from alpa_lite.errors import PlanError
 
 RELAXATION = 0.25
 """By how much the allowed imbalance grows while no cut keeps it."""
+
+LEAST_SHARE = 0.25
+"""The least FLOPs of a layer, in averages, if that is possible."""
 
 Flow = tuple[int, int, float]
 """Producing op, reading op, bytes of the value."""
@@ -40,7 +44,7 @@ def cluster_contiguous(
         flows: (producer, reader, bytes) per value that an op reads from an earlier one. Flows of one producer with the
             same bytes are the same value.
         num_layers: how many layers to make.
-        imbalance: by which fraction the FLOPs of a layer may exceed the average.
+        imbalance: by which fraction the FLOPs of a layer may exceed the average, if that is possible.
 
     Raises:
         PlanError: if there are fewer ops than layers, or the numbers make no sense.
@@ -61,8 +65,11 @@ def cluster_contiguous(
     ends = np.concatenate([[0.0], np.cumsum(flops, dtype=float)])
     limit = _flops_limit(ends, num_layers, imbalance)
     runs = _Runs.of(_inflow_bytes(num_ops, flows), ends, limit)
-    bottleneck = _least_bottleneck(runs, num_layers)
-    firsts = _cut(runs, num_layers, bottleneck)
+    even = runs.of_at_least(LEAST_SHARE * float(ends[-1]) / num_layers)
+    bottleneck = _least_bottleneck(even, num_layers)
+    if np.isinf(bottleneck):
+        even, bottleneck = runs, _least_bottleneck(runs, num_layers)
+    firsts = _cut(even, num_layers, bottleneck)
     return tuple(int(layer) for layer in np.searchsorted(firsts, np.arange(num_ops), side="right") - 1)
 
 
@@ -124,6 +131,10 @@ class _Runs:
         last = np.repeat(lasts, counts)
         first = np.arange(last.size) - begin[last] + lowest[last]
         return _Runs(first=first, last=last, begin=begin, bytes=inflow[first, last], flops=ends[last + 1] - ends[first])
+
+    def of_at_least(self, flops: float) -> "_Runs":
+        """The same with no other runs than those of so many FLOPs to be chosen."""
+        return replace(self, bytes=np.where(self.flops * _ROUNDING >= flops, self.bytes, np.inf))
 
 
 def _least_bottleneck(runs: _Runs, num_layers: int) -> float:

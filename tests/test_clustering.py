@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.clustering import RELAXATION, cluster_contiguous
+from alpa_lite.clustering import LEAST_SHARE, RELAXATION, cluster_contiguous
 from alpa_lite.errors import PlanError
 
 
@@ -26,9 +26,10 @@ def brute_force(flops, flows, num_layers, imbalance):
     merits = [merit(flops, flows, (0, *cut, len(flops))) for cut in cuts]
     while True:
         limit = (1 + imbalance) * sum(flops) / num_layers
-        kept = [candidate[:3] for candidate in merits if max(candidate[3]) <= limit * (1 + 1e-9)]
+        kept = [candidate for candidate in merits if max(candidate[3]) <= limit * (1 + 1e-9)]
+        even = [candidate for candidate in kept if min(candidate[3]) >= LEAST_SHARE * sum(flops) / num_layers - 1e-9]
         if kept:
-            return min(kept)
+            return min(candidate[:3] for candidate in even or kept)
         imbalance += RELAXATION
 
 
@@ -85,6 +86,15 @@ def test_ties_go_to_the_smaller_sum_then_to_the_evener_flops():
     flows = [(0, 1, 5.0), (1, 2, 5.0), (2, 3, 5.0), (4, 5, 5.0)]
     assert cluster_contiguous(np.ones(6), flows, 3, imbalance=1.0) == (0, 0, 1, 1, 2, 2)
     assert cluster_contiguous(np.ones(9), [], 3, imbalance=2.0) == (0, 0, 0, 1, 1, 1, 2, 2, 2)
+
+
+def test_no_layer_is_left_nearly_empty_for_a_cheap_cut():
+    """The first value is small, as positions are before they meet the samples: cut there, two layers do the work of
+    three."""
+    flows = [(0, 1, 1.0), *((op, op + 1, 4.0) for op in range(1, 5))]
+    flops = np.array([0.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    assert cluster_contiguous(flops, flows, 3, imbalance=0.9) == (0, 0, 1, 1, 2, 2)
+    assert cluster_contiguous(np.array([0.0, 9.0]), [(0, 1, 1.0)], 2) == (0, 1)  # where nothing else is possible
 
 
 def test_the_limit_is_relaxed_when_one_op_exceeds_it():
