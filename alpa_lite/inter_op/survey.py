@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ AGAIN = 1 / 3
 
 FAR = 1.4
 """How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
+
+DEAR = 2.0
+"""How many times as many seconds on all devices as the best submesh that has room one may take that is looked at again:
+smaller micro-batches only make that worse."""
 
 
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
@@ -83,23 +87,27 @@ class Survey:
         self.space, self.profile = space, profile
         self._stands = representatives(structures, profile.loop_seconds)
         self._taken: dict[float, dict[int, _Taken]] = {}
+        self._numbers: dict[float, int] = {}
+        self._between: dict[float, dict[int, _Taken]] = {}
 
     def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
         """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow.
 
         `kinds`: in all shapes of these kinds of submesh alone; none: in those that are promising, of all kinds.
         """
-        worth = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None] if kinds else self._promising()
-        progress, possible = costs.progress, self.space.divides(microbatch_size(costs)) & worth
+        asked = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None]
+        progress, possible = costs.progress, self.space.divides(microbatch_size(costs))
+        possible &= self.space.stand_ins == np.arange(self.space.most_shapes)
         size = float(microbatch_size(costs) or 1)
+        solved = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
         taken = self._taken.setdefault(size, {})
-        layers = list(dict.fromkeys(self._stands))
-        solved = possible & (self.space.stand_ins == np.arange(self.space.most_shapes))
-        num_solves = len(layers) * int(solved.sum())
+        self._numbers[size] = costs.step.num_microbatches
+        self._between.clear()
+        num_solves = sum(int(each.sum()) for each in solved.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
-        for layer in layers:
+        for layer in solved:
             figures = np.full((5, *possible.shape), np.inf)
-            for k, c in np.argwhere(solved).tolist():
+            for k, c in np.argwhere(solved[layer]).tolist():
                 submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
                 found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
                 if found.choice is not None:
@@ -125,12 +133,18 @@ class Survey:
         """Samples in a micro-batch when layers were solved on all logical meshes."""
         return next(iter(self._taken))
 
-    def _promising(self) -> NDArray[np.bool_]:
-        """[kinds, shapes]: what was not far from the best of its kind of submesh so far, for some layer."""
+    def _promising(self, layer: int) -> NDArray[np.bool_]:
+        """[kinds, shapes]: where a layer was not far from the best so far, of its kind of submesh and of all."""
         found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
-        for layers in self._taken.values():
-            for taken in layers.values():
-                found |= taken.loop_seconds <= FAR * taken.loop_seconds.min(axis=1, keepdims=True)
+        for size, layers in self._taken.items():
+            taken = layers[layer]
+            seconds = taken.loop_seconds + taken.update_seconds / self._numbers[size]
+            bytes_ = taken.fixed_bytes + taken.saved_bytes * size + taken.working_bytes
+            best = seconds.min(axis=1)
+            on_all = best * self.space.devices
+            has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
+            cheap = on_all <= DEAR * on_all[has_room].min(initial=math.inf)
+            found |= (seconds <= FAR * best[:, None]) & cheap[:, None]
         return found if self._taken else ~found
 
     def guess(
@@ -151,23 +165,22 @@ class Survey:
             devices = np.array(self.space.devices, dtype=float)[:, None]
             grows = np.divide(further, alone, out=np.zeros_like(alone), where=alone > 0)
             loop = before + further / devices if at_best else np.maximum(loop, before * (1 + grows))
-        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, _nearest(size))
+        update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, size)
         return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
-        return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, _on_lines(size))
+        return self._scaled(lambda t: t.loop_seconds, lambda p: p.loop_seconds, profile, size)
 
     def _alone_seconds(self, size: float, profile: Profile | None) -> FloatArray:
-        return self._scaled(lambda t: t.alone_seconds, lambda p: p.loop_seconds, profile, _on_lines(size))
+        return self._scaled(lambda t: t.alone_seconds, lambda p: p.loop_seconds, profile, size)
 
     def holds(self, size: float, in_flight: Sequence[int], profile: Profile | None = None) -> NDArray[np.int64]:
         """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for
         where their layers lie as they were surveyed, with micro-batches of `size` samples; `profile` as above."""
-        nearest = _nearest(size)
-        fixed = self._scaled(lambda t: t.fixed_bytes, lambda p: p.fixed_bytes, profile, nearest)
-        saved = size * self._scaled(lambda t: t.saved_bytes, lambda p: p.saved_bytes, profile, nearest)
+        fixed = self._scaled(lambda t: t.fixed_bytes, lambda p: p.fixed_bytes, profile, size)
+        saved = size * self._scaled(lambda t: t.saved_bytes, lambda p: p.saved_bytes, profile, size)
         # Of the bytes worked with, what the update needs does not shrink with the size.
-        working = self._scaled(lambda t: t.working_bytes, lambda p: p.working_bytes, profile, nearest)
+        working = self._scaled(lambda t: t.working_bytes, lambda p: p.working_bytes, profile, size)
         return in_flight_within(self.space.room_bytes[:, None], fixed, saved, working, in_flight)
 
     def _scaled(
@@ -175,19 +188,34 @@ class Survey:
         figure: Callable[[_Taken], FloatArray],
         measure: Callable[[Profile], FloatArray],
         profile: Profile | None,
-        between: _Between,
+        size: float,
     ) -> FloatArray:
-        """[layers, kinds, shapes]: a figure of each layer, in proportion to its measure on one device; `between` the
-        sizes that were surveyed."""
-        sizes, found = sorted(self._taken), list[FloatArray]()
+        """[layers, kinds, shapes]: a figure of each layer for micro-batches of `size` samples, in proportion to its
+        measure on one device."""
+        taken, found = self._taken_at(size), list[FloatArray]()
         alone, known = measure(profile or self.profile), measure(self.profile)
         for layer, stands in enumerate(self._stands):
-            points = np.stack([figure(self._taken[s][stands]) for s in sizes])
             ratio = alone[layer] / known[stands] if known[stands] > 0 else 1.0
             # What takes no time at all here takes none there (and infinity times nothing is no number).
             with np.errstate(invalid="ignore"):
-                found.append(np.nan_to_num(_at_each(np.array(sizes), points, between) * ratio, posinf=np.inf))
+                found.append(np.nan_to_num(figure(taken[stands]) * ratio, posinf=np.inf))
         return np.stack(found)
+
+    def _taken_at(self, size: float) -> dict[int, _Taken]:
+        """What the layers that stand for others take at a size, between those that were surveyed: seconds of both
+        passes on lines, the rest as at the nearest, which goes with the sharding that is the best there."""
+        if size not in self._between:
+            lines, nearest = _on_lines(size), _nearest(size)
+            ways = {f.name: lines if f.name in ("alone_seconds", "loop_seconds") else nearest for f in fields(_Taken)}
+            sizes = sorted(self._taken)
+
+            def between(layer: int, name: str) -> FloatArray:
+                points = np.stack([getattr(self._taken[s][layer], name) for s in sizes])
+                return _at_each(np.array(sizes), points, ways[name])
+
+            layers = dict.fromkeys(self._stands)
+            self._between[size] = {layer: _Taken(*(between(layer, name) for name in ways)) for layer in layers}
+        return self._between[size]
 
 
 _Between = Callable[[FloatArray, FloatArray], FloatArray]

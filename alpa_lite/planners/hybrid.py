@@ -90,6 +90,8 @@ class Hybrid(Planner):
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
         places = self.places(request)
+        if not request.advise:
+            self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
         by_loops = self.equal == "loops"
         cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
@@ -122,6 +124,18 @@ class Hybrid(Planner):
         ]
         plan = assemble(self.name, request, step, layers, stages, self.schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
+
+    def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
+        """Raise `InfeasibleError` where state alone is too large, before the step is cut up to see about the rest."""
+        step, device = request.step_at(1, 0), request.cluster.device
+        total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
+        whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
+        ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
+        if total > ways * device.memory_bytes:
+            raise InfeasibleError(
+                f"{self.name} does not fit: state alone needs at least {show_bytes(total / ways)} per device, but "
+                f"{device.name} has {show_bytes(device.memory_bytes)}."
+            )
 
     def default_microbatches(self, batch_size: int | None, data: int) -> Sequence[int]:
         """One without a pipeline, else enough to fill it; each micro-batch must divide over `data` devices."""

@@ -11,7 +11,9 @@ import pytest
 import alpa_lite as al
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
-from tests.end_to_end.transformers import WIDE, Training, plan
+from alpa_lite.planners.planner import PlanRequest
+from benchmarks.requests import request_of
+from tests.end_to_end.transformers import WIDE, Training, plan, traced
 
 TRAINING = Training(model=WIDE, batch_size=64)
 #: Bytes of the activations of the whole batch.
@@ -143,6 +145,40 @@ def test_names_say_the_degrees() -> None:
 def test_degrees_that_do_not_divide_are_refused(planner: Planner, message: str) -> None:
     with pytest.raises(al.errors.PlanError, match=message):
         plan(TRAINING, planner)
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [
+        Hybrid(data=8),
+        Hybrid(model=8),
+        Hybrid(pipeline=2, model=2),
+        Hybrid(zero=1),
+        FSDP(),
+        Hybrid(zero=3, replicas=2),
+        Hybrid(context=4, model=2),
+        Hybrid(pipeline=2, devices=(6, 2)),
+    ],
+    ids=lambda planner: planner.name,
+)
+def test_state_that_is_too_large_alone_is_refused_before_the_step_is_cut(planner: Planner) -> None:
+    """What fits is never refused so, with no byte to spare."""
+    training = Training(model=replace(WIDE, num_layers=2), batch_size=48)
+    cluster = al.cluster("dgx-a100")
+
+    def within(memory_bytes: float) -> PlanRequest:
+        limited = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+        return request_of(traced(training), limited, num_microbatches=1)
+
+    least = max(planner.plan(within(1e12)).prediction.peak_bytes)
+    assert max(planner.plan(within(least)).prediction.peak_bytes) <= least
+
+    def cut(num_microbatches: int, loop_parts: int) -> Any:
+        assert (num_microbatches, loop_parts) == (1, 0)  # what is known anyway
+        return traced(training).step(1).step
+
+    with pytest.raises(al.errors.InfeasibleError, match=r"does not fit: state alone needs at least .* per device, but"):
+        planner.plan(replace(within(1e5), step_at=cut))
 
 
 def test_parts_of_a_pipeline_may_have_unequal_numbers_of_devices() -> None:
