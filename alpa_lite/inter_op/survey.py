@@ -42,8 +42,8 @@ FAR = 1.4
 """How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
 
 DEAR = 2.0
-"""How many times as many seconds on all devices as the best submesh that has room one may take that is looked at again:
-smaller micro-batches only make that worse."""
+"""How many times as many seconds, summed over its devices, a submesh that is looked at again may take as another that
+has room, and of which there could be enough for the cluster. Smaller micro-batches only make it worse."""
 
 
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
@@ -136,14 +136,15 @@ class Survey:
     def _promising(self, layer: int) -> NDArray[np.bool_]:
         """[kinds, shapes]: where a layer was not far from the best so far, of its kind of submesh and of all."""
         found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
+        devices = np.array(self.space.devices)
+        enough = devices * self.profile.num_layers >= self.space.cluster.num_devices
         for size, layers in self._taken.items():
             taken = layers[layer]
             seconds = taken.loop_seconds + taken.update_seconds / self._numbers[size]
             bytes_ = taken.fixed_bytes + taken.saved_bytes * size + taken.working_bytes
             best = seconds.min(axis=1)
-            on_all = best * self.space.devices
             has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
-            cheap = on_all <= DEAR * on_all[has_room].min(initial=math.inf)
+            cheap = best * devices <= DEAR * (best * devices)[has_room & enough].min(initial=math.inf)
             found |= (seconds <= FAR * best[:, None]) & cheap[:, None]
         return found if self._taken else ~found
 
@@ -245,7 +246,8 @@ def _on_lines(size: float) -> _Between:
         if sizes.size == 1:
             return values[0] * (size / sizes[0])
         right = int(np.clip(np.searchsorted(sizes, size), 1, sizes.size - 1))
-        slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
+        # What takes less with more samples, as tiles are filled better, does not go on to do so.
+        slope = np.maximum(0.0, (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1]))
         # What does not shrink with the size takes no less than nothing.
         fixed = np.maximum(0.0, values[right] - slope * sizes[right])
         return fixed + (values[right] - fixed) * (size / sizes[right])

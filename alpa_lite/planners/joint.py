@@ -42,23 +42,17 @@ from alpa_lite.planners.planner import (
     assemble,
     stacks_seconds,
 )
-from alpa_lite.planners.refine import Found, interleaved, polished, rescheduled
+from alpa_lite.planners.refine import Found, refined, rescheduled
 from alpa_lite.planners.relax import tightest_stage
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import Interleaved1F1B, Schedule
+from alpa_lite.schedule import Schedule
 
 MAX_SEARCHED, MAX_IN_VAIN = 5, 2
 """For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""
 
 CLOSE = 0.02
 """A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
-
-CHUNKS = 2
-"""Of interleaved pipelines, the chunks of each group of devices."""
-
-BUBBLE = 0.03
-"""Idle part of a pipeline from which on interleaving is tried."""
 
 SEARCH_GAP = 0.05
 SEARCH_SECONDS = 3.0
@@ -111,8 +105,8 @@ class JointSearch:
         progress.expect("stages", 0)
         if found:
             with progress.during("refine", "refine"):
-                refined = self._refined(min(found, key=lambda each: each.seconds))
-            yield self._plan(refined)
+                dealt_out = len(self.schedules) > 1 and self.num_stages is None
+                yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
         elif not fitting:
             self.problems.append(InfeasibleError(self._infeasible(max(guesses))))
 
@@ -154,24 +148,6 @@ class JointSearch:
             self.name, self.request, costs.step, costs.layers, found.stages, found.schedule, time.perf_counter()
         )
         return replace(plan, remat=costs.remat, traced_layers=costs.traced_layers) if costs.remat else plan
-
-    def _refined(self, found: Found) -> Found:
-        """What was found, solved closer to the best, and in chunks if that is faster."""
-        best = self._scheduled(polished(self.request, found))
-        count = len(best.stages) * CHUNKS
-        chunks = len(self.schedules) > 1 and self.num_stages is None and len(best.stages) > 1
-        if chunks and best.prediction.bubble_fraction > BUBBLE:
-            with suppress(PlanError):  # too few ops for so many layers
-                cut, number = Cut.into(count), best.costs.step.num_microbatches
-                costs, per_chunk = self.steps.mixed(number, cut, best.policies * CHUNKS)
-                ways = interleaved(self.request, best, costs, per_chunk, Interleaved1F1B(num_chunks=CHUNKS))
-                best = min((best, *ways), key=lambda way: way.seconds)
-        return best
-
-    def _scheduled(self, found: Found) -> Found:
-        """The same stages under the fastest schedule that their memory allows."""
-        ways = rescheduled(self.request, found, self.schedules)
-        return min((found, *ways), key=lambda way: way.seconds)
 
     # ----------------------------------------------------------------------------------------------- the order
 
@@ -351,7 +327,7 @@ class JointSearch:
         costs, stages = self._placed(search, choice)
         ways = [stages, *self._agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
-        best = self._scheduled(min(priced, key=lambda way: way.seconds))
+        best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
         return replace(best, sum_seconds=choice.seconds)
 
     def _placed(self, search: StageSearch, found: StageChoice) -> tuple[StageCosts, list[PlacedStage]]:

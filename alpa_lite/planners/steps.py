@@ -57,6 +57,7 @@ class Steps:
     time_limit_seconds: float
     _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
     _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
+    _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
     _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue])
     _structures: dict[object, object] = field(default_factory=dict[object, object])
 
@@ -111,15 +112,10 @@ class Steps:
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
         step = self.request.step_at(number, cut.loop_parts)
-        equal = cut.equal if self.equal == "flops" else self.equal
-        # Layers of as many operators are asked for to see what the others gain by looking at where little data flows.
-        imbalance = 0.0 if equal == "operators" else cut.imbalance
-        count = cut.num_layers
-        if cut == self.natural:
-            # Loops over samples look like loops over layers, but are never cut. More layers than ops serve nothing.
-            forward = step.phases.count(Phase.FORWARD)
-            count = max(1, min(self.stages), min(count, forward))
-        layers = make_layers(step, count, equal=equal, imbalance=imbalance)
+        known = self._layers.get(cut)
+        if known is None or not _is_same_program(known[0], step):
+            self._layers[cut] = known = (step, self._made(step, cut))
+        layers = known[1]
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,
@@ -134,6 +130,17 @@ class Steps:
             structures=self._structures,
         )
 
+    def _made(self, step: StepGraph, cut: Cut) -> Layers:
+        equal = cut.equal if self.equal == "flops" else self.equal
+        # Layers of as many operators are asked for to see what the others gain by looking at where little data flows.
+        imbalance = 0.0 if equal == "operators" else cut.imbalance
+        count = cut.num_layers
+        if cut == self.natural:
+            # Loops over samples look like loops over layers, but are never cut. More layers than ops serve nothing.
+            forward = step.phases.count(Phase.FORWARD)
+            count = max(1, min(self.stages), min(count, forward))
+        return make_layers(step, count, equal=equal, imbalance=imbalance)
+
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
         """Stages of parts of layers, whose layers have each its policy."""
         written = self.of(number, cut)
@@ -147,6 +154,14 @@ class Steps:
         again = rematerialise(read_originals_across(known.step, traced), traced, remat or nothing)
         made = written.of_another(again.step, replace(known.parts, of_op=again.of_op))
         return replace(made, remat=remat, traced_layers=traced)
+
+
+def _is_same_program(step: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps run the same ops: then the same layers serve both, and layers compare between them."""
+    return step.phases == other.phases and all(
+        (a.primitive, a.operands) == (b.primitive, b.operands)
+        for a, b in zip(step.graph.ops, other.graph.ops, strict=True)
+    )
 
 
 def policies_of(step: StepGraph, layers: Layers, wanted: Sequence[Remat]) -> tuple[Remat, ...]:

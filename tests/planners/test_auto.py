@@ -18,7 +18,7 @@ from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import GPipe, OneFOneB
+from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
 from tests.inter_op.test_stage_costs import chain_step
@@ -217,13 +217,55 @@ def test_any_number_of_devices_is_used(devices: int) -> None:
     assert sum(submesh.num_devices for submesh in {stage.submesh for stage in plan.stages}) == devices
 
 
-def _deep_plan(planner: Auto, num_microbatches: Any = "auto") -> al.Plan:
+def _deep_plan(planner: Auto, num_microbatches: Any = "auto", bandwidth: float = 5e9) -> al.Plan:
     """Of layers that make more than they receive, on slow links: what does not fit is better not split."""
     cluster = _four_devices()
-    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=5e9))
+    cluster = replace(cluster, intra_host=replace(cluster.intra_host, bandwidth_bytes_per_second=bandwidth))
     weights, _ = _shapes()
     batch = jax.ShapeDtypeStruct((8 * BATCH, WIDTH), jnp.float32)
     return al.plan(_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=num_microbatches)
+
+
+def test_stages_are_searched_for_schedules_that_hide_transfers_where_they_take_long() -> None:
+    """Under 1F1B every task here would wait for a transfer."""
+    free, four = (_deep_plan(planner, bandwidth=1e9) for planner in (Auto(manual=()), Auto(manual=(), num_stages=4)))
+    assert free.prediction.step_seconds <= four.prediction.step_seconds * (1 + 1e-9)
+    assert isinstance(free.schedule, EagerOneFOneB)
+
+
+@pytest.mark.parametrize("batch_size", [256, 1024])
+def test_stages_that_wait_are_dealt_out_in_as_many_chunks_as_are_faster(batch_size: int) -> None:
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
+    batch = jax.ShapeDtypeStruct((batch_size, 2048), jnp.float32)
+    traced = al.parallelize(chain_step).trace(weights, batch)
+
+    def plan(planner: al.planners.Planner, number: Any) -> al.Plan:
+        return traced.plan(cluster=_four_devices(), planner=planner, num_microbatches=number).last_plan
+
+    auto = Auto(inter_op_only=True, manual=())
+    found = plan(auto, "auto")
+    assert isinstance(found.schedule, Interleaved1F1B) and found.schedule.num_chunks > 2
+    fixed = plan(auto, found.num_microbatches)
+    for chunks in (1, 2, 4, 8):
+        manual = Hybrid(pipeline=4, schedule=Interleaved1F1B(num_chunks=chunks))
+        assert fixed.prediction.step_seconds <= plan(manual, found.num_microbatches).prediction.step_seconds * 1.001
+    # What waits longer, with fewer micro-batches, gains more by chunks.
+    assert found.prediction.step_seconds <= fixed.prediction.step_seconds * (1 + 1e-9)
+    assert found.prediction.step_seconds <= plan(auto, 8).prediction.step_seconds * (1 + 1e-9)
+
+
+def test_larger_microbatches_than_were_surveyed_are_found() -> None:
+    weights = {
+        "in": jax.ShapeDtypeStruct((12, 4096, 16384), jnp.bfloat16),
+        "out": jax.ShapeDtypeStruct((12, 16384, 4096), jnp.bfloat16),
+    }
+    traced = al.parallelize(_step).trace(weights, jax.ShapeDtypeStruct((65536, 4096), jnp.bfloat16))
+    cluster = al.cluster("dgx-a100", num_hosts=4)
+    found = {
+        number: traced.plan(cluster=cluster, planner=Auto(manual=()), num_microbatches=number).last_plan.prediction
+        for number in ("auto", 1)
+    }
+    assert found["auto"].step_seconds <= found[1].step_seconds * 1.02
 
 
 def test_layers_compute_again_what_does_not_fit() -> None:

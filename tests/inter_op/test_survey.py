@@ -1,0 +1,85 @@
+"""Surveys: which layers are solved where, and that what is guessed from them makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.inter_op.profile import Profile
+from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.survey import Survey
+from alpa_lite.layers import make_layers
+from alpa_lite.progress import Progress
+from cost_models.cluster import Cluster
+from cost_models.composed import ComposedCostModel
+from tests.inter_op.test_stage_costs import chain_step
+
+BATCH = 131072
+
+
+def _surveyed(cluster: Cluster, numbers: Sequence[int]) -> tuple[Survey, list[list[str]]]:
+    """A survey of a chain of equal layers at numbers of micro-batches, and what was solved for each of these."""
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 8
+    traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((BATCH, 2048), jnp.float32))
+    solved: list[list[str]] = []
+    survey = None
+    for number in numbers:
+        said: list[str] = []
+        step = traced.step(number).step
+        layers = make_layers(step, 4)
+        model = ComposedCostModel(cluster)
+        costs = StageCosts(step=step, layers=layers, cost_model=model, progress=Progress(said.append))
+        survey = survey or Survey(Space.of(cluster), Profile.of(costs), costs.structure_of_layers())
+        survey.add(costs)
+        solved.append(said)
+    assert survey is not None
+    return survey, solved
+
+
+def test_guesses_are_times_at_any_size() -> None:
+    """What takes a device less with more samples, by the tolerance of a solver, does not fall below nothing."""
+    survey, _ = _surveyed(al.cluster("p3.16xlarge"), (16, 64))
+    small, large = sorted(survey._taken)
+    survey._taken[large] = {
+        layer: replace(taken, loop_seconds=0.98 * taken.loop_seconds, alone_seconds=0.98 * taken.alone_seconds)
+        for layer, taken in survey._taken[small].items()
+    }
+    for number in (1, 2, 4, 16, 32, 64):
+        size = BATCH // number
+        for at_best in (True, False):
+            guess = survey.guess(size, number, at_best=at_best)
+            known = guess[np.isfinite(guess)]
+            assert known.size and (known > 0).all()
+
+
+def test_shapes_with_whole_state_on_each_host_are_not_solved() -> None:
+    survey, solved = _surveyed(al.cluster("dgx-a100", num_hosts=2), (4,))
+    assert solved[0] and not any("replica" in text for text in solved[0])
+    space, guess = survey.space, survey.guess(BATCH // 4, 4)
+    both = space.kinds.index(max(space.kinds, key=lambda kind: kind.num_devices))
+    meshes = space.meshes[both]
+    stands = {meshes[c].shape: guess[:, both, s] for c, s in enumerate(space.stand_ins[both][: len(meshes)])}
+    taken = {mesh.shape: guess[:, both, c] for c, mesh in enumerate(meshes)}
+    assert space.stand_ins[both].tolist() != list(range(space.most_shapes))
+    for c, mesh in enumerate(meshes):
+        if "replica" in mesh.axis_names:
+            replicas, data, *model = mesh.shape
+            assert meshes[space.stand_ins[both, c]].shape == (replicas * data, *model)
+            assert np.array_equal(taken[mesh.shape], stands[mesh.shape])
+
+
+@pytest.mark.parametrize(("bandwidth", "again"), [(1e8, False), (1e12, True)])
+def test_only_what_is_promising_is_looked_at_again(bandwidth: float, again: bool) -> None:
+    """Both hosts of a slow network are not, but one of them is."""
+    cluster = al.cluster("dgx-a100", num_hosts=2)
+    link = replace(cluster.inter_host, bandwidth_bytes_per_second=bandwidth, latency_seconds=1e-7)
+    _, (first, second) = _surveyed(replace(cluster, inter_host=link), (4, 8))
+    assert any("x=16" in text for text in first) and any("x=8" in text for text in second)
+    assert any("x=16" in text for text in second) == again
