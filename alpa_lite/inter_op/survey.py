@@ -42,8 +42,11 @@ FAR = 1.4
 """How many times as long as on the best logical mesh of a submesh layers may take on one that is looked at again."""
 
 DEAR = 2.0
-"""How many times as many seconds, summed over its devices, a submesh that is looked at again may take as another that
-has room, and of which there could be enough for the cluster. Smaller micro-batches only make it worse."""
+"""How many times as many seconds, summed over its devices, a submesh may take as another that has room, and of which
+there could be enough for the cluster, before no more is asked about it. Smaller micro-batches only make it worse."""
+
+FIRST_SHAPES = 2
+"""Logical meshes of a submesh that are looked at in any case: that of one axis, and that of its hosts and devices."""
 
 
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
@@ -105,23 +108,30 @@ class Survey:
         self._between.clear()
         num_solves = sum(int(each.sum()) for each in solved.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
-        for layer in solved:
-            figures = np.full((5, *possible.shape), np.inf)
-            for k, c in np.argwhere(solved[layer]).tolist():
-                submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
-                found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
-                if found.choice is not None:
-                    figures[:, k, c] = (
-                        found.forward_seconds + found.backward_seconds,
-                        found.update_seconds,
-                        found.state_bytes + found.accumulator_bytes,
-                        found.activation_bytes / size,
-                        found.temporary_bytes,
-                    )
-            figures = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
-            alone = alone_on_a_device(costs, layer)
-            taken[layer] = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
+        for layer, where in solved.items():
+            taken[layer] = self._look(costs, layer, where, size)
         progress.expect("survey", num_solves * AGAIN * further)
+
+    def _look(self, costs: StageCosts, layer: int, where: NDArray[np.bool_], size: float) -> _Taken:
+        """Solve a layer on those logical meshes [kinds, shapes], unless their submesh turns out to be dear."""
+        alone = alone_on_a_device(costs, layer)
+        figures = np.full((5, *where.shape), np.inf)
+        taken = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
+        for k, c in np.argwhere(where).tolist():
+            if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
+                continue
+            submesh, mesh = self.space.submesh(k), self.space.mesh(k, c)
+            found = costs.solution(layer, layer, submesh, mesh, limit_bytes=math.inf)
+            if found.choice is not None:
+                figures[:, k, c] = (
+                    found.forward_seconds + found.backward_seconds,
+                    found.update_seconds,
+                    found.state_bytes + found.accumulator_bytes,
+                    found.activation_bytes / size,
+                    found.temporary_bytes,
+                )
+        figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
+        return taken
 
     @property
     def largest_size(self) -> float:
@@ -136,17 +146,20 @@ class Survey:
     def _promising(self, layer: int) -> NDArray[np.bool_]:
         """[kinds, shapes]: where a layer was not far from the best so far, of its kind of submesh and of all."""
         found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
-        devices = np.array(self.space.devices)
-        enough = devices * self.profile.num_layers >= self.space.cluster.num_devices
         for size, layers in self._taken.items():
             taken = layers[layer]
             seconds = taken.loop_seconds + taken.update_seconds / self._numbers[size]
-            bytes_ = taken.fixed_bytes + taken.saved_bytes * size + taken.working_bytes
-            best = seconds.min(axis=1)
-            has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
-            cheap = best * devices <= DEAR * (best * devices)[has_room & enough].min(initial=math.inf)
-            found |= (seconds <= FAR * best[:, None]) & cheap[:, None]
+            found |= (seconds <= FAR * seconds.min(axis=1, keepdims=True)) & self._cheap(taken, size)[:, None]
         return found if self._taken else ~found
+
+    def _cheap(self, taken: _Taken, size: float) -> NDArray[np.bool_]:
+        """[kinds]: which submeshes take not much more of their devices' time than the best one, as far as is known."""
+        devices = np.array(self.space.devices)
+        enough = devices * self.profile.num_layers >= self.space.cluster.num_devices
+        best = (taken.loop_seconds + taken.update_seconds / self._numbers[size]).min(axis=1) * devices
+        bytes_ = taken.fixed_bytes + taken.saved_bytes * size + taken.working_bytes
+        has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
+        return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
     def guess(
         self, size: float, num_microbatches: int, profile: Profile | None = None, *, at_best: bool = False
