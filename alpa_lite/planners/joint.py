@@ -134,7 +134,7 @@ class JointSearch:
                 self.problems.append(error)
                 continue
             searched.add(number)
-            known.clear()  # what was found out tells about the others
+            known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches
             if better is not None and better.sum_seconds < at_most:
                 best, at_most, in_vain = number, better.sum_seconds, 0
             elif best is not None:
