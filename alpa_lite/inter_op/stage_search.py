@@ -64,6 +64,7 @@ class StageSearch:
         num_microbatches: int,
         schedule: Schedule,
         inflow_seconds: NDArray[np.float64],
+        slower_seconds: NDArray[np.float64],
         space: Space,
         guess: NDArray[np.float64],
         following: NDArray[np.int64],
@@ -81,6 +82,8 @@ class StageSearch:
         costs           of the layers at any number of micro-batches, for what does not depend on that or the policy
         inflow_seconds  [layers, layers, kinds]: for the layers from one to another to receive what they read from
                         earlier ones, per micro-batch
+        slower_seconds  [layers, kinds, kinds]: how much longer that takes a stage from a layer on, by the kind of
+                        submesh before it and its own
         guess           [policies, layers, kinds, shapes]: seconds of a layer per micro-batch; infinite where it cannot
                         run
         following       [policies, layers, layers, kinds]: how many stages may follow one given its memory, at best; -1
@@ -109,6 +112,7 @@ class StageSearch:
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
+        self._slower = self._waiting_longer(slower_seconds)
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
@@ -160,13 +164,13 @@ class StageSearch:
         return min(found, key=lambda each: each.seconds, default=_NOTHING)
 
     def _dispatched(self, found: StageChoice) -> StageChoice:
-        """Stages take no less than their host needs to dispatch all of their tasks."""
+        """Stages take no less than their host needs to dispatch all of their tasks; hosts wait for each other once."""
         cluster, model = self.space.cluster, self.costs.cost_model
         if not found.stages:
             return found
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
         tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
-        return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks))
+        return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks) + cluster.skew_seconds)
 
     def _alike(self, equal: Collection[Equal]) -> Iterator[NDArray[np.bool_]]:
         """Which stages a plan may consist of, one way after the other; each broadcasts to the shape of `seconds`."""
@@ -199,6 +203,7 @@ class StageSearch:
                 max_following_stages=following,
                 submesh_devices=self.space.devices,
                 submesh_groups=self.space.groups,
+                inflow_seconds=self._slower,
             ),
             num_devices=self.space.devices_of_groups,
             num_microbatches=self.num_microbatches,
@@ -302,15 +307,25 @@ class StageSearch:
         waits = np.maximum(0, inflow - 0.5 * work) if self.schedule.overlaps_transfers else 2 * inflow
         return np.asarray(dispatched + work + waits)
 
+    def _waiting_longer(self, slower: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[layers, kinds, kinds]: what stages wait longer for slower transfers; see `_taking`."""
+        if not self.schedule.overlaps_transfers:
+            return 2 * slower
+        best = self._guessed.min(axis=-1)
+        usual = [np.median(found) if (found := of_kind[np.isfinite(of_kind)]).size else 0.0 for of_kind in best.T]
+        return np.maximum(0.0, slower - 0.5 * np.array(usual))
+
     def excess(self) -> NDArray[np.float64]:
-        """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least."""
-        ratio = self._longer_than_guessed(1).reshape(len(self.space.kinds), len(self.policies), -1)
+        """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least, of those for
+        which their guess has no room."""
+        tight = np.tile(self._roomy < 0, len(self.held))
+        ratio = self._longer_than_guessed(1, among=tight).reshape(len(self.space.kinds), len(self.policies), -1)
         return np.moveaxis(ratio, 1, 0)
 
-    def _longer_than_guessed(self, many: int) -> NDArray[np.float64]:
-        """[kinds, shapes and policies]: the least ratio of seconds and guesses, where so many are known."""
+    def _longer_than_guessed(self, many: int, among: NDArray[np.bool_] | bool = True) -> NDArray[np.float64]:
+        """[kinds, shapes and policies]: the least ratio of seconds and guesses `among` some, if so many are known."""
         guessed = np.tile(self._guessed, len(self.held))
-        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed)
+        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
         count = looked_at.sum(axis=(0, 1))
         least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ FloatArray = NDArray[np.float64]
 
 MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
-"""Layers are surveyed until they stand for so much of the time on one device, at most so many of them."""
+"""Layers are surveyed until they stand for so much of both passes on one device, and of the update, at most so many."""
 
 AGAIN = 1 / 3
 """Of the logical meshes that are surveyed, the part that mostly is promising enough to be surveyed again."""
@@ -52,15 +53,18 @@ FIRST_SHAPES = 2
 def representatives(structures: Sequence[object], seconds: FloatArray) -> list[int]:
     """For each layer one that stands for it: an equal one where it is one of the few that take most time, else near.
 
-    `structures`: equal for layers that are alike; `seconds`: of each layer.
+    `structures`: equal for layers that are alike; `seconds`: [2, layers], of both passes and of the update.
     """
-    weight: dict[object, float] = {}
-    for structure, share in zip(structures, seconds / max(float(seconds.sum()), 1e-30), strict=True):
-        weight[structure] = weight.get(structure, 0.0) + float(share)
+    weight: dict[object, FloatArray] = {}
+    shares = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-30)
+    for structure, share in zip(structures, shares.T, strict=True):
+        weight[structure] = weight.get(structure, np.zeros(2)) + share
     chosen: list[object] = []
-    for structure in sorted(weight, key=lambda s: -weight[s])[:MAX_REPRESENTATIVES]:
-        if sum(weight[s] for s in chosen) < ENOUGH:
-            chosen.append(structure)
+    left = shares.sum(axis=1)
+    while (left > 1 - ENOUGH).any() and len(chosen) < MAX_REPRESENTATIVES:
+        # What stands for most of that of which the least is known.
+        chosen.append(max(weight, key=lambda s: weight[s][left.argmax()]))
+        left = left - weight.pop(chosen[-1])
     first = {s: list(structures).index(s) for s in chosen}
     standing = np.array([i for i, s in enumerate(structures) if s in first])
     nearest = (int(standing[np.abs(standing - i).argmin()]) for i in range(len(structures)))
@@ -88,10 +92,12 @@ class Survey:
     def __init__(self, space: Space, profile: Profile, structures: Sequence[object]) -> None:
         """Nothing is known yet but what layers take on one device, and which are alike (`structures`)."""
         self.space, self.profile = space, profile
-        self._stands = representatives(structures, profile.loop_seconds)
+        self._stands = representatives(structures, np.stack([profile.loop_seconds, profile.update_seconds]))
         self._taken: dict[float, dict[int, _Taken]] = {}
         self._numbers: dict[float, int] = {}
         self._between: dict[float, dict[int, _Taken]] = {}
+        nowhere = np.zeros((len(space.kinds), space.most_shapes))
+        self._seen = dict.fromkeys(self._stands, nowhere)
 
     def add(self, costs: StageCosts, *, further: int = 0, kinds: Collection[int] = ()) -> None:
         """Solve the layers that stand for others at the micro-batches of a step; `further` ones are to follow.
@@ -106,6 +112,9 @@ class Survey:
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
         self._between.clear()
+        for layer in solved:
+            here = np.where(possible & (asked if kinds else True), size, 0.0)
+            self._seen[layer] = np.maximum(self._seen[layer], np.take_along_axis(here, self.space.stand_ins, axis=1))
         num_solves = sum(int(each.sum()) for each in solved.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
         for layer, where in solved.items():
@@ -133,10 +142,9 @@ class Survey:
         figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
         return taken
 
-    @property
-    def largest_size(self) -> float:
-        """Samples in the largest micro-batches at which layers were solved."""
-        return max(self._taken)
+    def reaches(self, kind: int, size: float) -> bool:
+        """Whether layers were looked at on a kind of submesh with micro-batches so large, or larger."""
+        return all(bool(seen[kind].max() >= size) for seen in self._seen.values())
 
     @property
     def first_size(self) -> float:
@@ -162,24 +170,30 @@ class Survey:
         return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
     def guess(
-        self, size: float, num_microbatches: int, profile: Profile | None = None, *, at_best: bool = False
+        self, size: float, num_microbatches: int, profile: Profile | None = None, *, beyond: Beyond = "as before"
     ) -> FloatArray:
         """[layers, kinds, shapes]: seconds of each layer by itself for micro-batches of `size` samples, and its part
         of the update; infinite where a shape does not divide them.
 
-        `profile`: of layers that compute values again; None: of those that were surveyed. `at_best`: beyond the sizes
-        that were surveyed, as if all devices shared what larger micro-batches take longer on one device; else as if
-        they shared it no better than before.
+        `profile`: of layers that compute values again; None: of those that were surveyed. `beyond`: the sizes that
+        were surveyed, see `Beyond`.
         """
-        loop, largest = self._loop_seconds(size, profile), self.largest_size
-        if size > largest:
-            # Where small micro-batches cannot be split over all devices, lines rise less than work shared by all does.
-            before, alone = self._loop_seconds(largest, profile), self._alone_seconds(largest, profile)
-            further = self._alone_seconds(size, profile) - alone
-            devices = np.array(self.space.devices, dtype=float)[:, None]
-            grows = np.divide(further, alone, out=np.zeros_like(alone), where=alone > 0)
-            loop = before + further / devices if at_best else np.maximum(loop, before * (1 + grows))
+        loop, alone = self._loop_seconds(size, profile), self._alone_seconds(size, profile)
         update = self._scaled(lambda t: t.update_seconds, lambda p: p.update_seconds, profile, size)
+        # Where small micro-batches cannot be split over all devices, lines tell nothing about larger ones.
+        largest = np.stack([self._seen[stands] for stands in self._stands])
+        devices = np.array(self.space.devices, dtype=float)[:, None]
+        for surveyed in self._taken:
+            before, alone_before = self._loop_seconds(surveyed, profile), self._alone_seconds(surveyed, profile)
+            if beyond == "as before":
+                grows = np.divide(alone, alone_before, out=np.ones_like(alone), where=alone_before > 0)
+                further = np.maximum(loop, before * grows)
+            else:
+                further = before + (alone - alone_before) / devices
+            loop = np.where((largest == surveyed) & (surveyed < size), further, loop)
+        if beyond == "all shared":
+            loop = np.where(largest < size, alone / devices, loop)
+            update = np.where((largest == 0) & np.isinf(update), 0.0, update)
         return np.where(self.space.divides(int(size)), loop + update / num_microbatches, np.inf)
 
     def _loop_seconds(self, size: float, profile: Profile | None) -> FloatArray:
@@ -231,6 +245,10 @@ class Survey:
             self._between[size] = {layer: _Taken(*(between(layer, name) for name in ways)) for layer in layers}
         return self._between[size]
 
+
+Beyond = Literal["as before", "more shared", "all shared"]
+"""What larger micro-batches than were surveyed take: devices share the work no better than before; they share what it
+is more by without loss; they share all of it without loss."""
 
 _Between = Callable[[FloatArray, FloatArray], FloatArray]
 """Values [n] from those at some sizes, which rise: [sizes], [sizes, n]."""

@@ -37,21 +37,46 @@ def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: 
 
 def inflows(model: CostModel, step: StepGraph, layers: Layers, space: Space) -> NDArray[np.float64]:
     """[layers, layers, kinds]: time for the layers from one to another to receive what they read from earlier ones,
-    from a submesh of the same kind."""
+    from a submesh of the same kind.
+
+    With several hosts some of the stages receive from another host, wherever they are cut, and the slowest one counts.
+    """
+    sizes, counts = _received(step, layers)
+    found = np.zeros((*sizes.shape, len(space.kinds)))
+    crosses = space.cluster.num_hosts > 1
+    for k, links in enumerate(space.devices):
+        for first, last in np.argwhere(counts).tolist():
+            size, count = float(sizes[first, last]), int(counts[first, last])
+            found[first, last, k] = _seconds(model, size, count, crosses_hosts=crosses, num_links=links)
+    return found
+
+
+def slower_inflows(model: CostModel, step: StepGraph, layers: Layers, space: Space) -> NDArray[np.float64]:
+    """[layers, kinds, kinds]: how much longer a stage from a layer on takes to receive that, if the stage before it is
+    on fewer devices: on the first kind, and it on the second."""
+    sizes, crosses, devices = np.diag(_received(step, layers)[0]), space.cluster.num_hosts > 1, space.devices
+
+    def seconds(size: float, num_links: int) -> float:
+        return model.transfer_seconds(size, crosses_hosts=crosses, num_links=num_links)
+
+    return np.array(
+        [
+            [[max(0.0, seconds(size, min(n, m)) - seconds(size, m)) for m in devices] for n in devices]
+            for size in sizes.tolist()
+        ]
+    )
+
+
+def _received(step: StepGraph, layers: Layers) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[layers, layers]: the bytes, and the number, of the values that layers from one to another read from earlier
+    ones."""
     sizes, counts = (np.zeros((layers.num_layers, layers.num_layers)) for _ in range(2))
     for value, made, readers in _forward_values(step, layers):
         for first in range(made + 1, max(readers) + 1):
             nearest = min(layer for layer in readers if layer >= first)
             sizes[first, nearest:] += value.bytes
             counts[first, nearest:] += 1
-    found = np.zeros((*sizes.shape, len(space.kinds)))
-    for k, kind in enumerate(space.kinds):
-        # What fills its hosts has its neighbours on others.
-        crosses, links = kind.devices_per_host == space.cluster.devices_per_host, kind.num_devices
-        for first, last in np.argwhere(counts).tolist():
-            size, count = float(sizes[first, last]), int(counts[first, last])
-            found[first, last, k] = _seconds(model, size, count, crosses_hosts=crosses, num_links=links)
-    return found
+    return sizes, counts
 
 
 def _forward_values(step: StepGraph, layers: Layers) -> Iterator[tuple[Value, int, set[int]]]:

@@ -28,13 +28,13 @@ from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import Equal, StageSearch
-from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.survey import Beyond, Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
 from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
-from alpa_lite.planners.boundaries import inflows
+from alpa_lite.planners.boundaries import inflows, slower_inflows
 from alpa_lite.planners.numbers import NEAR, Guess, microbatch_numbers, next_numbers, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
@@ -135,8 +135,8 @@ class JointSearch:
                 continue
             searched.add(number)
             known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches
-            if better is not None and better.sum_seconds < at_most:
-                best, at_most, in_vain = number, better.sum_seconds, 0
+            if better is not None and better.trusted_seconds < at_most:
+                best, at_most, in_vain = number, better.trusted_seconds, 0
             elif best is not None:
                 in_vain += 1
             if better is not None:
@@ -178,17 +178,19 @@ class JointSearch:
         return survey, guesses
 
     def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
-        """Whether larger micro-batches than were surveyed may be the best; then they are surveyed on the submeshes that
-        these stages would have."""
-        beyond = [n for n in guesses if self._batch / n > survey.largest_size and guesses[n].likely < math.inf]
-        ways = [(self._search_for(self.schedules[0], n, survey, at_best=True).best_likely(), n) for n in beyond]
-        choice, number = min(ways, key=lambda way: way[0].seconds, default=(None, 0))
-        if choice is None or choice.seconds >= (1 - NEAR) * min(guess.likely for guess in guesses.values()):
-            return False
-        looking = self.request.progress.during("survey", f"survey at {number} micro-batches")
-        with suppress(NonAdditiveError, BatchError, TraceError), looking:
-            survey.add(self.steps.of(number, self.steps.natural), kinds={stage.submesh for stage in choice.stages})
-        return True
+        """Whether larger micro-batches than were surveyed may be better than all that is likely; then the largest such
+        are surveyed, on the submeshes that their stages would have. What lies between is on lines then."""
+        at_most = (1 - NEAR) * min(guess.likely for guess in guesses.values())
+        for number in sorted(n for n in guesses if guesses[n].likely < math.inf):
+            size = self._batch / number
+            stages = self._search_for(self.schedules[0], number, survey, "all shared").best_known()
+            kinds = {stage.submesh for stage in stages.stages if not survey.reaches(stage.submesh, size)}
+            if kinds and stages.seconds < at_most:
+                looking = self.request.progress.during("survey", f"survey at {number} micro-batches")
+                with suppress(NonAdditiveError, BatchError, TraceError), looking:
+                    survey.add(self.steps.of(number, self.steps.natural), kinds=kinds)
+                return True
+        return False
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
         """A survey of the submeshes that are worth it at some number of micro-batches."""
@@ -245,34 +247,35 @@ class JointSearch:
     def _guess_at(self, number: int, survey: Survey) -> Guess:
         """Seconds of a step with the best stages, as far as a survey tells."""
         at_best = likely = self._searches_at(number, survey)
-        if self._batch / number > survey.largest_size:
-            likely = self._searches_at(number, survey, at_best=False)
+        if not all(survey.reaches(kind, self._batch / number) for kind in range(len(self.space.kinds))):
+            likely = self._searches_at(number, survey, "as before")
         return Guess(
             at_best=min(search.best_known().seconds for search in at_best),
             likely=min(search.best_likely().seconds for search in likely),
         )
 
-    def _searches_at(self, number: int, survey: Survey, *, at_best: bool = True) -> list[StageSearch]:
+    def _searches_at(self, number: int, survey: Survey, beyond: Beyond = "more shared") -> list[StageSearch]:
         """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
         which needs the least memory comes last."""
-        first = self._search_for(self.schedules[0], number, survey, at_best=at_best)
+        first = self._search_for(self.schedules[0], number, survey, beyond)
         at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         if seconds - waits >= at_most or math.isinf(seconds):
             return [first]
-        others = (self._search_for(other, number, survey, at_best=at_best) for other in self.schedules[1:2])
+        others = (self._search_for(other, number, survey, beyond) for other in self.schedules[1:2])
         return [*(other for other in others if other.best_known().seconds < at_most), first]
 
-    def _search_for(self, schedule: Schedule, number: int, survey: Survey, *, at_best: bool) -> StageSearch:
+    def _search_for(self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond) -> StageSearch:
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
             known,
             number,
             schedule,
-            self._inflow * known.step.num_microbatches / number,
+            self._inflows[0] * known.step.num_microbatches / number,
+            self._inflows[1] * known.step.num_microbatches / number,
             self.space,
-            self._of_layers(survey, number, at_best=at_best),
+            self._of_layers(survey, number, beyond),
             np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
             np.stack([survey.holds(size, held, profile) - 1 for profile in profiles]),
             self.space.worthwhile(survey.profile.shares),
@@ -283,10 +286,10 @@ class JointSearch:
             equal=self.equal,
         )
 
-    def _of_layers(self, survey: Survey, number: int, *, at_best: bool) -> NDArray[np.float64]:
+    def _of_layers(self, survey: Survey, number: int, beyond: Beyond) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
         size, profiles = self._batch / number, self._profiles.values()
-        of_policies = [survey.guess(size, number, profile, at_best=at_best) for profile in profiles]
+        of_policies = [survey.guess(size, number, profile, beyond=beyond) for profile in profiles]
         # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
         guess = np.stack(of_policies)
         for excess in [known for searched, known in self._excess.items() if searched >= number]:
@@ -298,9 +301,10 @@ class JointSearch:
         return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
 
     @cached_property
-    def _inflow(self) -> NDArray[np.float64]:
-        known = self.steps.known
-        return inflows(self.request.cost_model, known.step, known.layers, self.space)
+    def _inflows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        known, model = self.steps.known, self.request.cost_model
+        of = (model, known.step, known.layers, self.space)
+        return inflows(*of), slower_inflows(*of)
 
     # ------------------------------------------------------------------------------------------------ one number
 

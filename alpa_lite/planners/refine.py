@@ -30,6 +30,9 @@ POLISH_SECONDS = 3.0
 CHUNKS = (2, 4, 8)
 """Of interleaved pipelines, the chunks of each group of devices: more of them while that is faster."""
 
+UNSEEN = 0.1
+"""By how much a simulated step may take longer than the stage DP says before that is not relied on."""
+
 BUBBLE = 0.03
 """Idle part of a pipeline from which on interleaving is tried."""
 
@@ -54,6 +57,12 @@ class Found:
     def seconds(self) -> float:
         """Of one step."""
         return self.prediction.step_seconds
+
+    @property
+    def trusted_seconds(self) -> float:
+        """What the stage DP makes of the stages, which compares with its other answers, or the simulation where they
+        wait for much that it does not see."""
+        return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
     @property
     def policies(self) -> tuple[Remat, ...]:

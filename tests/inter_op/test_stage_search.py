@@ -52,6 +52,7 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         NUMBER,
         OneFOneB(),
         np.full((LAYERS, LAYERS, len(space.kinds)), 1e-5),
+        np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
         space,
         survey.guess(BATCH / NUMBER, NUMBER)[None],
         profile.holds(space, BATCH / NUMBER, held)[None] - 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import alpa_lite as al
 from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.survey import Beyond, Survey
 from alpa_lite.layers import make_layers
 from alpa_lite.progress import Progress
 from cost_models.cluster import Cluster
@@ -53,8 +54,8 @@ def test_guesses_are_times_at_any_size() -> None:
     }
     for number in (1, 2, 4, 16, 32, 64):
         size = BATCH // number
-        for at_best in (True, False):
-            guess = survey.guess(size, number, at_best=at_best)
+        for beyond in get_args(Beyond):
+            guess = survey.guess(size, number, beyond=beyond)
             known = guess[np.isfinite(guess)]
             assert known.size and (known > 0).all()
 

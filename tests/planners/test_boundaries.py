@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import alpa_lite as al
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.space import Space
 from alpa_lite.layers import Layers, make_layers
-from alpa_lite.planners.boundaries import inflow_seconds, inflows, received_values
+from alpa_lite.planners.boundaries import inflow_seconds, inflows, received_values, slower_inflows
 from cost_models.composed import ComposedCostModel
 
 WIDTH, BATCH = 8, 16
@@ -60,6 +60,20 @@ def test_all_ranges_of_layers_receive_what_each_does() -> None:
     for k, kind in enumerate(space.kinds):
         for first, last in combinations_with_replacement(range(4), 2):
             values = received_values(step, layers, first, last)
-            crosses = kind.num_devices >= 2
-            wanted = inflow_seconds(model, values, crosses_hosts=crosses, num_links=kind.num_devices) if values else 0.0
+            wanted = inflow_seconds(model, values, crosses_hosts=True, num_links=kind.num_devices) if values else 0.0
             assert found[first, last, k] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 4])
+def test_a_stage_receives_by_no_more_links_than_the_one_before_it_has(num_hosts: int) -> None:
+    step, layers, _ = _parts()
+    cluster = replace(al.cluster("p3.16xlarge", num_hosts=num_hosts), devices_per_host=4)
+    model, space = ComposedCostModel(cluster), Space.of(cluster)
+    found, slower = inflows(model, step, layers, space), slower_inflows(model, step, layers, space)
+    for first in range(1, 4):
+        values = received_values(step, layers, first, first)
+        for (n, sending), (m, receiving) in product(enumerate(space.devices), repeat=2):
+            links = min(sending, receiving)
+            wanted = inflow_seconds(model, values, crosses_hosts=num_hosts > 1, num_links=links)
+            assert found[first, first, m] + slower[first, n, m] == pytest.approx(wanted)
+    assert slower[1].max() > 0 and not slower[0].any()
