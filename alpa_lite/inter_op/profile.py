@@ -29,14 +29,17 @@ MEMORY_SLACK = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """[layers] each, on one device: seconds of both passes and of the update, bytes of state and sums; and per sample
-    the bytes saved by the forward pass, and those worked with beside them."""
+    """[layers] each, on one device: seconds of both passes and of the update, bytes of state, and of the sums of
+    gradients of several micro-batches; per sample the bytes saved by the forward pass; and those worked with beside
+    them, with so many `samples` in a micro-batch."""
 
     loop_seconds: FloatArray
     update_seconds: FloatArray
-    fixed_bytes: FloatArray
+    state_bytes: FloatArray
+    sums_bytes: FloatArray
     saved_bytes: FloatArray
     working_bytes: FloatArray
+    samples: float
 
     @staticmethod
     def of(costs: StageCosts) -> Profile:
@@ -47,10 +50,16 @@ class Profile:
         return Profile(
             loop_seconds=np.array([found.forward_seconds + found.backward_seconds for found in layers]),
             update_seconds=np.array([found.update_seconds for found in layers]),
-            fixed_bytes=np.array([found.state_bytes + found.accumulator_bytes for found in layers]),
+            state_bytes=np.array([found.state_bytes for found in layers]),
+            sums_bytes=np.array([found.accumulator_bytes for found in layers]),
             saved_bytes=np.array([found.activation_bytes for found in layers]) / size,
-            working_bytes=np.array([found.temporary_bytes for found in layers]) / size,
+            working_bytes=np.array([found.temporary_bytes for found in layers]),
+            samples=size,
         )
+
+    def working_with(self, size: float) -> FloatArray:
+        """[layers]: the least bytes worked with beside what is saved. What the update works with does not grow."""
+        return self.working_bytes * min(1.0, size / self.samples)
 
     @property
     def num_layers(self) -> int:
@@ -62,11 +71,12 @@ class Profile:
         """[layers]: the part of both passes that each layer takes."""
         return self.loop_seconds / max(float(self.loop_seconds.sum()), 1e-30)
 
-    def holds(self, space: Space, size: float, in_flight: Sequence[int]) -> NDArray[np.int64]:
+    def holds(self, space: Space, size: float, number: int, in_flight: Sequence[int]) -> NDArray[np.int64]:
         """[layers, layers, kinds]: how many of the numbers `in_flight` (which rise) stages have memory for, as far as
-        is known, with micro-batches of `size` samples."""
+        is known, with so large a `number` of micro-batches of `size` samples."""
         room = MEMORY_SLACK * space.room_bytes * np.array(space.devices, dtype=float)
-        fixed, saved, working = self.fixed_bytes, self.saved_bytes * size, self.working_bytes * size
+        fixed = self.state_bytes + (self.sums_bytes if number > 1 else 0.0)
+        saved, working = self.saved_bytes * size, self.working_with(size)
         return in_flight_within(room, fixed[:, None], saved[:, None], working[:, None], in_flight)
 
 

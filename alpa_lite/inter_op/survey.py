@@ -81,7 +81,8 @@ class _Taken:
     alone_seconds: FloatArray
     loop_seconds: FloatArray
     update_seconds: FloatArray
-    fixed_bytes: FloatArray
+    state_bytes: FloatArray
+    sums_bytes: FloatArray
     saved_bytes: FloatArray
     working_bytes: FloatArray
 
@@ -124,7 +125,7 @@ class Survey:
     def _look(self, costs: StageCosts, layer: int, where: NDArray[np.bool_], size: float) -> _Taken:
         """Solve a layer on those logical meshes [kinds, shapes], unless their submesh turns out to be dear."""
         alone = alone_on_a_device(costs, layer)
-        figures = np.full((5, *where.shape), np.inf)
+        figures = np.full((6, *where.shape), np.inf)
         taken = _Taken(np.full((1, 1), alone.forward_seconds + alone.backward_seconds), *figures)
         for k, c in np.argwhere(where).tolist():
             if c >= FIRST_SHAPES and not self._cheap(taken, size)[k]:
@@ -135,7 +136,8 @@ class Survey:
                 figures[:, k, c] = (
                     found.forward_seconds + found.backward_seconds,
                     found.update_seconds,
-                    found.state_bytes + found.accumulator_bytes,
+                    found.state_bytes,
+                    found.accumulator_bytes,
                     found.activation_bytes / size,
                     found.temporary_bytes,
                 )
@@ -165,7 +167,7 @@ class Survey:
         devices = np.array(self.space.devices)
         enough = devices * self.profile.num_layers >= self.space.cluster.num_devices
         best = (taken.loop_seconds + taken.update_seconds / self._numbers[size]).min(axis=1) * devices
-        bytes_ = taken.fixed_bytes + taken.saved_bytes * size + taken.working_bytes
+        bytes_ = taken.state_bytes + taken.sums_bytes + taken.saved_bytes * size + taken.working_bytes
         has_room = (bytes_ <= self.space.room_bytes[:, None]).any(axis=1)
         return best <= DEAR * best[has_room & enough].min(initial=math.inf)
 
@@ -202,10 +204,15 @@ class Survey:
     def _alone_seconds(self, size: float, profile: Profile | None) -> FloatArray:
         return self._scaled(lambda t: t.alone_seconds, lambda p: p.loop_seconds, profile, size)
 
-    def holds(self, size: float, in_flight: Sequence[int], profile: Profile | None = None) -> NDArray[np.int64]:
+    def holds(
+        self, size: float, number: int, in_flight: Sequence[int], profile: Profile | None = None
+    ) -> NDArray[np.int64]:
         """[layers, layers, kinds, shapes]: how many of the numbers `in_flight` (which rise) stages have memory for
-        where their layers lie as they were surveyed, with micro-batches of `size` samples; `profile` as above."""
-        fixed = self._scaled(lambda t: t.fixed_bytes, lambda p: p.fixed_bytes, profile, size)
+        where their layers lie as they were surveyed, with a `number` of micro-batches of `size` samples; `profile` as
+        above."""
+        fixed = self._scaled(lambda t: t.state_bytes, lambda p: p.state_bytes, profile, size)
+        if number > 1:
+            fixed = fixed + self._scaled(lambda t: t.sums_bytes, lambda p: p.sums_bytes, profile, size)
         saved = size * self._scaled(lambda t: t.saved_bytes, lambda p: p.saved_bytes, profile, size)
         # Of the bytes worked with, what the update needs does not shrink with the size.
         working = self._scaled(lambda t: t.working_bytes, lambda p: p.working_bytes, profile, size)

@@ -14,8 +14,10 @@ from alpa_lite.rules.graph_facts import rule_of_op
 Equal = Literal["flops", "loops", "operators"]
 """What layers have equal shares of: FLOPs, the loops over layers as they are written, or ops of the forward pass."""
 
-#: Contractions per layer that clustering aims at when the number of layers is free, and the most layers it makes.
+#: Contractions per layer that clustering aims at when the number of layers is free, where there are enough for as many
+#: layers as a small model has, and the most layers it makes.
 CONTRACTIONS_PER_LAYER = 3
+FEW_LAYERS = 8
 MAX_LAYERS = 16
 
 
@@ -34,8 +36,8 @@ def flops_of(graph: Graph, op: Op) -> float:
 
 def default_num_layers(step: StepGraph) -> int:
     """Number of layers when the user gives none: by the number of forward contractions."""
-    heavy = sum(contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD)
-    return max(1, min(MAX_LAYERS, int(heavy) // CONTRACTIONS_PER_LAYER))
+    heavy = int(sum(contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD))
+    return max(1, min(MAX_LAYERS, max(heavy // CONTRACTIONS_PER_LAYER, min(heavy, FEW_LAYERS))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,10 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     def possible(parts: int) -> int:
         return sum(layers(parts) % count == 0 for count in stages)
 
-    parts = max((d for d in range(1, wanted + 1) if longest % d == 0), key=lambda d: (possible(d), d))
+    even = [d for d in range(1, wanted + 1) if longest % d == 0]
+    # Where even parts allow for no stages but one, as 32 layers on 3 hosts do, uneven ones have to do.
+    some = even if len(stages) == 1 or max(map(possible, even)) > 1 else range(1, wanted + 1)
+    parts = max(some, key=lambda d: (possible(d), d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # a number with few divisors
     if not possible(parts):

@@ -2,7 +2,7 @@
 
 With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken if
 
-    max f / w <= (1 + UNEVEN) · Σ f / Σ w,  or  max f / w <= the least that stages of whole trips can have   `_is_even`
+    max f / w <= (1 + UNEVEN) · Σ f / Σ w,  or  max f / w <= the least that stages of whole trips can have   `is_even`
 
 and if no argument comes in rows that several stages read: only loops in parts have them in parts (`alpa_lite.stacks`).
 Else loops are cut into more parts, since each multiplies the step: as many as stages, twice as many, and so on. Who
@@ -75,7 +75,7 @@ def cut_into_stages(
     try:
         step = request.best_step(microbatches, loop_parts=0)
         layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)
-        if _is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
+        if is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
             return Cut(step=step, layers=layers)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
         pass  # what is wrong with it is said when it is asked for in parts
@@ -91,13 +91,14 @@ def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequenc
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
-        if num_parts >= MAX_TRIPS or _is_even(step, layers, shares):
+        if num_parts >= MAX_TRIPS or is_even(step, layers, shares):
             return Cut(step=step, layers=layers)
         num_parts = min(2 * num_parts, MAX_TRIPS)
 
 
-def _is_even(step: StepGraph, layers: Layers, shares: Sequence[float]) -> bool:
-    """True when more parts of loops could hardly give stages that are closer to their shares."""
+def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bool:
+    """True when more parts of loops could hardly give stages that are closer to their shares; without them, equal."""
+    shares = shares or (1.0,) * layers.num_layers
     forward = [op for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD]
     flops = op_flops(step)
     totals = [0.0] * layers.num_layers

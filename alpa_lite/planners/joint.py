@@ -200,7 +200,7 @@ class JointSearch:
         worthwhile = self.space.worthwhile(profile.shares)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
-        fits = [each.holds(self.space, self._batch / n, [1]) > 0 for n in numbers for each in profiles]
+        fits = [each.holds(self.space, self._batch / n, n, [1]) > 0 for n in numbers for each in profiles]
         kept = (worthwhile & np.logical_or.reduce(fits)).any(axis=(0, 1))
         if kept.any():
             self.space = self.space.where(kept)
@@ -230,7 +230,7 @@ class JointSearch:
     def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
         """Whether stages have memory for as many micro-batches in flight as there can be."""
         held = self._held(number, self.schedules[0])
-        return bool((profile.holds(self.space, self._batch / number, held)[worthwhile] == len(held)).all())
+        return bool((profile.holds(self.space, self._batch / number, number, held)[worthwhile] == len(held)).all())
 
     def _numbers(self) -> tuple[int, ...]:
         # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
@@ -276,8 +276,8 @@ class JointSearch:
             self._inflows[1] * known.step.num_microbatches / number,
             self.space,
             self._of_layers(survey, number, beyond),
-            np.stack([profile.holds(self.space, size, held) - 1 for profile in profiles]),
-            np.stack([survey.holds(size, held, profile) - 1 for profile in profiles]),
+            np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
+            np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
             self.space.worthwhile(survey.profile.shares),
             num_stages=self.num_stages if overlaps else 1,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),

@@ -100,8 +100,9 @@ def tightest_stage(
 def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     """What all layers need together at least, beside what all devices have."""
     size, cluster = (request.batch_size or 1) / number, request.cluster
-    fixed, kept = float(profile.fixed_bytes.sum()), float(profile.saved_bytes.sum()) * size
-    working = float(profile.working_bytes.max()) * size
+    fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
+    kept = float(profile.saved_bytes.sum()) * size
+    working = float(profile.working_with(size).max())
     room = cluster.num_devices * float(cluster.device.memory_bytes)
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (

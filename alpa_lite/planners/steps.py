@@ -15,9 +15,11 @@ from functools import cached_property
 
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.graph.wiring import MAX_TRIPS
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
+from alpa_lite.planners.cutting import is_even
 from alpa_lite.planners.pins import Pins, pinned_specs
 from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.rematerialise import Remat, rematerialise
@@ -111,11 +113,7 @@ class Steps:
         return replace(self._again(number, cut, policies), beside=beside), self._parts[number, cut].per_layer
 
     def _as_written(self, number: int, cut: Cut) -> StageCosts:
-        step = self.request.step_at(number, cut.loop_parts)
-        known = self._layers.get(cut)
-        if known is None or not _is_same_program(known[0], step):
-            self._layers[cut] = known = (step, self._made(step, cut))
-        layers = known[1]
+        step, layers = self._in_layers(number, cut)
         return StageCosts(
             step=read_originals_across(step, layers.of_op),
             layers=layers,
@@ -129,6 +127,25 @@ class Steps:
             catalogues=self._catalogues,
             structures=self._structures,
         )
+
+    def _in_layers(self, number: int, cut: Cut) -> tuple[StepGraph, Layers]:
+        """The step in the layers of a cut: at every number of micro-batches the same, where it runs the same ops."""
+        if cut in self._layers:
+            known, layers = self._layers[cut]
+            step = self.request.step_at(number, known.loop_parts)
+            if _is_same_program(known, step):
+                return step, layers
+        parts = cut.loop_parts
+        while True:
+            step = self.request.step_at(number, parts)
+            layers = self._made(step, cut)
+            # Layers that each become a stage are to be even: loops are cut into more parts for that.
+            open_ = self.equal == "flops" and cut == Cut.into(layers.num_layers) and parts < MAX_TRIPS
+            if not open_ or is_even(step, layers):
+                break
+            parts = min(2 * parts, MAX_TRIPS)
+        self._layers[cut] = step, layers
+        return step, layers
 
     def _made(self, step: StepGraph, cut: Cut) -> Layers:
         equal = cut.equal if self.equal == "flops" else self.equal
@@ -145,7 +162,7 @@ class Steps:
         """Stages of parts of layers, whose layers have each its policy."""
         written = self.of(number, cut)
         if (number, cut) not in self._parts:
-            step = self.request.step_at(number, cut.loop_parts)
+            step = self.request.step_at(number, written.step.loop_parts)
             self._parts[number, cut] = _Parts(step=step, layers=written.layers, parts=subdivided(step, written.layers))
         known = self._parts[number, cut]
         remat = policies_of(known.step, known.parts, [p for p in policies for _ in range(known.per_layer)])

@@ -55,8 +55,8 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         np.zeros((LAYERS, len(space.kinds), len(space.kinds))),
         space,
         survey.guess(BATCH / NUMBER, NUMBER)[None],
-        profile.holds(space, BATCH / NUMBER, held)[None] - 1,
-        survey.holds(BATCH / NUMBER, held)[None] - 1,
+        profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
+        survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
         space.worthwhile(profile.shares),
     )
 
@@ -136,7 +136,7 @@ def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit(
     for memory_bytes in (40e6, 28e6, 20e6, 14e6):
         costs = _costs(memory_bytes, [])
         survey = _survey(costs)
-        holds = survey.holds(BATCH / NUMBER, [1, 2, 4])
+        holds = survey.holds(BATCH / NUMBER, NUMBER, [1, 2, 4])
         useful = survey.space.worthwhile(np.full(LAYERS, 1 / LAYERS))
         for first, last, kind in np.argwhere(useful).tolist():
             for shape, mesh in enumerate(survey.space.meshes[kind]):
