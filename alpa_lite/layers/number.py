@@ -20,6 +20,9 @@ CONTRACTIONS_PER_LAYER = 3
 FEW_LAYERS = 8
 MAX_LAYERS = 16
 
+#: The most trips of a loop that are taken apart for the sake of numbers of stages that do not divide them.
+MOST_ALONE = 96
+
 
 def op_flops(step: StepGraph) -> tuple[float, ...]:
     """Floating-point operations of each op at micro-batch size, loops multiplied by their trip count."""
@@ -80,10 +83,11 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     def possible(parts: int) -> int:
         return sum(layers(parts) % count == 0 for count in stages)
 
-    even = [d for d in range(1, wanted + 1) if longest % d == 0]
-    # Where even parts allow for no stages but one, as 32 layers on 3 hosts do, uneven ones have to do.
-    some = even if len(stages) == 1 or max(map(possible, even)) > 1 else range(1, wanted + 1)
-    parts = max(some, key=lambda d: (possible(d), d))
+    parts = max((d for d in range(1, wanted + 1) if longest % d == 0), key=lambda d: (possible(d), d))
+    if possible(parts) == 1 < len(stages) and longest <= MOST_ALONE:
+        # Equal parts allow for no stages but one, as 32 layers do on 3 hosts: trips by themselves allow for any.
+        count = max(range(1, wanted + 1), key=lambda n: (sum(n % stage == 0 for stage in stages), n))
+        return Cut(loop_parts=longest, num_layers=count, equal="loops")
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # a number with few divisors
     if not possible(parts):
