@@ -98,8 +98,19 @@ def test_optimizer_state_lives_with_its_parameter() -> None:
 
 
 def test_the_number_of_layers_follows_the_model() -> None:
-    assert default_num_layers(_small_step()) == 1
-    assert 1 < default_num_layers(_step_of("gpt")) <= 8
+    """One for each of few contractions, here three; else one for three of them, but no fewer than eight."""
+    assert default_num_layers(_small_step()) == 3
+    assert default_num_layers(_step_of("gpt")) == 8
+
+
+@pytest.mark.parametrize(("trips", "stages"), [(40, (1, 3, 6, 12)), (32, (1, 3, 9)), (35, (1, 2, 4))])
+def test_trips_that_no_number_of_stages_divides_are_taken_apart(trips: int, stages: tuple[int, ...]) -> None:
+    step = split_step(trace(encoder_decoder, encoder_decoder_arguments(trips, trips)), 1).step
+    cut = natural_cut(step, stages)
+    assert any(cut.num_layers % count == 0 for count in stages if count > 1)
+    parted = split_step(trace(encoder_decoder, encoder_decoder_arguments(trips, trips)), 4, loop_parts=cut.loop_parts)
+    layers = make_layers(parted.step, cut.num_layers, equal=cut.equal, imbalance=cut.imbalance)
+    assert layers.num_layers == cut.num_layers
 
 
 @pytest.mark.parametrize("trips", [(8, 8), (6, 12), (12, 4), (2, 6), (1, 5)])
