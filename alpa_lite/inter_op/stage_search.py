@@ -313,7 +313,8 @@ class StageSearch:
             return 2 * slower
         best = self._guessed.min(axis=-1)
         usual = [np.median(found) if (found := of_kind[np.isfinite(of_kind)]).size else 0.0 for of_kind in best.T]
-        return np.maximum(0.0, slower - 0.5 * np.array(usual))
+        hidden, inflow = 0.5 * np.array(usual), np.moveaxis(self.inflow_seconds.diagonal(), -1, 0)[:, None]
+        return np.maximum(0.0, inflow + slower - hidden) - np.maximum(0.0, inflow - hidden)
 
     def excess(self) -> NDArray[np.float64]:
         """[policies, kinds, shapes]: how many times as long as guessed stages are known to take at least, of those for

@@ -180,8 +180,10 @@ class JointSearch:
     def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
         """Whether larger micro-batches than were surveyed may be better than all that is likely; then the largest such
         are surveyed, on the submeshes that their stages would have. What lies between is on lines then."""
-        at_most = (1 - NEAR) * min(guess.likely for guess in guesses.values())
-        for number in sorted(n for n in guesses if guesses[n].likely < math.inf):
+        fitting = {n: guess for n, guess in guesses.items() if guess.at_best < math.inf}
+        known = [guess.likely for guess in fitting.values() if guess.likely < math.inf]
+        at_most = (1 - NEAR) * min(known or [guess.at_best for guess in fitting.values()], default=0.0)
+        for number in sorted(fitting):
             size = self._batch / number
             stages = self._search_for(self.schedules[0], number, survey, "all shared").best_known()
             kinds = {stage.submesh for stage in stages.stages if not survey.reaches(stage.submesh, size)}

@@ -3,7 +3,8 @@ in which order stages are searched.
 
 Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer for each sample. So
 from the number that is likely the best the search goes both ways, for as long as that makes it better; then to what is
-likely clearly better, if there is anything: one stage without micro-batches may be as good as many stages with many.
+likely clearly better, or would be far better at best, if there is anything: one stage without micro-batches may be as
+good as many stages with many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 NEAR = 0.03
 """Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
+
+FAR_BETTER = 0.75
+"""What takes this much of the best at best is searched even if it likely takes more: at worst for nothing."""
 
 PARTS = (0.5, 0.9)
 """How far between one micro-batch and the largest number that makes sense layers are solved, on a logarithmic scale."""
@@ -73,7 +77,10 @@ def next_numbers(
         found = [_first_better(numbers, open_, guess, at_most) for numbers in (known[:place][::-1], known[place + 1 :])]
         if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
             return around
-        return sorted((n for n in open_ if guess(n).likely < at_most * (1 - NEAR)), key=lambda n: guess(n).likely)
+        likely = (n for n in open_ if guess(n).likely < at_most * (1 - NEAR))
+        at_best = (n for n in open_ if guess(n).at_best < at_most * FAR_BETTER)
+        ways = sorted(likely, key=lambda n: guess(n).likely)
+        return ways or sorted(at_best, key=lambda n: guess(n).at_best)
     faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
     least = min((guess(n).likely for n in faster), default=math.inf)
 

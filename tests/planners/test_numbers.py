@@ -60,9 +60,11 @@ def test_what_fits_at_best_is_not_searched_beyond_what_is_no_better() -> None:
     assert next_numbers(guesses, guesses.__getitem__, (8,), 8, 1.0, 8.0) == [32]
 
 
-def test_beyond_what_was_searched_only_what_is_likely_clearly_better_is_and_at_last() -> None:
-    guesses = _guesses({1: 0.5, 2: 0.9, 16: 0.95}, {1: 0.9, 2: 0.98, 16: 0.99})
+def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -> None:
+    guesses = _guesses({1: 0.8, 2: 0.9, 16: 0.95}, {1: 0.9, 2: 0.98, 16: 0.99})
     assert next_numbers(guesses, guesses.__getitem__, (4, 8), 8, 1.0, 8.0) == [16]
     del guesses[16]
     assert next_numbers(guesses, guesses.__getitem__, (4, 8, 16), 8, 1.0, 8.0) == [1]
     assert next_numbers(guesses, guesses.__getitem__, (4, 8, 16), 8, 0.92, 8.0) == []
+    far = guesses | {1: Guess(at_best=0.5, likely=math.inf)}
+    assert next_numbers(far, far.__getitem__, (4, 8, 16), 8, 0.92, 8.0) == [1]
