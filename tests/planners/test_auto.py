@@ -21,6 +21,7 @@ from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
+from tests.end_to_end.transformers import WIDE, Training, traced
 from tests.inter_op.test_stage_costs import chain_step
 
 DEPTH, WIDTH, BATCH = 8, 2048, 2048
@@ -266,6 +267,23 @@ def test_larger_microbatches_than_were_surveyed_are_found() -> None:
         for number in ("auto", 1)
     }
     assert found["auto"].step_seconds <= found[1].step_seconds * 1.02
+
+
+@pytest.mark.parametrize(("hosts", "devices", "batch_size"), [(8, 6, 192), (1, 6, 192), (3, 5, 60)])
+def test_the_search_is_no_worse_than_it_is_where_it_is_restricted(hosts: int, devices: int, batch_size: int) -> None:
+    """Few layers and large values at the end, on slow networks: pipelines look better than they are, and as few samples
+    as were surveyed cannot be split over all devices."""
+    training = Training(model=replace(WIDE, vocab_size=32000, num_layers=2), batch_size=batch_size)
+    cluster = replace(al.cluster("p3.16xlarge", num_hosts=hosts), devices_per_host=devices)
+
+    def seconds(planner: Auto, number: Any = "auto") -> float:
+        plan = traced(training).plan(cluster=cluster, planner=planner, num_microbatches=number).last_plan
+        return plan.prediction.step_seconds
+
+    found = seconds(Auto(manual=()))
+    assert found <= 1.02 * seconds(Auto(manual=(), intra_op_only=True))
+    for number in (1, 12):
+        assert found <= 1.02 * seconds(Auto(manual=()), number)
 
 
 def test_layers_compute_again_what_does_not_fit() -> None:
