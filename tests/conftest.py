@@ -7,6 +7,7 @@ Tests that need other settings (another device count, several processes) start a
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -50,3 +51,11 @@ def devices():
     found = jax.devices()
     assert len(found) == NUM_DEVICES, f"JAX was imported before the test harness was set up: it sees {found}."
     return found
+
+
+@pytest.fixture
+def default_interrupt():
+    """Ctrl-C interrupts, here and in what is started: shells start what runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -284,21 +284,13 @@ def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo terminals")
-def test_an_interrupted_plan_is_the_best_so_far(tmp_path):
+def test_an_interrupted_plan_is_the_best_so_far(tmp_path, default_interrupt):
     """A real Ctrl-C on a terminal, once the bar shows that the search is under way."""
     (tmp_path / "large.py").write_text(MODULE + UNEQUAL)
     command = [sys.executable, "-m", "alpa_lite.cli", "plan", "large:unequal", "--cluster", "p3.16xlarge"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "COLUMNS": "120", "TERM": "xterm"}
     screen, terminal = os.openpty()
-    running = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        # Shells start what runs in the background with Ctrl-C ignored, and so would it be here.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    running = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=terminal)
     try:
         seen, deadline = b"", time.monotonic() + 120
         while b"survey" not in seen and running.poll() is None and time.monotonic() < deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -93,14 +92,6 @@ def test_what_is_left_shrinks_and_is_revised() -> None:
         assert pace.left_seconds() == pytest.approx(4.0)
         progress.did()
         assert (pace.left_seconds() or 0.0) > 10.0
-
-
-@pytest.fixture
-def default_interrupt() -> Iterator[None]:
-    """Shells start what runs in the background with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_interrupts_wait_for_the_step_at_hand(default_interrupt: None) -> None:
