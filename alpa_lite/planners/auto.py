@@ -31,7 +31,7 @@ from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.steps import Steps
 from alpa_lite.planners.zero import Zero
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule
+from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import Cluster
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
@@ -43,8 +43,8 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that are always priced beside the search."""
 
-SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), GPipe())
-"""Schedules of pipelines that are tried; the less memory they need, the earlier."""
+SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
+"""Schedules of pipelines that are tried; stages are searched for the first two, the one with less memory first."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""

@@ -33,7 +33,7 @@ from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_micr
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.planners.steps import policies_of
 from alpa_lite.rematerialise import Remat, rematerialise
-from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
+from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.strategies import AxisRole, Restriction, Split
 from cost_models import Cluster
 
@@ -223,9 +223,12 @@ class Hybrid(Planner):
         """The stages of one part of the cluster, which share its memory."""
         per_stage = costs.layers.num_layers // self.num_stages
 
+        in_two = splits_backward(tasks)
+
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            layers = _layers_of(stage, per_stage)
-            return costs.solution(*layers, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
+            where = (*_layers_of(stage, per_stage), submesh, mesh)
+            found = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(*where, found) if in_two else found
 
         found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
         if found.fits:

@@ -202,11 +202,13 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         accumulators=choice.accumulators,
         forward_seconds=solution.forward_seconds,
         backward_seconds=solution.backward_seconds,
+        weight_seconds=solution.weight_seconds,
         update_seconds=solution.update_seconds,
         state_bytes=solution.state_bytes,
         accumulator_bytes=solution.accumulator_bytes,
         activation_bytes=solution.activation_bytes,
         temporary_bytes=solution.temporary_bytes,
+        handed_bytes=solution.handed_bytes,
     )
 
 
@@ -242,7 +244,8 @@ def _predicted(
     timeline = simulate(
         tasks,
         [s.forward_seconds + overhead for s in solutions],
-        [s.backward_seconds + overhead for s in solutions],
+        [s.backward_seconds + (2 if s.weight_seconds else 1) * overhead for s in solutions],
+        weight_seconds=[s.weight_seconds + overhead if s.weight_seconds else 0.0 for s in solutions],
         transfer_seconds=transfers,
         serialized=request.cluster.shared_processor,
     )

@@ -58,16 +58,26 @@ def peak_in_flight(tasks: Sequence[Task]) -> int:
     return int(peak_held(tasks, [1.0] * (1 + max((task.stage for task in tasks), default=0))))
 
 
-def peak_held(tasks: Sequence[Task], sizes: Sequence[float]) -> float:
+def splits_backward(tasks: Sequence[Task]) -> bool:
+    """Whether a list has backward passes in two parts."""
+    return any(task.kind is TaskKind.WEIGHT_GRADIENT for task in tasks)
+
+
+def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[float] = ()) -> float:
     """The largest sum over what is held at one time, over one list; `sizes` are per stage.
 
     A stage holds a micro-batch from its forward to the end of its backward; without a backward, while it runs.
+    `handed`, per stage, is held beside it from the first part of a backward pass to the second one.
     """
+    extra = handed or [0.0] * len(sizes)
     ends = {stage for stage, kinds in kinds_of(tasks).items() if any(kind.is_last for kind in kinds)}
     changes: list[float] = []
     for task in tasks:
+        size, more = sizes[task.stage], extra[task.stage]
         if task.kind is TaskKind.FORWARD:
-            changes += [sizes[task.stage]] if task.stage in ends else [sizes[task.stage], -sizes[task.stage]]
-        elif task.kind.is_last:
-            changes.append(-sizes[task.stage])
+            changes += [size] if task.stage in ends else [size, -size]
+        elif task.kind is TaskKind.INPUT_GRADIENT:
+            changes.append(more)
+        else:
+            changes.append(-size - (more if task.kind is TaskKind.WEIGHT_GRADIENT else 0.0))
     return max(accumulate(changes), default=0.0)
