@@ -115,7 +115,7 @@ class StagePlan:
                      task of their own) and per step (update)
     state_bytes, accumulator_bytes, activation_bytes, temporary_bytes
                      per device: arguments that live here; sums; saved values per micro-batch; peak of the rest
-    handed_bytes     per device and micro-batch: what a backward pass in two parts hands from the first to the second
+    handed_bytes     per device and micro-batch: what is kept for the second part of a backward pass in two parts
     """
 
     layers: tuple[int, int]

@@ -331,6 +331,12 @@ def dispatch_seconds(cluster: Cluster) -> float:
     return cluster.device.dispatch_seconds if cluster.shared_processor else 0.0
 
 
+def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
+    """True when some devices of the two submeshes are on different hosts."""
+    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
+    return len(hosts) > 1
+
+
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
     """Bytes of one device's block."""
     return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.graph.phases import Phase
@@ -31,7 +31,7 @@ class StageSolution:
     bytes per device. `choice` is None when nothing fits; `peak_bytes` then is the least that was found.
 
     `weight_seconds`, `handed_bytes`: of a backward pass in two parts (`in_two_parts`) what its second one takes, and
-    what the first one makes for it.
+    what is kept for it of each micro-batch.
     """
 
     choice: Choice | None
@@ -152,20 +152,27 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
 def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> StageSolution:
     """The solution with what its backward pass takes and holds where the gradients of weights are a task of their own.
 
-    What is handed on is what the first part makes, or moves, for the second one.
+    That reads what the first part made, and what the forward pass saved.
     """
     choice = solution.choice
     if choice is None:
         return solution
-    graph, phases = view.graph, view.step.phases
+    graph, phases, batch = view.graph, view.step.phases, view.step.batch_dims
     second = weight_gradient_ops(view.step, view.ops)
-    first = {o for o in view.ops if phases[o] is Phase.BACKWARD} - second
-    handed = {v for o in second for v in graph.ops[o].operands if graph.producer[v] in first}
+    read = {v for o in second for v in graph.ops[o].operands if v not in view.free and graph.values[v].literal is None}
+    handed = [v for v in read if _is_of_loop(graph.producer[v], phases, second, batched=batch[v] is not None)]
     return replace(
         solution,
         weight_seconds=min(solution.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
         handed_bytes=sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed),
     )
+
+
+def _is_of_loop(producer: int | None, phases: Sequence[Phase], second: frozenset[int], *, batched: bool) -> bool:
+    """Whether a value is made before the second part of a backward pass, for each micro-batch."""
+    if producer is None:
+        return batched
+    return phases[producer].in_loop and producer not in second
 
 
 def _walk(

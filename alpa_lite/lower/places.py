@@ -6,7 +6,9 @@
     update              of each stage, once per step; in several waves where stages exchange values (a global norm)
     step                all of it, where there is one stage and one micro-batch
 
-Invariant ops have no place.
+Invariant ops have no place. Ops that fuse into those of a later task, and that only these read, run with them where
+that hands on no more bytes: what JAX's derivatives save is often made from other things that are saved, and one
+compiled program would not keep both                                                           (`_deferred`)
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from alpa_lite.errors import PlanError
+from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.weight_gradients import weight_gradient_ops
 from alpa_lite.plan import Plan
+from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of
 
 _ORDER = {
@@ -30,6 +34,8 @@ _ORDER = {
     "weight gradient": 3,
     "update": 4,
 }
+
+_UPDATE = (_ORDER["update"], 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,7 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[Place | None, ...]:
             places.append(Place(stage=stage, kind=in_loop.kind_of(op, stage)))
         else:
             places.append(Place(stage=stage, kind="update", wave=_wave(step, op, stage, places)))
-    return tuple(places)
+    return tuple(places if is_whole(plan) else _deferred(step, places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,34 @@ def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[i
         if stage is not None and stage in members:
             members[stage].append(op)
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
+
+
+def _deferred(step: StepGraph, places: Sequence[Place | None]) -> list[Place | None]:
+    """The places with ops moved to the later task of the loop that is the first to read them."""
+    graph, found, outputs = step.graph, list(places), set(step.graph.outputs)
+    crossing = [_crosses(graph, v.id, found) for v in graph.values]
+    for op in reversed(graph.ops):
+        place = found[op.id]
+        if place is None or place.kind == "update" or not is_fusible(graph, op):
+            continue
+        readers = {found[c] for r in op.results for c in graph.consumers[r]}
+        later = [p for p in readers if p is not None and p.stage == place.stage and place.order < p.order < _UPDATE]
+        if not outputs.isdisjoint(op.results) or len(later) < len(readers) or not later:
+            continue
+        more = [v for v in op.operands if graph.values[v].literal is None and not crossing[v]]
+        if sum(graph.values[v].bytes for v in more) <= sum(graph.values[r].bytes for r in op.results):
+            found[op.id] = min(later, key=lambda p: p.order)
+            for v in more:
+                crossing[v] = True
+    return found
+
+
+def _crosses(graph: Graph, value: int, places: Sequence[Place | None]) -> bool:
+    """Whether a value is handed on from one task to another, or kept anyway, as state is."""
+    producer = graph.producer[value]
+    if producer is None or places[producer] is None:
+        return True
+    return any(places[c] not in (None, places[producer]) for c in graph.consumers[value])
 
 
 def _wave(step: StepGraph, op: int, stage: int, places: Sequence[Place | None]) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
@@ -19,10 +19,10 @@ from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan,
 from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
-from alpa_lite.pricing import Pricer, dispatch_seconds
+from alpa_lite.pricing import Pricer, crosses_hosts, dispatch_seconds
 from alpa_lite.progress import Progress
 from alpa_lite.rules.graph_facts import opaque_ops
-from alpa_lite.schedule import Schedule, simulate
+from alpa_lite.schedule import Inference, Schedule, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -139,6 +139,12 @@ def assemble(
         undivided=_undivided(request, step, layers, stages),
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
+
+
+def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
+    """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
+    forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
+    return Inference() if forward_alone else schedule
 
 
 def relative_gap(seconds: float, bound: float) -> float:
@@ -298,9 +304,3 @@ def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages
     apart = any(crosses_hosts(request.cluster, submeshes[0], other) for other in submeshes[1:])
     links = min(submesh.num_devices for submesh in submeshes)
     return 2.0 * request.cost_model.transfer_seconds(moved, crosses_hosts=apart, num_links=links)
-
-
-def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
-    """True when some devices of the two submeshes are on different hosts."""
-    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
-    return len(hosts) > 1

@@ -4,8 +4,7 @@ The chunks c of an interleaved pipeline lie on the same devices and run in turn,
 
     peak  = Σ_c (state_c + sums_c) + max over time of Σ_c held_c · activations_c + max_c temporaries_c     `device_peak`
 
-with what the first part of a backward pass hands to the second, where it has two. Otherwise each stage knows what it
-holds when it is solved.
+where a backward pass in two parts keeps something else for the second one than for the first.
 
 Each stage is solved by itself first, with all of the memory. Where the best of each do not fit together, they get less:
 limit_c = reserved_c · memory / peak, and what cannot go so low gets what it needs (`solve_together`).

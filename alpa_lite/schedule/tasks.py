@@ -67,17 +67,17 @@ def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[fl
     """The largest sum over what is held at one time, over one list; `sizes` are per stage.
 
     A stage holds a micro-batch from its forward to the end of its backward; without a backward, while it runs.
-    `handed`, per stage, is held beside it from the first part of a backward pass to the second one.
+    From the first part of a backward pass to the second one it holds `handed`, per stage, instead of the size.
     """
-    extra = handed or [0.0] * len(sizes)
+    rest = handed or sizes
     ends = {stage for stage, kinds in kinds_of(tasks).items() if any(kind.is_last for kind in kinds)}
     changes: list[float] = []
     for task in tasks:
-        size, more = sizes[task.stage], extra[task.stage]
+        size, left = sizes[task.stage], rest[task.stage]
         if task.kind is TaskKind.FORWARD:
             changes += [size] if task.stage in ends else [size, -size]
         elif task.kind is TaskKind.INPUT_GRADIENT:
-            changes.append(more)
+            changes.append(left - size)
         else:
-            changes.append(-size - (more if task.kind is TaskKind.WEIGHT_GRADIENT else 0.0))
+            changes.append(-left if task.kind is TaskKind.WEIGHT_GRADIENT else -size)
     return max(accumulate(changes), default=0.0)
