@@ -178,6 +178,8 @@ class Plan:
     `op_layers[i]` is the layer of op i (None: repeated where it is read); `loop_parts` into how many parts at least
     loops over layers are cut (0: they are kept).
 
+    `averaged`: the step is no sum over its samples, and its results are the means of those of the micro-batches.
+
     `remat` says what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
     the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
     """
@@ -198,6 +200,7 @@ class Plan:
     alternatives: tuple[tuple[str, float], ...] = ()
     opaque: tuple[OpaqueUse, ...] = ()
     undivided: tuple[UndividedDim, ...] = ()
+    averaged: bool = False
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
 
@@ -297,7 +300,7 @@ def fingerprint(step: StepGraph) -> str:
     digest = hashlib.sha256()
     digest.update(_text_of(step.graph, {}))
     digest.update(repr([p.value for p in step.phases]).encode())
-    digest.update(repr((step.num_microbatches, step.batch_size)).encode())
+    digest.update(repr((step.num_microbatches, step.batch_size, *(["averaged"] if step.averaged else []))).encode())
     return digest.hexdigest()
 
 

@@ -65,6 +65,7 @@ class StepGraph:
     aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
     batch_problem  why there is no batch size
     loop_parts   into how many parts at least loops over layers were cut; 0 when they were kept
+    averaged     the loop's results are averaged over micro-batches, as the step is no sum over its samples
     """
 
     graph: Graph
@@ -80,6 +81,7 @@ class StepGraph:
     aliases: Mapping[int, int]
     batch_problem: str = ""
     loop_parts: int = 0
+    averaged: bool = False
 
     def runs_of(self, op: Op) -> int:
         """How often an op runs per step."""

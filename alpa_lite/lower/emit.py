@@ -229,7 +229,8 @@ def emit_task(
             old = arrays[len(task.inputs) : len(ins)]
             first = len(task.outputs)
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
-            results[first:] = [a + r for a, r in zip(added, results[first:], strict=True)]
+            parts = [_part_of_mean(r, step) if step.averaged else r for r in results[first:]]
+            results[first:] = [a + r for a, r in zip(added, parts, strict=True)]
         return tuple(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True))
 
     in_specs = [boundary_spec(p.spec) for p in ins] + ([PartitionSpec()] if positional else [])
@@ -247,6 +248,12 @@ def emit_task(
         donated=(*donated, *summed),
         takes_microbatch=positional,
     )
+
+
+def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
+    """What a micro-batch adds to a mean over micro-batches; counts are added up as they are."""
+    inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
+    return result * (1 / step.num_microbatches) if inexact else result
 
 
 def _is_positional(op: Op) -> bool:

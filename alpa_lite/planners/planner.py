@@ -136,6 +136,7 @@ def assemble(
             seconds=time.perf_counter() - started,
         ),
         opaque=opaque_uses(step),
+        averaged=step.averaged,
         undivided=_undivided(request, step, layers, stages),
         fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
     )
