@@ -3,7 +3,7 @@
 plan       plan a train step for a cluster                    alpa_lite.plan
 explain    a saved plan, or why something in it is so         str(plan), inspection.explain.explanation
 diff       what changes from one plan to another              inspection.diff.compare
-simulate   the predicted timeline of a plan                   inspection.timeline.predicted_timeline
+simulate   the timeline of a plan, predicted or measured      inspection.timeline, LoweredFunction.simulate
 solve      a file with an intra-op problem                    intra_op.solve_file.solve_file
 calibrate  measure this machine's devices                     alpa_lite.calibrate
 doctor     is this machine ready                              inspection.doctor.diagnose
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, vir
 from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.inspection.tables import plan_summary
-from alpa_lite.inspection.timeline import chrome_trace, predicted_timeline
+from alpa_lite.inspection.timeline import chrome_trace, compared, comparison_text, overlaid, predicted_timeline
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import solution_data
 from alpa_lite.intra_op.solve_file import (
@@ -125,8 +125,14 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("before", metavar="A.json")
     diff.add_argument("after", metavar="B.json")
 
-    simulate = _command(commands, "simulate", run_simulate, "the predicted timeline of a plan")
+    simulate = _command(commands, "simulate", run_simulate, "the timeline of a plan, predicted or measured")
     simulate.add_argument("plan", metavar="PLAN.json")
+    simulate.add_argument(
+        "--step", metavar="MODULE:FUNCTION", help="the step that was planned: simulate each instruction of its program"
+    )
+    simulate.add_argument(
+        "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
+    )
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
 
     solve = _command(commands, "solve", run_solve, "solve a file with an intra-op problem")
@@ -220,12 +226,34 @@ def run_diff(given: argparse.Namespace) -> int:
 
 
 def run_simulate(given: argparse.Namespace) -> int:
-    """`alpa-lite simulate`: `inspection.timeline.predicted_timeline`."""
-    timeline = predicted_timeline(al.Plan.load(given.plan))
-    if given.trace is not None:
-        given.trace.write_text(json.dumps(chrome_trace(timeline, "predicted")))
-    _print(timeline.to_json() if given.json else timeline)
+    """`alpa-lite simulate`: `inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    plan = al.Plan.load(given.plan)
+    if given.step is None:
+        if given.measure:
+            raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
+        timeline = predicted_timeline(plan)
+        _write_trace(given.trace, chrome_trace(timeline, "predicted"))
+        _print(timeline.to_json() if given.json else timeline)
+        return 0
+    step, args, kwargs = load_example(given.step)
+    lowered = al.parallelize(step, planner=plan).trace(*args, **kwargs).plan(cluster=plan.cluster).lower()
+    simulated = lowered.simulate()
+    if not given.measure:
+        _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
+        _print(simulated.to_json() if given.json else simulated)
+        return 0
+    measured = lowered.compile().measure()
+    rows = compared(simulated.times, measured)
+    _write_trace(given.trace, overlaid(simulated.times, measured))
+    _print({**simulated.to_json(), "tasks": [asdict(row) for row in rows]} if given.json else simulated)
+    if not given.json:
+        _print(comparison_text(rows))
     return 0
+
+
+def _write_trace(path: Path | None, trace: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(trace))
 
 
 def run_solve(given: argparse.Namespace) -> int:

@@ -1,7 +1,9 @@
 """Timelines of one step, predicted and measured, and their form for chrome://tracing and Perfetto.
 
 predicted    schedule.simulate on the plan's stage times, then the update of each stage     (`predicted_timeline`)
-measured     any spans with stage, kind, start_seconds, end_seconds                         (`chrome_trace`)
+simulated    spans of runtime.simulate, of every instruction of a program                   (`chrome_trace`)
+measured     the same spans of runtime.execute; or any with stage, kind, start_seconds, end_seconds
+both         in one trace, and side by side, task by task                                   (`overlaid`, `compared`)
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any, Protocol
 
 from alpa_lite.inspection.tables import Table, render
@@ -139,15 +142,69 @@ def chrome_trace(spans: Iterable[SpanLike] | Timeline | PredictedTimeline, proce
     A predicted step has a row per submesh.
     `process` names the group of rows; traces are joined by joining their `traceEvents`.
     """
-    listed: Sequence[Any] = tuple(_spans(spans))
+    # Of instructions those count that take time: buffers come and go in between.
+    listed: Sequence[Any] = [s for s in _spans(spans) if s.end_seconds > s.start_seconds and s.kind != "FREE"]
     rows: dict[int, set[int]] = {}
     for span in listed:
         rows.setdefault(_row(span), set()).add(span.stage)
     events: list[dict[str, Any]] = [_meta(process, "process_name", process)]
     for row, stages in sorted(rows.items()):
-        events.append(_meta(process, "thread_name", f"stage {row_name(sorted(stages))}", row))
+        does = " receives" if row >= _RECEIVING else ""
+        events.append(_meta(process, "thread_name", f"stage {row_name(sorted(stages))}{does}", row))
     events += [_event(process, span) for span in listed]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
+    """Both in one trace, one group of rows above the other."""
+    traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured"))
+    return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskComparison:
+    """Seconds per run of one task (or of all transfers to a stage), predicted and measured."""
+
+    name: str
+    runs: int
+    predicted_seconds: float
+    measured_seconds: float
+
+
+def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tuple[TaskComparison, ...]:
+    """Task by task: the median run as it was predicted and as it was measured, of the same instructions."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for a, b in zip(predicted, measured, strict=True):
+        if a.kind in ("RUN", "SEND"):
+            name = f"stage {a.stage} receives" if a.kind == "SEND" else str(getattr(a, "name", a.kind))
+            seconds = a.end_seconds - a.start_seconds, b.end_seconds - b.start_seconds
+            groups.setdefault(name, []).append(seconds)
+    return tuple(
+        TaskComparison(
+            name=name,
+            runs=len(pairs),
+            predicted_seconds=median(a for a, _ in pairs),
+            measured_seconds=median(b for _, b in pairs),
+        )
+        for name, pairs in groups.items()
+    )
+
+
+def comparison_text(rows: Sequence[TaskComparison]) -> str:
+    """The comparison as a table."""
+    columns = ("task", "runs", "predicted ms", "measured ms", "measured / predicted")
+    cells = tuple(
+        (
+            row.name,
+            str(row.runs),
+            show_milliseconds(row.predicted_seconds),
+            show_milliseconds(row.measured_seconds),
+            f"{row.measured_seconds / row.predicted_seconds:.2f}" if row.predicted_seconds > 0 else "-",
+        )
+        for row in rows
+    )
+    table = Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
+    return render(["median of the runs in one step", ""], [table])
 
 
 def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[Any]:
@@ -172,8 +229,12 @@ def _event(process: str, span: Any) -> dict[str, Any]:
     }
 
 
+_RECEIVING = 10_000
+"""Transfers to a stage have a row of their own, as they go on beside its tasks: its number plus this."""
+
+
 def _row(span: Any) -> int:
-    return getattr(span, "row", span.stage)
+    return getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
 
 
 def _meta(process: str, kind: str, name: str, row: int = 0) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.graph.phases import Phase
@@ -157,10 +157,11 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     choice = solution.choice
     if choice is None:
         return solution
-    graph, phases, batch = view.graph, view.step.phases, view.step.batch_dims
     second = weight_gradient_ops(view.step, view.ops)
-    read = {v for o in second for v in graph.ops[o].operands if v not in view.free and graph.values[v].literal is None}
-    handed = [v for v in read if _is_of_loop(graph.producer[v], phases, second, batched=batch[v] is not None)]
+    backend = pricer.cost_model.backend
+    lives = lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
+    handed = _read_by(view, second, frozenset(life.value for life in lives.lives if not life.path))
+    graph = view.graph
     return replace(
         solution,
         weight_seconds=min(solution.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
@@ -168,11 +169,21 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
     )
 
 
-def _is_of_loop(producer: int | None, phases: Sequence[Phase], second: frozenset[int], *, batched: bool) -> bool:
-    """Whether a value is made before the second part of a backward pass, for each micro-batch."""
-    if producer is None:
-        return batched
-    return phases[producer].in_loop and producer not in second
+def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:
+    """What the second part of a backward pass reads from memory, itself or to compute what is not kept there."""
+    graph, found, seen = view.graph, set[int](), set[int]()
+    queue = [v for o in second for v in graph.ops[o].operands]
+    while queue:
+        v = queue.pop()
+        producer = graph.producer[v]
+        if v in seen or v in view.free or (producer is not None and producer in second):
+            continue
+        seen.add(v)
+        if v in in_memory:
+            found.add(v)
+        elif producer is not None and view.step.phases[producer].in_loop:
+            queue += graph.ops[producer].operands
+    return frozenset(found)
 
 
 def _walk(

@@ -88,7 +88,7 @@ class LocalMachine:
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
-        self.part = 0  # how many phases of the task are done: their loops may move the same values
+        self.part = 0  # how many phases of the task came before: their loops may move the same values
         self.moved: Counter[tuple[Value, tuple[Step, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
@@ -222,8 +222,8 @@ def emit_task(
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
-        for _ in run_parts(walk, task, step):
-            machine.part += 1
+        for number, _ in enumerate(run_parts(walk, task, step)):
+            machine.part = number
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
             old = arrays[len(task.inputs) : len(ins)]

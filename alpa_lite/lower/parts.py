@@ -13,20 +13,23 @@ A = TypeVar("A")
 
 
 def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]:
-    """Run a task whose inputs the walk knows, and yield each phase of it when it is done.
+    """Run a task whose inputs the walk knows, and yield each phase of it when it is about to begin.
 
     Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
     """
-    for part in _by_phase(task.ops, step):
+    parts = {step.phases[part[-1]]: part for part in _by_phase(task.ops, step)}
+    for phase, part in parts.items():
+        yield phase
         walk.forget()
-        phase = step.phases[part[-1]]
         if phase is Phase.UPDATE:
             for value, stored, resolved in task.resolved:
-                walk.get(value, stored)
-                walk.arrays[value] = {stored: walk.arrays[value][stored]}
+                walk.arrays[value] = {stored: walk.get(value, stored)}
                 walk.arrays[value] = {resolved: walk.get(value, resolved)}
         walk.run(part)
-        yield phase
+        if phase.in_loop and phase is [p for p in parts if p.in_loop][-1]:
+            # Sums leave the loop as they are stored, where a task holds both.
+            for value, stored, _ in task.resolved:
+                walk.arrays[value] = {stored: walk.get(value, stored)}
 
 
 def _by_phase(ops: Sequence[int], step: StepGraph) -> list[list[int]]:

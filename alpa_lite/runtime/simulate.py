@@ -138,16 +138,25 @@ def simulate_program(
 
 
 def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer) -> TaskPrice:
-    """One run of a task, with the ops, kernels and collectives that its executable has."""
-    estimator = Estimator(pricer, stage=task.stage, phase=task.kind, runs=1)
-    walk: Walk[int] = Walk(step.graph, placements, pricer.sizes, estimator)
+    """One run of a task, with the ops, kernels and collectives that its executable has; one phase after the other."""
+
+    def estimator() -> Estimator:
+        return Estimator(pricer, stage=task.stage, phase=task.kind, runs=1)
+
+    parts = [estimator()]
+    walk: Walk[int] = Walk(step.graph, placements, pricer.sizes, parts[0])
     for port in task.inputs:
         walk.put(port.value, port.spec, Estimator.NOTHING)
     for _ in run_parts(walk, task, step):
-        pass
+        for known in walk.arrays.values():
+            known.update(dict.fromkeys(known, Estimator.NOTHING))
+        walk.machine = estimator()
+        parts.append(walk.machine)
     for port in (*task.outputs, *task.sums):
         walk.get(port.value, port.spec)
-    return TaskPrice(seconds=estimator.seconds, compute_seconds=estimator.compute_seconds)
+    return TaskPrice(
+        seconds=sum(part.seconds for part in parts), compute_seconds=sum(part.compute_seconds for part in parts)
+    )
 
 
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
