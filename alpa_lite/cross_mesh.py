@@ -264,8 +264,10 @@ def _resolution(source: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     """The steps that resolve a partial sum: scattered where a dim can be split, which sends half as much."""
     steps, spec, sizes = list[Step](), source.spec, source.mesh.axis_sizes
     for axis in source.spec.partial:
-        found = {step.kind: step for step in moves(spec, shape, sizes) if step.axes == (axis,)}
-        steps.append(found.get("reduce_scatter", found["all_reduce"]))
+        possible = [step for step in moves(spec, shape, sizes) if step.axes == (axis,)]
+        scattered = (step for step in possible if step.kind == "reduce_scatter")
+        summed = next(step for step in possible if step.kind == "all_reduce")
+        steps.append(next(scattered, summed))
         spec = steps[-1].spec
     return tuple(steps)
 

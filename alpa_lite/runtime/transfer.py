@@ -152,7 +152,8 @@ class _Crossing(Transfer):
         self.cut = _compiled(_cut(planned, source, self.cut_slots), [array]) if others else None
         avals = [_stacked(target, slot, array.dtype) for slot in self.land_slots]
         needed = not _lands_as_wanted(planned, self.land_slots)
-        self.land = _compiled(_land(planned, target, self.land_slots, array.dtype), avals) if needed else None
+        landing = _land(planned, target, self.land_slots, array.dtype)
+        self.land = _compiled(landing, avals, self.wanted) if needed else None
         self.landing = [(aval.shape, aval.sharding) for aval in avals]
         self.blanks = [self._blanks(slot, array.dtype) for slot in self.land_slots]
 
@@ -275,8 +276,8 @@ def _lands_as_wanted(planned: PlannedTransfer, slots: Sequence[_Slot]) -> bool:
     return not planned.gathers and len(slots) == 1 and slots[0].is_full and slots[0].shape == block
 
 
-def _compiled(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    return jax.jit(function).lower(*avals).compile()
+def _compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
+    return jax.jit(function, out_shardings=wanted).lower(*avals).compile()
 
 
 def _local(x: Any, planned: PlannedTransfer, sizes: Mapping[str, int]) -> Any:
