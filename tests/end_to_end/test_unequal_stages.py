@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.lower import program
 from alpa_lite.planners import Hybrid
+from alpa_lite.runtime.transfer import Message, Transfer
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 
@@ -23,3 +26,44 @@ def test_unequal_stages_compute_what_one_device_does(model: str, devices: Any) -
     compiled = step.compiled(training.start(), make_batch(MODELS[model], 0), jax.random.key(0))
     assert [stage.submesh.num_devices for stage in compiled.plan.stages] == [4, 2, 2]
     assert handed_over(compiled) == planned(compiled.plan)
+
+
+class Counted(Transfer):
+    """A transfer that says what it sent."""
+
+    def __init__(self, inner: Transfer) -> None:
+        self.inner = inner
+        self.sent: list[int] = []
+
+    @property
+    def num_programs(self) -> int:
+        return self.inner.num_programs
+
+    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
+        messages: list[Message] = []
+        result = self.inner(array, messages)
+        self.sent.append(sum(message.bytes for message in messages))
+        return result
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["as it is", "all spread"])
+@pytest.mark.parametrize("planner", [UNEQUAL, Hybrid(pipeline=2, data=2, model=2)], ids=["unequal", "equal"])
+def test_stages_send_what_the_program_says(
+    planner: Hybrid, spread: bool, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spread, even small values cross once and are gathered by the stage that receives them."""
+    if spread:
+        monkeypatch.setattr(program, "plan_transfer", partial(program.plan_transfer, direct_bytes=-1))
+    training = Training(model="mlp", optimizer="momentum+clip")
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=planner, num_microbatches=2)
+    executor = step.compiled(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).executor
+    counted = {buffer: Counted(transfer) for buffer, transfer in executor.transfers.items()}
+    executor.transfers = dict(counted)
+    assert_same(training.run(step), reference(training))
+    sends = [i for i in executor.program.instructions if i.kind == "SEND"]
+    assert len(sends) == len(counted) and any(i.bytes for i in sends)
+    for instruction in sends:
+        assert instruction.transfer is not None
+        assert set(counted[instruction.writes[0]].sent) == {instruction.bytes}
+    gathering = any(i.transfer.gathers for i in sends if i.transfer)
+    assert gathering == (spread and planner is not UNEQUAL)
