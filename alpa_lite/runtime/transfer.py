@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from alpa_lite import _jax
@@ -148,7 +148,7 @@ class _Crossing(Transfer):
         self.cut_slots = _slots([(n, pieces[n].source) for n in others], boxes, held)
         self.land_slots = _slots([(n, piece.target) for n, piece in enumerate(pieces)], boxes, landed)
         self.copied = [n for n, p in enumerate(pieces) if self.source[p.source] != self.target[p.target]]
-        self.copied_to = [SingleDeviceSharding(self.target[pieces[n].target]) for n in self.copied]
+        self.copied_to = [self.target[pieces[n].target] for n in self.copied]
         self.cut = _compiled(_cut(planned, source, self.cut_slots), [array]) if others else None
         avals = [_stacked(target, slot, array.dtype) for slot in self.land_slots]
         needed = not _lands_as_wanted(planned, self.land_slots)
