@@ -222,19 +222,15 @@ class _OfKeys(Transfer):
 
 
 def _keeps_form(planned: PlannedTransfer) -> bool:
-    """True when each device hands its block to the one of the same number: one `device_put`, which finds the blocks.
+    """True when each device hands its block to the one of the same number: one `device_put`.
 
-    Of equal blocks JAX takes the one of the same number if mesh and spec are the same; of others it has no choice.
+    JAX copies from device to device where both shardings cut alike; otherwise it would go through the host.
     """
-    source, target = planned.source, planned.target
     if planned.resolve or planned.gathers:
         return False
-    if planned.in_place:
-        return True
     held = planned.source_blocks()
-    alike = (source.mesh, source.spec) == (target.mesh, target.spec) or len(set(held)) == len(held)
     pairs = [(p.source, p.target) for p in planned.pieces if p.box == held[p.source]]
-    return alike and held == planned.landing_blocks() and pairs == [(i, i) for i in range(len(held))]
+    return planned.in_place or (held == planned.landing_blocks() and pairs == [(i, i) for i in range(len(held))])
 
 
 def _note(sent: list[Message], array: Any, source: Any, target: Any) -> None:

@@ -29,7 +29,7 @@ def test_unequal_stages_compute_what_one_device_does(model: str, devices: Any) -
 
 
 class Counted(Transfer):
-    """A transfer that says what it sent."""
+    """A transfer that says what it sent, and is refused any copy between host and devices."""
 
     def __init__(self, inner: Transfer) -> None:
         self.inner = inner
@@ -41,7 +41,9 @@ class Counted(Transfer):
 
     def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
         messages: list[Message] = []
-        result = self.inner(array, messages)
+        to, back = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host
+        with to("disallow_explicit"), back("disallow_explicit"):
+            result = self.inner(array, messages)
         self.sent.append(sum(message.bytes for message in messages))
         return result
 

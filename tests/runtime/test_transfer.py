@@ -192,6 +192,15 @@ def test_equal_layouts_launch_nothing(devices: Any) -> None:
     assert compile_transfer(planned, "float32", *map(mesh_of, ends)).num_programs == 0
 
 
+@pytest.mark.parametrize("source", [spec("x", ""), spec("", "")])
+def test_meshes_of_other_axes_that_cut_alike_launch_nothing(source: Any, devices: Any) -> None:
+    """Four devices along x, or two by two along y and z: rows, or copies."""
+    target = spec("yz", "") if any(source.dims) else source
+    planned = check((8, 8), layout(0, {"x": 4}, source), layout(4, {"y": 2, "z": 2}, target))
+    ends = map(mesh_of, (planned.source, planned.target))
+    assert compile_transfer(planned, "float32", *ends).num_programs == 0
+
+
 def test_nothing_goes_through_the_host(devices: Any) -> None:
     """JAX refuses copies between host and devices, in either direction, while transfers run."""
     ends = [
