@@ -30,10 +30,12 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
-from alpa_lite.runtime.execute import Executor, TaskTime
+from alpa_lite.runtime.execute import Executor
 from alpa_lite.runtime.initial import built_in_place
 from alpa_lite.runtime.local_cluster import local_cluster
 from alpa_lite.runtime.measure import step_seconds
+from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
+from alpa_lite.runtime.times import TaskTime
 from alpa_lite.trace import BatchArgnums, Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
@@ -144,6 +146,10 @@ class LoweredFunction:
     planned: PlannedFunction
     step: TracedStep
     program: Program
+
+    def simulate(self) -> SimulatedStep:
+        """The program on the cost model of the plan's cluster: when each instruction runs, and what devices hold."""
+        return simulate_program(self.program, self.planned.last_plan, self.step.step)
 
     def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
         """Executables on the devices of this process (default: `jax.devices()`)."""

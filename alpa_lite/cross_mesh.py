@@ -88,6 +88,11 @@ class PlannedTransfer:
         return prod(self.shape) * self.item_bytes
 
     @property
+    def is_trivial(self) -> bool:
+        """True when nothing is done: every device has what it gets."""
+        return not (self.resolve or self.gathers or self.bytes_between)
+
+    @property
     def sent_spec(self) -> Spec:
         """The spec on the source mesh in which the array is sent."""
         return self.resolve[-1].spec if self.resolve else self.source.spec

@@ -111,9 +111,11 @@ class StagePlan:
     inputs           spec of each graph input or value of another stage that is read here
     ops              placement of each op
     accumulators     values summed over micro-batches
-    *_seconds        predicted time per micro-batch (forward, backward) and per step (update)
+    *_seconds        predicted time per micro-batch (forward, backward; of it, of gradients of weights where these are a
+                     task of their own) and per step (update)
     state_bytes, accumulator_bytes, activation_bytes, temporary_bytes
                      per device: arguments that live here; sums; saved values per micro-batch; peak of the rest
+    handed_bytes     per device and micro-batch: what is kept for the second part of a backward pass in two parts
     """
 
     layers: tuple[int, int]
@@ -130,6 +132,8 @@ class StagePlan:
     accumulator_bytes: float
     activation_bytes: float
     temporary_bytes: float
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

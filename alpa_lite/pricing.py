@@ -330,16 +330,24 @@ class Estimator:
         return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
 
 
-def transfer_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
+def transfer_seconds(
+    planned: PlannedTransfer, cost_model: CostModel, *, source: Pricer | None = None, target: Pricer | None = None
+) -> float:
     """Seconds of a transfer between submeshes: steps in the source mesh, what is sent, steps in the receiving mesh.
 
-    All pieces go at once, and the busiest way out of or into a device or a host sets the pace.
+    All pieces go at once, and the busiest way out of or into a device or a host sets the pace. `source` and `target`
+    price the steps, where their devices are not those of `cost_model`.
     """
 
-    def inside(layout: Layout, steps: Sequence[Step]) -> float:
-        pricer = Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
+    def inside(layout: Layout, pricer: Pricer | None, steps: Sequence[Step]) -> float:
+        pricer = pricer or Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
         return sum(pricer.step_seconds(step, planned.array_bytes) for step in steps)
 
+    before = inside(planned.source, source, planned.resolve)
+    return before + _sending_seconds(planned, cost_model) + inside(planned.target, target, planned.gathers)
+
+
+def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
     per_host = cost_model.cluster.devices_per_host
     within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     busy: dict[tuple[str, int], set[int]] = {}
@@ -351,14 +359,22 @@ def transfer_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
             else:
                 across[way, host] += sent
                 busy.setdefault((way, host), set()).add(device)
-    sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in within.values()]
+    # A shared processor copies one piece after the other; each counts as sent and as received.
+    loads = [sum(within.values()) / 2] if cost_model.cluster.shared_processor else within.values()
+    sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in loads]
     sending += [cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at])) for at, b in across.items()]
-    return inside(planned.source, planned.resolve) + max(sending, default=0.0) + inside(planned.target, planned.gathers)
+    return max(sending, default=0.0)
 
 
 def dispatch_seconds(cluster: Cluster) -> float:
     """What the dispatch of a program adds to its time: devices of their own work on while the next one comes."""
     return cluster.device.dispatch_seconds if cluster.shared_processor else 0.0
+
+
+def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
+    """True when some devices of the two submeshes are on different hosts."""
+    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
+    return len(hosts) > 1
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:

@@ -2,6 +2,8 @@
 
 No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is found by exclusion (find_batch):
 arguments that come back among the outputs are state, keys are keys, and what is left must agree on its leading size.
+Where that does not tell, and no tree comes back (a forward function of parameters and data), the arguments whose arrays
+all agree on their leading size may hold it, and of several such sizes the one with which outputs lead (_without_state).
 """
 
 from __future__ import annotations
@@ -110,6 +112,10 @@ def trace(
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
     state = {owner[leaf] for leaf in aliases.values()}
     batch, size, problem = find_batch(state, leaves, owner, names, batch_argnums, len(args))
+    trees = {key for key in state if not jax.tree_util.all_leaves([{**positional, **keywords}[key]])}
+    likely = _without_state(leaves, owner, out_leaves)
+    if size is None and batch_argnums is None and not trees and likely is not None:
+        batch, size, problem = find_batch(state, leaves, owner, names, likely, len(args))
     return Traced(
         fun=fun,
         name=getattr(fun, "__name__", type(fun).__name__),
@@ -169,6 +175,23 @@ def _aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
             "in static_argnums."
         ) from error
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _without_state(
+    leaves: Sequence[jax.ShapeDtypeStruct], owner: Sequence[int | str], out_leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[int | str, ...] | None:
+    """The arguments that hold the batch of a function without state; None if it is not clear."""
+    sizes: dict[int | str, set[int]] = {}
+    for key, leaf in zip(owner, leaves, strict=True):
+        if leaf.shape and not _is_key(leaf):
+            sizes.setdefault(key, set()).add(leaf.shape[0])
+    agreeing = {key: min(found) for key, found in sizes.items() if len(found) == 1}
+    likely = set(agreeing.values())
+    if len(likely) > 1:
+        likely &= {leaf.shape[0] for leaf in out_leaves if leaf.shape}
+    if len(likely) != 1:
+        return None
+    return tuple(key for key, size in agreeing.items() if size in likely)
 
 
 def find_batch(

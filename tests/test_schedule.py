@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -10,12 +11,15 @@ from alpa_lite.schedule import (
     SCHEDULES,
     EagerOneFOneB,
     GPipe,
+    Inference,
     Interleaved1F1B,
     OneFOneB,
     Schedule,
     Sequential,
     Task,
     TaskKind,
+    WarmupSchedule,
+    ZeroBubbleH1,
     linearize,
     peak_held,
     peak_in_flight,
@@ -25,6 +29,11 @@ from alpa_lite.schedule import (
 )
 
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+whole_backward = pytest.mark.parametrize(
+    "schedule",
+    [schedule for schedule in SCHEDULES if schedule.name not in ("zero-bubble-h1", "inference")],
+    ids=lambda schedule: schedule.name,
+)
 num_stages = st.integers(1, 6)
 num_microbatches = st.integers(1, 9)
 seconds = st.integers(0, 9).map(float)
@@ -105,15 +114,19 @@ def test_every_schedule_is_valid_and_its_linear_order_respects_dependencies(sche
     for stage_tasks in tasks:
         assert all(position[first] < position[second] for first, second in pairwise(stage_tasks))
     for b in range(m):
-        path = [forward(stage, b) for stage in range(n)] + [backward(stage, b) for stage in reversed(range(n))]
+        back = [task for task in order if task.microbatch == b and task.kind.sends_back]
+        assert [task.stage for task in back] in ([], list(reversed(range(n))))
+        path = [*(forward(stage, b) for stage in range(n)), *back]
         assert all(position[first] < position[second] for first, second in pairwise(path))
+        for first in back if schedule == ZeroBubbleH1() else ():
+            assert position[first] < position[replace(first, kind=TaskKind.WEIGHT_GRADIENT)]
 
 
 @every_schedule
 def test_micro_batches_go_backward_in_ascending_order(schedule):
     n, m = sizes(schedule, 3, 2)
-    backwards = [task for tasks in schedule.tasks(n, m) for task in tasks if task.kind is TaskKind.BACKWARD]
-    for stage in range(n):
+    backwards = [task for tasks in schedule.tasks(n, m) for task in tasks if task.kind.is_last]
+    for stage in range(n) if schedule != Inference() else ():
         assert [task.microbatch for task in backwards if task.stage == stage] == list(range(m))
 
 
@@ -125,7 +138,7 @@ def test_linear_order_follows_the_earliest_end():
     )
 
 
-@every_schedule
+@whole_backward
 @given(data=st.data(), p=num_stages, m=num_microbatches)
 def test_spans_of_uneven_stages_respect_dependencies_and_transfers(schedule, data, p, m):
     n, m = sizes(schedule, p, m)
@@ -184,7 +197,7 @@ def test_in_the_long_run_a_pipeline_is_as_fast_as_its_slowest_part(transfer, n):
     assert per_microbatch(GPipe()) == pytest.approx(max(1, transfer) + max(2, transfer))
 
 
-@every_schedule
+@whole_backward
 @given(data=st.data(), p=num_stages, m=num_microbatches)
 def test_stages_that_share_a_processor_never_overlap(schedule, data, p, m):
     n, m = sizes(schedule, p, m)
@@ -194,6 +207,104 @@ def test_stages_that_share_a_processor_never_overlap(schedule, data, p, m):
     assert timeline.makespan_seconds == m * (sum(forwards) + sum(backwards))
     assert timeline.bubble_fraction == timeline.bubble_over_ideal == 0.0
     assert all(first.end_seconds <= second.start_seconds for first, second in pairwise(timeline.spans))
+
+
+# --- backward passes in two parts, and none ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "makespan", "peaks", "over_ideal", "of_total"),
+    [
+        (ZeroBubbleH1(), 27, [4, 4, 4, 4], 3 / 24, 3 / 27),
+        (Inference(), 11, [1, 1, 1, 1], 3 / 8, 3 / 11),
+    ],
+)
+def test_reference_values_without_a_bubble_and_without_a_backward_pass(schedule, makespan, peaks, over_ideal, of_total):
+    tasks = schedule.tasks(4, 8)
+    timeline = simulate(tasks, [1.0] * 4, [2.0] * 4)
+    assert timeline.makespan_seconds == makespan
+    assert [peak_in_flight(tasks_of_stage) for tasks_of_stage in tasks] == peaks
+    assert timeline.bubble_over_ideal == pytest.approx(over_ideal)
+    assert timeline.bubble_fraction == pytest.approx(of_total)
+
+
+@given(p=num_stages, groups=st.integers(1, 4), tw=st.integers(1, 5), ti=st.integers(0, 4), tf=st.integers(0, 4))
+def test_the_bubble_of_h1_lacks_the_weights_of_each_stage(p, groups, tw, ti, tf):
+    tf, ti, m = tw + tf, tw + ti, p * groups
+    timeline = simulate(ZeroBubbleH1().tasks(p, m), [tf] * p, [ti + tw] * p, weight_seconds=[tw] * p)
+    assert timeline.makespan_seconds == m * (tf + ti + tw) + (p - 1) * (tf + ti - tw)
+    assert timeline.makespan_seconds <= simulate(OneFOneB().tasks(p, m), [tf] * p, [ti + tw] * p).makespan_seconds
+
+
+@given(data=st.data(), p=num_stages, m=num_microbatches)
+def test_spans_of_two_parts_respect_dependencies_and_transfers(data, p, m):
+    forwards = data.draw(st.lists(seconds, min_size=p, max_size=p))
+    backwards = data.draw(st.lists(st.integers(9, 12).map(float), min_size=p, max_size=p))
+    weights = data.draw(st.lists(seconds, min_size=p, max_size=p))
+    transfers = data.draw(st.lists(seconds, min_size=p - 1, max_size=p - 1))
+    tasks = ZeroBubbleH1().tasks(p, m)
+    timeline = simulate(tasks, forwards, backwards, weight_seconds=weights, transfer_seconds=transfers)
+    spans = {(span.stage, span.microbatch, span.kind.value): span for span in timeline.spans}
+    assert len(spans) == 3 * p * m
+    for b in range(m):
+        for stage in range(p):
+            ahead, back = spans[stage, b, "forward"], spans[stage, b, "input gradient"]
+            last = spans[stage, b, "weight gradient"]
+            assert back.end_seconds - back.start_seconds == backwards[stage] - weights[stage]
+            assert last.end_seconds - last.start_seconds == weights[stage]
+            assert back.start_seconds >= ahead.end_seconds and last.start_seconds >= back.end_seconds
+            if stage > 0:
+                before = spans[stage - 1, b, "input gradient"]
+                assert before.start_seconds >= back.end_seconds + transfers[stage - 1]
+
+
+def test_the_order_of_h1_delays_weights_by_the_number_of_the_stage():
+    def text(stage: int) -> str:
+        short = {"forward": "F", "input gradient": "I", "weight gradient": "W"}
+        return " ".join(f"{short[t.kind.value]}{t.microbatch}" for t in ZeroBubbleH1().tasks(2, 3)[stage])
+
+    assert text(0) == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
+    assert text(1) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
+
+
+def test_validator_knows_the_parts_of_a_backward_pass():
+    first, second = ZeroBubbleH1().tasks(2, 2)
+    with pytest.raises(PlanError, match=r"weight gradient of micro-batch 1 on stage 1 0 times, not 1"):
+        validate((first, second[:-1]), 2, 2)
+    with pytest.raises(PlanError, match=r"backward of micro-batch 0 on stage 1 1 times, not 0"):
+        validate((first, (*second, backward(1, 0))), 2, 2)
+    weights_first = sorted(first, key=lambda task: task.kind is not TaskKind.WEIGHT_GRADIENT)
+    with pytest.raises(PlanError, match=r"weight gradient of micro-batch 0 on stage 0 waits for the backward of"):
+        validate((weights_first, second), 2, 2)
+    with pytest.raises(PlanError, match=r"no backward tasks of stage 1, but of others"):
+        validate((first, Inference().tasks(2, 2)[1]), 2, 2)
+
+
+@every_schedule
+def test_validator_bounds_what_is_in_flight(schedule):
+    n, m = sizes(schedule, 3, 2)
+    bounds = [schedule.in_flight(stage, n, m) for stage in range(n)]
+    validate(schedule.tasks(n, m), n, m, in_flight=bounds)
+    bounds[1] -= 1
+    with pytest.raises(
+        PlanError, match=rf"Stage 1 of the schedule holds {bounds[1] + 1} .* in_flight says {bounds[1]}"
+    ):
+        validate(schedule.tasks(n, m), n, m, in_flight=bounds)
+
+
+def test_a_schedule_of_the_users_own_is_found_by_its_name():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Lazy(WarmupSchedule):
+        extra: int = 0
+
+        @property
+        def name(self) -> str:
+            return "lazy"
+
+        def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+            return num_stages - stage - 1 + self.extra
+
+    assert Schedule.from_json(json.loads(json.dumps(Lazy(extra=2).to_json()))) == Lazy(extra=2)
 
 
 # --- several stages per processor -------------------------------------------------------------------------------------

@@ -180,3 +180,12 @@ def test_other_batch_sizes_are_traced_without_the_array() -> None:
 def test_the_batch_of_a_static_step_shifts_with_its_position() -> None:
     traced = trace(lambda kind, p, x, y: _step(p, x, y), ("a", {"w": W}, X, Y), static_argnums=0, batch_argnums=(2, 3))
     assert _batched(traced) == {"x", "y"}
+
+
+def test_the_batch_of_a_function_that_returns_no_argument_is_what_outputs_lead_with() -> None:
+    params = {"w": W, "v": W.T}
+    assert _batched(trace(lambda p, x, y: (x @ p["w"] - y).sum(), (params, X, Y))) == {"x", "y"}
+    alone = trace(lambda w, x: x @ w, (W, X))
+    assert _batched(alone) == {"x"} and alone.batch_size == 16
+    unclear = trace(lambda w, x: (x @ w).sum(), (W, X))
+    assert unclear.batch_size is None and "batch_argnums" in unclear.batch_problem

@@ -15,7 +15,7 @@ A step that is not such a sum is refused with the user's line (check_additive).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -218,9 +218,15 @@ def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
     return tuple(r for i, r in enumerate(op.results) if batch[r] is None and i in reached)
 
 
-def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
-    """Phase of each op of the loop: by JAX's transpose marks and data flow; without marks by the last first use."""
+def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> dict[int, Phase]:
+    """Phase of each op of the loop: by JAX's transpose marks and data flow; without marks by the last first use.
+
+    `batch`: the batch dim of each value. A loop without marks that sums up nothing of the form of a parameter has no
+    backward pass.
+    """
     marked = any("transpose(" in graph.ops[i].name_stack for i in loop)
+    if not marked and batch and not _sums_gradients(graph, loop, batch):
+        return dict.fromkeys(sorted(loop), Phase.FORWARD)
     first_uses = (next((c for c in graph.consumers[v] if c in loop), -1) for v in graph.inputs)
     last_first_use = max(first_uses, default=-1)
     phases: dict[int, Phase] = {}
@@ -240,9 +246,22 @@ def forward_or_backward(graph: Graph, loop: set[int]) -> dict[int, Phase]:
     return phases
 
 
-def assign_phases(graph: Graph, loop: set[int]) -> tuple[Phase, ...]:
-    """Phase of every op of the graph, given the ops of the loop."""
-    inside = forward_or_backward(graph, loop)
+def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -> bool:
+    """Whether the loop hands on a value without the batch that has the form of an argument without the batch."""
+    forms = {(v.shape, v.dtype) for v in map(graph.values.__getitem__, graph.inputs) if v.rank and batch[v.id] is None}
+    outputs = set(graph.outputs)
+    return any(
+        batch[r] is None
+        and (graph.values[r].shape, graph.values[r].dtype) in forms
+        and (r in outputs or any(c not in loop for c in graph.consumers[r]))
+        for i in loop
+        for r in graph.ops[i].results
+    )
+
+
+def assign_phases(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> tuple[Phase, ...]:
+    """Phase of every op of the graph, given the ops of the loop, and the batch dim of each value."""
+    inside = forward_or_backward(graph, loop, batch)
     needed, of_state, depends = _needed_by(graph, loop), set(graph.inputs), set[int]()
     phases: list[Phase] = []
     for op in graph.ops:

@@ -24,7 +24,7 @@ from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
-from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, solve_stage
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
@@ -174,6 +174,13 @@ class StageCosts:
             return solved
         peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    def in_two_parts(
+        self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
+    ) -> StageSolution:
+        """A solution for some layers with the parts of its backward pass; see `solve.in_two_parts`."""
+        catalogue = self._catalogue(self._kind(submesh, mesh), submesh, mesh)
+        return in_two_parts(self._view(first, last), catalogue.pricer, solution)
 
     def knows(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int, quick: bool) -> bool:
         """Whether `solution` need not solve anything within the memory of a device."""

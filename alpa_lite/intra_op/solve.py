@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from alpa_lite.graph.phases import Phase
+from alpa_lite.graph.weight_gradients import weight_gradient_ops
 from alpa_lite.intra_op.build import builder_of
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import Choice
@@ -27,7 +28,11 @@ RELATIVE_GAP = 5e-3
 @dataclass(frozen=True, kw_only=True)
 class StageSolution:
     """Decisions for one stage and what they cost. Seconds per micro-batch (forward, backward) and per step (update);
-    bytes per device. `choice` is None when nothing fits; `peak_bytes` then is the least that was found."""
+    bytes per device. `choice` is None when nothing fits; `peak_bytes` then is the least that was found.
+
+    `weight_seconds`, `handed_bytes`: of a backward pass in two parts (`in_two_parts`) what its second one takes, and
+    what is kept for it of each micro-batch.
+    """
 
     choice: Choice | None
     status: Status
@@ -44,6 +49,8 @@ class StageSolution:
     activation_bytes: float = 0.0
     temporary_bytes: float = 0.0
     collectives: tuple[CollectiveUse, ...] = ()
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -142,27 +149,57 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
     }
 
 
-def _walk(view: StageView, pricer: Pricer, choice: Choice, phase: Phase) -> Estimator:
-    """Price the ops of one phase as a task of its own."""
+def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> StageSolution:
+    """The solution with what its backward pass takes and holds where the gradients of weights are a task of their own.
+
+    That reads what the first part made, and what the forward pass saved.
+    """
+    choice = solution.choice
+    if choice is None:
+        return solution
+    graph, phases, batch = view.graph, view.step.phases, view.step.batch_dims
+    second = weight_gradient_ops(view.step, view.ops)
+    read = {v for o in second for v in graph.ops[o].operands if v not in view.free and graph.values[v].literal is None}
+    handed = [v for v in read if _is_of_loop(graph.producer[v], phases, second, batched=batch[v] is not None)]
+    return replace(
+        solution,
+        weight_seconds=min(solution.backward_seconds, _walk(view, pricer, choice, Phase.BACKWARD, second).seconds),
+        handed_bytes=sum(local_bytes(graph.values[v], _spec_of(view, choice, v), pricer.sizes) for v in handed),
+    )
+
+
+def _is_of_loop(producer: int | None, phases: Sequence[Phase], second: frozenset[int], *, batched: bool) -> bool:
+    """Whether a value is made before the second part of a backward pass, for each micro-batch."""
+    if producer is None:
+        return batched
+    return phases[producer].in_loop and producer not in second
+
+
+def _walk(
+    view: StageView, pricer: Pricer, choice: Choice, phase: Phase, part: frozenset[int] | None = None
+) -> Estimator:
+    """Price the ops of one phase, or a part of them, as a task of its own."""
     phases = view.step.phases
     runs = view.step.num_microbatches if phase.in_loop else 1
     estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
     walk = Walk(view.graph, choice.ops, pricer.sizes, estimator)
-    mine = [o for o in view.ops if phases[o] is phase]
+    mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
     repeated = _invariant_needs(view, mine)
-    _enter(walk, view, choice, phase, repeated)
-    walk.run(o for o in view.ops if phases[o] is phase or o in repeated)
-    _leave(walk, view, choice, phase)
+    run = repeated.union(mine)
+    _enter(walk, view, choice, phase, run)
+    walk.run(o for o in view.ops if o in run)
+    _leave(walk, view, choice, phase, run)
     return estimator
 
 
-def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repeated: frozenset[int]) -> None:
-    """Make known what comes into a task: inputs, and values of other phases in the specs that they left in."""
+def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
+    """Make known what comes into a task that runs some ops: inputs, and values of others in the specs that they left
+    in."""
     graph, phases, free = view.graph, view.step.phases, view.free
     for v, spec in choice.inputs.items():
         walk.put(v, spec, Estimator.NOTHING)
     for op_id in view.ops:
-        if phases[op_id] in (phase, Phase.INVARIANT) or op_id in repeated:
+        if phases[op_id] is Phase.INVARIANT or op_id in run:
             continue
         placement = choice.ops.get(op_id)
         for i, r in enumerate(graph.ops[op_id].results):
@@ -174,13 +211,13 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, repea
             _resolve(walk, v, accumulator.resolved)
 
 
-def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase) -> None:
-    """Bring what leaves a task into its spec: sums as they are stored, state as it came in."""
-    graph, phases = view.graph, view.step.phases
+def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
+    """Bring what leaves a task that runs some ops into its spec: sums as they are stored, state as it came in."""
+    graph = view.graph
     if phase.in_loop:
         for v, accumulator in choice.accumulators.items():
             producer = graph.producer[v]
-            if producer is not None and phases[producer] is phase:
+            if producer in run:
                 walk.get(v, accumulator.stored)
         return
     for out, target in view.step.aliases.items():

@@ -29,6 +29,7 @@ from alpa_lite.graph.wiring import Wiring
 from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.local import LocalOp, bind_local
+from alpa_lite.lower.parts import run_parts
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.lower.waiting import once_there
 from alpa_lite.plan import OpPlacement
@@ -221,15 +222,7 @@ def emit_task(
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
-        # Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
-        for part in _by_phase(task.ops, step):
-            walk.forget()
-            if step.phases[part[-1]] is Phase.UPDATE:
-                for value, stored, resolved in task.resolved:
-                    walk.get(value, stored)
-                    walk.arrays[value] = {stored: walk.arrays[value][stored]}
-                    walk.arrays[value] = {resolved: walk.get(value, resolved)}
-            walk.run(part)
+        for _ in run_parts(walk, task, step):
             machine.part += 1
         results = [walk.get(port.value, port.spec) for port in outs]
         if accumulate:
@@ -254,15 +247,6 @@ def emit_task(
         donated=(*donated, *summed),
         takes_microbatch=positional,
     )
-
-
-def _by_phase(ops: Sequence[int], step: StepGraph) -> list[list[int]]:
-    """The ops of a task phase by phase; invariant ones go with the first."""
-    parts: dict[Phase, list[int]] = {Phase.FORWARD: [], Phase.BACKWARD: [], Phase.UPDATE: []}
-    first = next((phase for phase in parts if any(step.phases[i] is phase for i in ops)), Phase.UPDATE)
-    for i in ops:
-        parts[first if step.phases[i] is Phase.INVARIANT else step.phases[i]].append(i)
-    return [part for part in parts.values() if part]
 
 
 def _is_positional(op: Op) -> bool:

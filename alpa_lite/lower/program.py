@@ -22,7 +22,7 @@ from alpa_lite.graph.ir import Value, item_bytes
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.slice import Slicer, TaskSpec
 from alpa_lite.plan import Plan
-from alpa_lite.schedule import TaskKind, linearize
+from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding import Spec
 
 SUM = -1
@@ -142,11 +142,12 @@ class _ProgramBuilder:
 
     def _loop(self) -> None:
         numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
-        lists = self.plan.schedule.tasks(len(self.plan.stages), self.step.num_microbatches)
+        schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
+        lists = schedule.tasks(count, m)
+        validate(lists, count, m, in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)])
         for slot in linearize(lists):
-            kind = "forward" if slot.kind is TaskKind.FORWARD else "backward"
-            number = numbers.get((slot.stage, kind))
-            if number is None and kind == "backward":
+            number = numbers.get((slot.stage, slot.kind.value))
+            if number is None and slot.kind.sends_back:
                 number = numbers.get((slot.stage, "forward+backward"))
             if number is not None:
                 self._run(number, self.tasks[number], slot.microbatch)

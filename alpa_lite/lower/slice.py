@@ -1,7 +1,4 @@
-"""Slicing a step into tasks: the parts that become one executable each.
-
-    forward, backward   of each stage, once per micro-batch (one task where nothing comes between them)
-    update              of each stage, once per step; in several waves where stages exchange values (a global norm)
+"""Slicing a step into tasks: the parts that become one executable each, of all ops with the same place (`places`).
 
 Invariant ops and free values are repeated in every task that reads them. Every other op is in exactly one task.
 """
@@ -9,15 +6,13 @@ Invariant ops and free values are repeated in every task that reads them. Every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.lower.places import Place, is_whole, places_of
 from alpa_lite.plan import Plan, StagePlan
 from alpa_lite.rules.graph_facts import free_values
-from alpa_lite.schedule import TaskKind
 from alpa_lite.sharding import Spec, replicated
 
 
@@ -33,7 +28,8 @@ class Port:
 class TaskSpec:
     """One executable of a stage.
 
-    kind          "forward", "backward", "forward+backward", "update" or "step" (all of it)
+    kind          "forward", "backward" (or its parts, "input gradient" and "weight gradient"), "forward+backward",
+                  "update" or "step" (all of it); "forward+backward" holds the first part alone where there are two
     ops           in order, repeated ones included
     inputs, outputs
     sums          values of the loop that are added up over micro-batches, as stored
@@ -55,15 +51,6 @@ class TaskSpec:
         return f"stage {self.stage} {self.kind}" + (f" {self.wave}" if self.wave else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where an op of the step runs: its stage, the kind of its task and the wave of the update."""
-
-    stage: int
-    kind: str
-    wave: int = 0
-
-
 class Slicer:
     """Derives the tasks of a plan from the data flow of its step."""
 
@@ -76,45 +63,8 @@ class Slicer:
         self.homes = {
             v: plan.stage_of_layer(layer) for v, layer in zip(step.graph.inputs, plan.input_layers, strict=True)
         }
-
-    @cached_property
-    def fused(self) -> frozenset[int]:
-        """Stages whose forward and backward of a micro-batch always run back to back: at most the last one."""
-        last = len(self.plan.stages) - 1
-        lists = self.plan.schedule.tasks(last + 1, self.plan.num_microbatches)
-        after = dict(pairwise(lists[last % len(lists)]))
-        forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
-        return frozenset([last] if all(after[t] == replace(t, kind=TaskKind.BACKWARD) for t in forwards) else [])
-
-    @cached_property
-    def whole(self) -> bool:
-        """True when the step is one task: one stage, one micro-batch."""
-        return len(self.plan.stages) == 1 and self.plan.num_microbatches == 1
-
-    @cached_property
-    def places(self) -> tuple[Place | None, ...]:
-        """Where each op runs; None for invariant ops."""
-        places: list[Place | None] = []
-        for op in self.graph.ops:
-            layer = self.plan.op_layers[op.id]
-            places.append(None if layer is None else self._place(op.id, self.plan.stage_of_layer(layer), places))
-        return tuple(places)
-
-    def _place(self, op_id: int, stage: int, places: list[Place | None]) -> Place:
-        phase = self.step.phases[op_id]
-        if self.whole:
-            return Place(stage=stage, kind="step")
-        if phase.in_loop:
-            return Place(stage=stage, kind="forward+backward" if stage in self.fused else phase.value)
-        wave = 0
-        for v in self.graph.ops[op_id].operands:
-            producer = self.graph.producer[v]
-            origin = places[producer] if producer is not None else None
-            if origin is not None:
-                # A value of another stage's loop is resolved there first, by its update.
-                earlier = origin.wave if origin.kind == "update" else 0
-                wave = max(wave, earlier + (origin.stage != stage))
-        return Place(stage=stage, kind="update", wave=wave)
+        self.whole = is_whole(plan)
+        self.places = places_of(plan, step)
 
     def tasks(self) -> tuple[TaskSpec, ...]:
         """All tasks, in an order that respects their dependencies within one micro-batch."""
@@ -129,9 +79,7 @@ class Slicer:
                 members.setdefault(Place(stage=self._stage_of_value(v), kind="update"), [])
             elif self._is_invariant(v):
                 members.setdefault(Place(stage=0, kind="step" if self.whole else "update"), [])
-        order = {"step": 0, "forward": 0, "forward+backward": 1, "backward": 2, "update": 3}
-        places = sorted(members, key=lambda p: (order[p.kind], p.wave, -p.stage if p.kind == "backward" else p.stage))
-        return tuple(self._task(place, members[place]) for place in places)
+        return tuple(self._task(place, members[place]) for place in sorted(members, key=lambda place: place.order))
 
     # -------------------------------------------------------------------------------------------------- values
 

@@ -26,12 +26,12 @@ from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap
+from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.steps import Steps
 from alpa_lite.planners.zero import Zero
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule
+from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import Cluster
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
@@ -43,8 +43,8 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
 )
 """The classic plans that are always priced beside the search."""
 
-SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), GPipe())
-"""Schedules of pipelines that are tried; the less memory they need, the earlier."""
+SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
+"""Schedules of pipelines that are tried; stages are searched for the first two, the one with less memory first."""
 
 PROVEN_GAP = 0.005
 """A plan this close to its lower bound is called optimal: prices are not better than that."""
@@ -179,9 +179,10 @@ class Auto(Planner):
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
         space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
+        schedules = (self.schedule,) if self.schedule else SCHEDULES
         yield from JointSearch(
             request=request,
-            schedules=(self.schedule,) if self.schedule else SCHEDULES,
+            schedules=tuple(dict.fromkeys(schedule_for(request.step_at(1, 0), schedule) for schedule in schedules)),
             space=space,
             name=self.name,
             steps=Steps(

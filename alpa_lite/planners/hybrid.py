@@ -28,12 +28,12 @@ from alpa_lite.layers import subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.cutting import cut_into_stages
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, schedule_for
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.planners.steps import policies_of
 from alpa_lite.rematerialise import Remat, rematerialise
-from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight
+from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.strategies import AxisRole, Restriction, Split
 from cost_models import Cluster
 
@@ -96,7 +96,8 @@ class Hybrid(Planner):
         by_loops = self.equal == "loops"
         cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
         step, layers = cut.step, cut.layers
-        tasks = self.schedule.tasks(self.num_stages, step.num_microbatches)
+        schedule = schedule_for(step, self.schedule)
+        tasks = schedule.tasks(self.num_stages, step.num_microbatches)
         for _, mesh in places:
             check_batch(self, step, mesh)
         if self.remat != "none":
@@ -122,7 +123,7 @@ class Hybrid(Planner):
             for i, (submesh, mesh) in zip(range(self.num_stages), cycle(places), strict=False)
             for first, last in [_layers_of(i, per_stage)]
         ]
-        plan = assemble(self.name, request, step, layers, stages, self.schedule, started)
+        plan = assemble(self.name, request, step, layers, stages, schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
@@ -223,9 +224,12 @@ class Hybrid(Planner):
         """The stages of one part of the cluster, which share its memory."""
         per_stage = costs.layers.num_layers // self.num_stages
 
+        in_two = splits_backward(tasks)
+
         def solve(stage: int, in_flight: int, limit_bytes: float) -> StageSolution:
-            layers = _layers_of(stage, per_stage)
-            return costs.solution(*layers, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes)
+            where = (*_layers_of(stage, per_stage), submesh, mesh)
+            found = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(*where, found) if in_two else found
 
         found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
         if found.fits:

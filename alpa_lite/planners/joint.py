@@ -42,7 +42,7 @@ from alpa_lite.planners.planner import (
     assemble,
     stacks_seconds,
 )
-from alpa_lite.planners.refine import Found, refined, rescheduled
+from alpa_lite.planners.refine import Found, made_to_fit, refined, rescheduled
 from alpa_lite.planners.relax import tightest_stage
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
@@ -331,6 +331,7 @@ class JointSearch:
     def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
         """Stages under the fastest schedule that their memory allows."""
         costs, stages = self._placed(search, choice)
+        stages = made_to_fit(costs, stages, search.schedule)
         ways = [stages, *self._agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
         best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
@@ -19,10 +19,10 @@ from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan,
 from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
-from alpa_lite.pricing import Pricer, dispatch_seconds
+from alpa_lite.pricing import Pricer, crosses_hosts, dispatch_seconds
 from alpa_lite.progress import Progress
 from alpa_lite.rules.graph_facts import opaque_ops
-from alpa_lite.schedule import Schedule, simulate
+from alpa_lite.schedule import Inference, Schedule, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -141,6 +141,12 @@ def assemble(
     )
 
 
+def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
+    """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
+    forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
+    return Inference() if forward_alone else schedule
+
+
 def relative_gap(seconds: float, bound: float) -> float:
     """How much less than `seconds` the best can take at most, relative to it."""
     return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
@@ -202,11 +208,13 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         accumulators=choice.accumulators,
         forward_seconds=solution.forward_seconds,
         backward_seconds=solution.backward_seconds,
+        weight_seconds=solution.weight_seconds,
         update_seconds=solution.update_seconds,
         state_bytes=solution.state_bytes,
         accumulator_bytes=solution.accumulator_bytes,
         activation_bytes=solution.activation_bytes,
         temporary_bytes=solution.temporary_bytes,
+        handed_bytes=solution.handed_bytes,
     )
 
 
@@ -242,7 +250,8 @@ def _predicted(
     timeline = simulate(
         tasks,
         [s.forward_seconds + overhead for s in solutions],
-        [s.backward_seconds + overhead for s in solutions],
+        [s.backward_seconds + (2 if s.weight_seconds else 1) * overhead for s in solutions],
+        weight_seconds=[s.weight_seconds + overhead if s.weight_seconds else 0.0 for s in solutions],
         transfer_seconds=transfers,
         serialized=request.cluster.shared_processor,
     )
@@ -295,9 +304,3 @@ def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages
     apart = any(crosses_hosts(request.cluster, submeshes[0], other) for other in submeshes[1:])
     links = min(submesh.num_devices for submesh in submeshes)
     return 2.0 * request.cost_model.transfer_seconds(moved, crosses_hosts=apart, num_links=links)
-
-
-def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
-    """True when some devices of the two submeshes are on different hosts."""
-    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
-    return len(hosts) > 1

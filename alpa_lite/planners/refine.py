@@ -1,7 +1,7 @@
 """What is done to the stages that the search found: solved closer to the best, run under other schedules.
 
 polish      each stage again, to a smaller gap, within a time limit                              `polished`
-schedules   the same stages under each schedule whose micro-batches in flight they hold          `rescheduled`
+schedules   the same stages under each schedule that their memory allows                         `rescheduled`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
 """
 
@@ -11,21 +11,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.layers import Cut
+from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Prediction
 from alpa_lite.planners.agreement import forms_given
 from alpa_lite.planners.planner import PlacedStage, PlanRequest, predict
-from alpa_lite.planners.shared_devices import solve_together
+from alpa_lite.planners.shared_devices import device_peak, solve_together
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import Interleaved1F1B, Schedule
+from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
 
 POLISH_SECONDS = 3.0
 """How long one stage may be solved again."""
-
 
 CHUNKS = (2, 4, 8)
 """Of interleaved pipelines, the chunks of each group of devices: more of them while that is faster."""
@@ -50,6 +50,7 @@ class Found:
     @staticmethod
     def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
         """The stages with what they are predicted to take."""
+        stages = scheduled(costs, stages, schedule)
         prediction = predict(request, costs.step, costs.layers, stages, schedule)
         return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
 
@@ -122,12 +123,9 @@ def polished(request: PlanRequest, found: Found) -> Found:
         better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
         stages.append(replace(stage, solution=solution) if better else stage)
     stages.reverse()
-    again = replace(
-        found,
-        stages=tuple(stages),
-        prediction=predict(request, found.costs.step, found.costs.layers, stages, found.schedule),
-    )
-    return again if again.seconds < found.seconds else found
+    again = Found.of(request, found.costs, stages, found.schedule)
+    better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
+    return replace(again, sum_seconds=found.sum_seconds) if better else found
 
 
 def _seconds(solution: StageSolution) -> float:
@@ -138,37 +136,86 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
     """The same stages under the fastest schedule that their memory allows."""
     best = found
     for schedule in schedules if len(found.stages) > 1 else ():
-        other = replace(found, schedule=schedule)
-        held = zip(found.stages, other.in_flight, strict=True)
-        if all(s.solution.bytes_in_flight(n) <= found.costs.room_bytes(s.submesh) for s, n in held):
-            prediction = predict(request, found.costs.step, found.costs.layers, found.stages, schedule)
-            best = min(best, replace(other, prediction=prediction), key=lambda way: way.seconds)
+        if fits(found.costs, found.stages, schedule):
+            other = Found.of(request, found.costs, found.stages, schedule)
+            best = min(best, replace(other, sum_seconds=found.sum_seconds), key=lambda way: way.seconds)
     return best
+
+
+def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """The stages as a schedule runs them: where it cuts backward passes in two, with what the parts take."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, stage in enumerate(stages):
+        solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
+        if splits_backward(lists[number % len(lists)]):
+            solution = costs.in_two_parts(stage.first, stage.last, stage.submesh, stage.mesh, solution)
+        found.append(replace(stage, solution=solution))
+    return found
+
+
+def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> bool:
+    """Whether stages on devices of their own have memory for what a schedule lets them hold."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    as_run = scheduled(costs, stages, schedule)
+    return all(
+        device_peak({i: stage.solution}, tasks) <= costs.room_bytes(stage.submesh)
+        for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
+    )
+
+
+def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """The stages with shardings that leave room for all that a schedule holds, where it holds more than the search saw.
+
+    Raises `InfeasibleError` where there are none.
+    """
+    if fits(costs, stages, schedule):
+        return list(stages)
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
+        where = (stage.first, stage.last, stage.submesh, stage.mesh)
+
+        def solve(
+            _: int,
+            in_flight: int,
+            limit_bytes: float,
+            where: tuple[int, int, Submesh, LogicalMesh] = where,
+            in_two: bool = splits_backward(tasks),
+        ) -> StageSolution:
+            solution = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(*where, solution) if in_two else solution
+
+        together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
+        if not together.fits:
+            raise InfeasibleError(f"Stage {number} of {len(stages)} does not fit under {schedule}.")
+        found.append(replace(stage, solution=together.solutions[number]))
+    return found
 
 
 def interleaved(request: PlanRequest, found: Found, steps: Steps, num_chunks: int) -> Found | None:
     """So many chunks of the layers dealt out over the submesh of each stage; None where that is not possible."""
     schedule = Interleaved1F1B(num_chunks=num_chunks)
-    parts, number = len(found.stages), found.costs.step.num_microbatches
+    parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
     chunks = parts * num_chunks
-    if number % parts:
+    if num_microbatches % parts:
         return None
     try:
-        costs, per_chunk = steps.mixed(number, Cut.into(chunks), found.policies * num_chunks)
+        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), found.policies * num_chunks)
     except PlanError:  # too few ops
         return None
     tasks = schedule.tasks(chunks, costs.step.num_microbatches)
     solved: dict[int, StageSolution] = {}
-    for number in reversed(range(parts)):
+    for part in reversed(range(parts)):
 
         def solve(
-            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[number]
+            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[part]
         ) -> StageSolution:
             first, last = _layers_of(chunk, per_chunk)
             where = (place.submesh, place.mesh)
             return costs.solution(first, last, *where, in_flight=in_flight, limit_bytes=limit_bytes)
 
-        together = solve_together(solve, tasks[number], costs.room_bytes(found.stages[number].submesh))
+        together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
         if not together.fits:
             return None
         solved |= together.solutions

@@ -4,6 +4,8 @@ The chunks c of an interleaved pipeline lie on the same devices and run in turn,
 
     peak  = Σ_c (state_c + sums_c) + max over time of Σ_c held_c · activations_c + max_c temporaries_c     `device_peak`
 
+where a backward pass in two parts keeps something else for the second one than for the first.
+
 Each stage is solved by itself first, with all of the memory. Where the best of each do not fit together, they get less:
 limit_c = reserved_c · memory / peak, and what cannot go so low gets what it needs (`solve_together`).
 """
@@ -34,11 +36,11 @@ class Together:
 
 def device_peak(solutions: Mapping[int, StageSolution], tasks: Sequence[Task]) -> float:
     """Peak bytes per device of the stages whose tasks are listed. Solutions must have a choice."""
-    sizes = [0.0] * (1 + max(solutions))
+    sizes, handed = ([0.0] * (1 + max(solutions)) for _ in range(2))
     for stage, solution in solutions.items():
-        sizes[stage] = solution.activation_bytes
+        sizes[stage], handed[stage] = solution.activation_bytes, solution.handed_bytes
     kept = sum(s.state_bytes + s.accumulator_bytes for s in solutions.values())
-    return kept + peak_held(tasks, sizes) + max(s.temporary_bytes for s in solutions.values())
+    return kept + peak_held(tasks, sizes, handed) + max(s.temporary_bytes for s in solutions.values())
 
 
 def held_at_peak(tasks: Sequence[Task]) -> dict[int, int]:
@@ -46,7 +48,7 @@ def held_at_peak(tasks: Sequence[Task]) -> dict[int, int]:
     held = dict.fromkeys((task.stage for task in tasks), 0)
     most, total = dict(held), 0
     for task in tasks:
-        held[task.stage] += 1 if task.kind is TaskKind.FORWARD else -1
+        held[task.stage] += 1 if task.kind is TaskKind.FORWARD else -1 if task.kind.is_last else 0
         if sum(held.values()) > total:
             most, total = dict(held), sum(held.values())
     return {stage: max(1, number) for stage, number in most.items()}
@@ -65,8 +67,9 @@ def solve_together(solve: Solve, tasks: Sequence[Task], memory_bytes: float) -> 
         reserved = sum(solution.peak_bytes for solution in solutions.values())
         peak = reserved if lacking else device_peak(solutions, tasks)
         if peak < found.peak_bytes or not found.solutions:
-            # What is alone on its devices was solved within their memory as it is.
-            fits = not lacking and (peak <= memory_bytes or len(limits) == 1)
+            # What is alone on its devices was solved within their memory as it is, but for what it hands on.
+            alone = len(limits) == 1 and not any(s.handed_bytes for s in solutions.values())
+            fits = not lacking and (peak <= memory_bytes or alone)
             found = Together(solutions=solutions, peak_bytes=peak, fits=fits)
         if found.fits or any(limits[s] >= memory_bytes for s in lacking):
             break

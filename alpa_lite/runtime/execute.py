@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.leaves import Leaves, put
+from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.sharding import Spec
 
@@ -45,18 +45,6 @@ def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh
         chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
         meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
     return tuple(meshes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTime:
-    """Measured span of one instruction, in seconds since the step began."""
-
-    stage: int
-    kind: str
-    name: str
-    microbatch: int | None
-    start_seconds: float
-    end_seconds: float
 
 
 class Executor:
@@ -180,7 +168,7 @@ class Executor:
             self._execute(instruction, arrays, parts)
             if record is not None:
                 jax.block_until_ready([arrays[b] for b in instruction.writes])
-                record.append(self._time_of(instruction, start, time.perf_counter() - began))
+                record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
             elif self.bound_launches and self._launches(instruction):
                 in_flight.append(arrays[instruction.writes[-1]])
                 if len(in_flight) > MAX_IN_FLIGHT:
@@ -194,17 +182,6 @@ class Executor:
         if instruction.kind == "SEND":
             return self.transfers[instruction.writes[0]].num_programs > 0
         return instruction.kind == "RUN" and bool(instruction.writes)
-
-    def _time_of(self, instruction: Instruction, start: float, end: float) -> TaskTime:
-        name = self.program.tasks[instruction.task].name if instruction.kind == "RUN" else instruction.kind
-        return TaskTime(
-            stage=instruction.stage,
-            kind=instruction.kind,
-            name=name,
-            microbatch=instruction.microbatch,
-            start_seconds=start,
-            end_seconds=end,
-        )
 
     def _execute(self, instruction: Instruction, arrays: dict[Buffer, Any], inputs: Sequence[Any]) -> None:
         kind = instruction.kind

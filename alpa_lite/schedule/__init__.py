@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order each processor runs the forward and backward tasks of its stages.
+"""Pipeline schedules: in which order each processor runs the tasks of its stages.
 
 A schedule is a frozen value. It only orders tasks; how long they take is an argument of `simulate`. A processor is the
 group of devices that a stage runs on. There is one per stage, unless the schedule gives each processor v stages (the
@@ -17,14 +17,18 @@ from alpa_lite.schedule.clock import validate as validate
 from alpa_lite.schedule.orders import SCHEDULES as SCHEDULES
 from alpa_lite.schedule.orders import EagerOneFOneB as EagerOneFOneB
 from alpa_lite.schedule.orders import GPipe as GPipe
+from alpa_lite.schedule.orders import Inference as Inference
 from alpa_lite.schedule.orders import Interleaved1F1B as Interleaved1F1B
 from alpa_lite.schedule.orders import OneFOneB as OneFOneB
 from alpa_lite.schedule.orders import Schedule as Schedule
 from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
+from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
 from alpa_lite.schedule.orders import schedule_named as schedule_named
 from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind
 from alpa_lite.schedule.tasks import TaskLists as TaskLists
+from alpa_lite.schedule.tasks import kinds_of as kinds_of
 from alpa_lite.schedule.tasks import peak_held as peak_held
 from alpa_lite.schedule.tasks import peak_in_flight as peak_in_flight
+from alpa_lite.schedule.tasks import splits_backward as splits_backward

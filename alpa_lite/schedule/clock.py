@@ -2,6 +2,7 @@
 
 ready(i,b,forward)  = end(i-1,b,forward) + transfer(i-1,i)                              `_dependencies`
 ready(i,b,backward) = max(end(i+1,b,backward) + transfer(i,i+1), end(i,b,forward))      `_dependencies`
+ready(i,b,weight gradient) = end(i,b,input gradient), which is the backward in the line above
 start = max(ready, end of the task before it in the list of the processor), end = start + duration      `_run`
 bubble_fraction = idle / (idle + busy)   (GPipe's definition)                           `simulate`
 bubble_over_ideal = idle / busy          (Megatron's definition)                        `simulate`
@@ -14,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.tasks import Task, TaskKind
+from alpa_lite.schedule.tasks import Task, TaskKind, kinds_of, peak_in_flight
+
+_PASSES: tuple[frozenset[TaskKind], ...] = (
+    frozenset((TaskKind.FORWARD, TaskKind.BACKWARD)),
+    frozenset((TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)),
+    frozenset((TaskKind.FORWARD,)),
+)
+"""What stages may do with a micro-batch: all of the backward pass at once, in two parts, or nothing but the forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +50,18 @@ class Timeline:
     bubble_over_ideal: float
 
 
-def validate(schedule_tasks: Sequence[Sequence[Task]], num_stages: int, num_microbatches: int) -> None:
+def validate(
+    schedule_tasks: Sequence[Sequence[Task]],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    in_flight: Sequence[int] = (),
+) -> None:
     """Raise PlanError unless the lists hold every task exactly once, stage i in list i mod their number, in an order
-    that can finish."""
+    that can finish, and no stage holds more micro-batches at one time than `in_flight` says (empty: any number).
+
+    A stage runs one backward task per micro-batch, or an input and a weight gradient; or no stage runs any of them.
+    """
     if not schedule_tasks or num_stages % len(schedule_tasks):
         raise PlanError(
             f"A schedule of {num_stages} stages needs as many task lists, or a number that divides them, but has"
@@ -52,17 +69,46 @@ def validate(schedule_tasks: Sequence[Sequence[Task]], num_stages: int, num_micr
         )
     for number, tasks in enumerate(schedule_tasks):
         mine = range(number, num_stages, len(schedule_tasks))
-        pairs = [(stage, b) for stage in mine for b in range(num_microbatches)]
-        expected = {Task(stage=stage, microbatch=b, kind=kind): 1 for stage, b in pairs for kind in TaskKind}
+        kinds = {stage: _pass_of(found) for stage, found in kinds_of(tasks).items()}
+        expected = {
+            Task(stage=stage, microbatch=b, kind=kind): 1
+            for stage in mine
+            for b in range(num_microbatches)
+            for kind in kinds.get(stage, _PASSES[0])
+        }
         counts = Counter(tasks)
         for task in (*expected, *counts):
             if counts[task] != expected.get(task, 0):
                 raise PlanError(
                     f"The list of stage {', '.join(map(str, mine))} holds the {task} {counts[task]} times, not"
-                    f" {expected.get(task, 0)}: it needs both tasks of each of the {num_microbatches} micro-batches"
+                    f" {expected.get(task, 0)}: it needs the tasks of each of the {num_microbatches} micro-batches"
                     " once, and nothing else."
                 )
+    _check_passes(schedule_tasks)
     linearize(schedule_tasks)
+    for stage, most in enumerate(in_flight):
+        held = peak_in_flight([t for t in schedule_tasks[stage % len(schedule_tasks)] if t.stage == stage])
+        if held > most:
+            raise PlanError(
+                f"Stage {stage} of the schedule holds {held} micro-batches at one time, but its in_flight says {most}:"
+                " memory would be planned for too few. Make in_flight return the larger number."
+            )
+
+
+def _pass_of(kinds: frozenset[TaskKind]) -> frozenset[TaskKind]:
+    """What a stage is to do with every micro-batch, from the kinds of task that it has."""
+    return next((wanted for wanted in _PASSES if kinds == wanted), _PASSES[0] if len(kinds) < 2 else _PASSES[1])
+
+
+def _check_passes(schedule_tasks: Sequence[Sequence[Task]]) -> None:
+    """Either all stages have a backward pass or none."""
+    found = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
+    without = [stage for stage, kinds in sorted(found.items()) if kinds == _PASSES[2]]
+    if 0 < len(without) < len(found):
+        raise PlanError(
+            f"The schedule has no backward tasks of stage {', '.join(map(str, without))}, but of others. Give all of"
+            " them, or none for inference."
+        )
 
 
 def linearize(tasks_per_processor: Sequence[Sequence[Task]]) -> tuple[Task, ...]:
@@ -72,7 +118,7 @@ def linearize(tasks_per_processor: Sequence[Sequence[Task]]) -> tuple[Task, ...]
     task seldom waits behind one that ends later. Raises PlanError if the lists wait for each other.
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=0)
-    unit = {TaskKind.FORWARD: [1.0] * num_stages, TaskKind.BACKWARD: [2.0] * num_stages}
+    unit = _seconds_by_kind([1.0] * num_stages, [2.0] * num_stages, [1.0] * num_stages)
     spans = _run(tasks_per_processor, unit, [0.0] * (num_stages - 1), serialized=False)
     return tuple(Task(stage=span.stage, microbatch=span.microbatch, kind=span.kind) for span in spans)
 
@@ -82,12 +128,14 @@ def simulate(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     *,
+    weight_seconds: Sequence[float] = (),
     transfer_seconds: Sequence[float] = (),
     serialized: bool = False,
 ) -> Timeline:
     """Run the task lists on a clock.
 
-    `forward_seconds` and `backward_seconds` are those of each stage, per micro-batch. `transfer_seconds[i]` lies
+    `forward_seconds` and `backward_seconds` are those of each stage, per micro-batch. `weight_seconds`, of the backward
+    ones, are those of weight gradients where they are tasks of their own (empty: half). `transfer_seconds[i]` lies
     between stages i and i+1, in either direction (empty: none): it delays the receiver and keeps neither stage busy,
     but the way between two processors, which carries one micro-batch after the other in each direction.
     Stage i belongs to list i mod their number. `serialized`: all of them share one processor, which runs the ready
@@ -95,13 +143,15 @@ def simulate(
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=-1)
     transfer_seconds = transfer_seconds if len(transfer_seconds) else [0.0] * (num_stages - 1)
-    for times, needed in ((forward_seconds, 0), (backward_seconds, 0), (transfer_seconds, 1)):
+    weight_seconds = weight_seconds if len(weight_seconds) else [seconds / 2 for seconds in backward_seconds]
+    all_times = ((forward_seconds, 0), (backward_seconds, 0), (weight_seconds, 0), (transfer_seconds, 1))
+    for times, needed in all_times:
         if len(times) != num_stages - needed or min(times, default=0.0) < 0:
             raise PlanError(
                 f"{num_stages} stages need {num_stages} forward and backward times and {num_stages - 1} transfer"
                 f" times, none of them negative, but one of these is {list(times)}."
             )
-    seconds = {TaskKind.FORWARD: forward_seconds, TaskKind.BACKWARD: backward_seconds}
+    seconds = _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds)
     spans = _run(tasks_per_processor, seconds, transfer_seconds, serialized=serialized)
     makespan = max((span.end_seconds for span in spans), default=0.0)
     busy = sum(span.end_seconds - span.start_seconds for span in spans)
@@ -115,12 +165,32 @@ def simulate(
     )
 
 
+def _seconds_by_kind(
+    forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+) -> dict[TaskKind, Sequence[float]]:
+    return {
+        TaskKind.FORWARD: forward,
+        TaskKind.BACKWARD: backward,
+        TaskKind.INPUT_GRADIENT: [max(0.0, b - w) for b, w in zip(backward, weight, strict=True)],
+        TaskKind.WEIGHT_GRADIENT: weight,
+    }
+
+
+def _done(task: Task) -> Task:
+    """The name under which the end of a task is known to those that wait for it: a stage waits for what the next one
+    sends back, whether that is all of its backward pass or the first part."""
+    return replace(task, kind=TaskKind.BACKWARD) if task.kind is TaskKind.INPUT_GRADIENT else task
+
+
 def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
     """The tasks whose results `task` reads: its neighbour's, and for a backward its own stage's activations."""
     if task.kind is TaskKind.FORWARD:
         return (Task(stage=task.stage - 1, microbatch=task.microbatch, kind=task.kind),) if task.stage > 0 else ()
+    if task.kind is TaskKind.WEIGHT_GRADIENT:
+        return (replace(task, kind=TaskKind.BACKWARD),)
     own = replace(task, kind=TaskKind.FORWARD)
-    return (own, replace(task, stage=task.stage + 1)) if task.stage < num_stages - 1 else (own,)
+    after = replace(task, stage=task.stage + 1, kind=TaskKind.BACKWARD)
+    return (own, after) if task.stage < num_stages - 1 else (own,)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,9 +210,10 @@ class _Clock:
 
     def ended(self, task: Task, end: float) -> None:
         """Note the end of a task, and send on its result."""
+        task = _done(task)
         self.ends[task] = end
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
-        if 0 <= reader <= len(self.transfer):
+        if task.kind is not TaskKind.WEIGHT_GRADIENT and 0 <= reader <= len(self.transfer):
             way = (task.stage % self.num_processors, reader % self.num_processors)
             started = max(end, self.taken.get(way, 0.0))
             self.taken[way] = self.arrivals[task] = started + self.transfer[min(task.stage, reader)]

@@ -7,13 +7,18 @@ With p processors s = 0..p-1, m micro-batches and equal processors of tf and tb 
     1F1B        makespan (m+p-1)*(tf+tb), warm-up p-s-1    `OneFOneB.num_warmup`  (Narayanan et al., SC'21)
     micro-batches in flight on stage s = min(warm-up + 1, m)      `WarmupSchedule.in_flight`
     eager 1F1B  the makespan of 1F1B also where a transfer takes up to (tf+tb)/2, warm-up 2*(p-s-1)
+    zero bubble H1, with tb = ti + tw for the gradients of inputs and of weights: makespan
+                m*(tf+tb) + (p-1)*(tf+ti-tw) for m >= p and tw <= ti, tf, in flight min(p, m)   `ZeroBubbleH1`
+                (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR'24, section 2)
+    inference   makespan m*tf + (p-1)*tf, one micro-batch in flight                             `Inference`
     interleaved makespan (m+(p-1)/v)*(tf+tb), warm-up 2*(p-s-1)+(v-1)*p tasks, m a multiple of p, in flight on
                 processor s over all its stages min(warm-up + 1, m*v)   `Interleaved1F1B`  (SC'21, section 2.2)
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from inspect import isabstract
 from typing import final
 
 from alpa_lite.errors import PlanError
@@ -90,8 +95,7 @@ class WarmupSchedule(Schedule):
         """How many forwards `stage` runs before it alternates."""
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        if num_stages < 1 or num_microbatches < 1:
-            raise PlanError(f"A pipeline needs stages and micro-batches, not {num_stages} and {num_microbatches}.")
+        _check_numbers(num_stages, num_microbatches)
         lists: list[tuple[Task, ...]] = []
         for stage in range(num_stages):
             warmup = min(self.num_warmup(stage, num_stages, num_microbatches), num_microbatches)
@@ -220,6 +224,72 @@ class Interleaved1F1B(Schedule):
         return peak_in_flight([task for task in tasks if task.stage == stage])
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroBubbleH1(Schedule):
+    """1F1B whose backward passes are cut in two: what no other stage waits for fills the time in which stages wait.
+
+    Stage s runs the gradients of its weights s micro-batches after those of its inputs, so that no stage holds more
+    micro-batches than the first one of 1F1B does.
+    """
+
+    @property
+    def name(self) -> str:
+        return "zero-bubble-h1"
+
+    def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
+        _check_numbers(num_stages, num_microbatches)
+        lists: list[tuple[Task, ...]] = []
+        for stage, warm in enumerate(OneFOneB().tasks(num_stages, num_microbatches)):
+            tasks: list[Task] = []
+            for task in warm:
+                if task.kind is TaskKind.FORWARD:
+                    tasks.append(task)
+                    continue
+                tasks.append(replace(task, kind=TaskKind.INPUT_GRADIENT))
+                if task.microbatch >= stage:
+                    tasks.append(_weights(stage, task.microbatch - stage))
+            late = range(max(0, num_microbatches - stage), num_microbatches)
+            lists.append((*tasks, *(_weights(stage, b) for b in late)))
+        return tuple(lists)
+
+    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return min(num_stages, num_microbatches)
+
+
+def _weights(stage: int, microbatch: int) -> Task:
+    return Task(stage=stage, microbatch=microbatch, kind=TaskKind.WEIGHT_GRADIENT)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference(Schedule):
+    """Forward passes alone, one after the other: for functions without gradients."""
+
+    @property
+    def name(self) -> str:
+        return "inference"
+
+    @property
+    def overlaps_transfers(self) -> bool:
+        return True
+
+    def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
+        _check_numbers(num_stages, num_microbatches)
+        return tuple(
+            tuple(Task(stage=stage, microbatch=b, kind=TaskKind.FORWARD) for b in range(num_microbatches))
+            for stage in range(num_stages)
+        )
+
+    def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return 1
+
+
+def _check_numbers(num_stages: int, num_microbatches: int) -> None:
+    if num_stages < 1 or num_microbatches < 1:
+        raise PlanError(f"A pipeline needs stages and micro-batches, not {num_stages} and {num_microbatches}.")
+
+
 def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
     """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
@@ -232,12 +302,36 @@ SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(),
     EagerOneFOneB(),
     Interleaved1F1B(),
+    ZeroBubbleH1(),
+    Inference(),
 )
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name, with default options. Raises PlanError if there is none."""
+    """The schedule of that name, with default options: one of SCHEDULES, or of a class of the user's own.
+
+    Raises PlanError if there is none.
+    """
     known = {schedule.name: schedule for schedule in SCHEDULES}
-    if name not in known:
-        raise PlanError(f"There is no schedule named {name!r}. Choose one of: {', '.join(known)}.")
-    return known[name]
+    if name in known:
+        return known[name]
+    own = next((schedule for schedule in map(_default, _subclasses(Schedule)) if schedule.name == name), None)
+    if own is None:
+        raise PlanError(
+            f"There is no schedule named {name!r}. Choose one of: {', '.join(known)}; or import the module that"
+            " defines it first, in a class whose options have defaults."
+        )
+    return own
+
+
+def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
+    """All concrete classes that can be made without options, the latest first: a notebook defines them again."""
+    for found in reversed(of.__subclasses__()):
+        yield from _subclasses(found)
+        needed = [f for f in fields(found) if f.default is MISSING and f.default_factory is MISSING]
+        if not isabstract(found) and not needed:
+            yield found
+
+
+def _default(of: type[Schedule]) -> Schedule:
+    return of()

@@ -15,7 +15,7 @@ import optax
 
 import alpa_lite as al
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
-from alpa_lite.schedule import GPipe
+from alpa_lite.schedule import GPipe, ZeroBubbleH1
 from benchmarks.models.cnn import CNN
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
@@ -56,6 +56,7 @@ PLANNERS: dict[str, Planner] = {
     "pipeline_2": Pipeline(num_stages=2),
     "pipeline_4": Pipeline(num_stages=4),
     "gpipe_2": Pipeline(num_stages=2, schedule=GPipe()),
+    "zero_bubble_4": Hybrid(pipeline=4, schedule=ZeroBubbleH1()),
     "hybrid": Hybrid(pipeline=2, data=2, model=2),
 }
 

@@ -69,3 +69,16 @@ def test_stages_send_what_the_program_says(
         assert set(counted[instruction.writes[0]].sent) == {instruction.bytes}
     gathering = any(i.transfer.gathers for i in sends if i.transfer)
     assert gathering == (spread and planner is not UNEQUAL)
+
+
+def test_the_simulated_step_receives_what_is_sent(devices: Any) -> None:
+    training = Training(model="mlp", optimizer="momentum+clip")
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=UNEQUAL, num_microbatches=2)
+    lowered = step.trace(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).plan().lower()
+    simulated, sends = lowered.simulate(), [i for i in lowered.program.instructions if i.kind == "SEND"]
+    assert sum(use.received_bytes for use in simulated.submeshes) == sum(i.bytes for i in sends) > 0
+    times = [t for t in simulated.times if t.kind == "SEND"]
+    pairs = zip(times, sends, strict=True)
+    assert all(
+        (t.end_seconds > t.start_seconds) == (i.transfer is not None and not i.transfer.is_trivial) for t, i in pairs
+    )
