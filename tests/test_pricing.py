@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -133,7 +134,9 @@ def test_what_a_callback_returns_is_shared_by_one_all_reduce_per_result() -> Non
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + shared)
 
 
-def _between(source: Spec, target: Spec, *, first: int, direct_bytes: float = 0) -> float:
+def _between(
+    source: Spec, target: Spec, *, first: int, direct_bytes: float = 0, shared_processor: bool = False
+) -> float:
     """Seconds for 1 GiB from the first four devices to four others, on hosts of eight."""
     ends = [
         Layout(
@@ -144,7 +147,8 @@ def _between(source: Spec, target: Spec, *, first: int, direct_bytes: float = 0)
         for at, spec in ((0, source), (first, target))
     ]
     planned = plan_transfer((1 << 14, 1 << 14), 4, *ends, devices_per_host=8, direct_bytes=direct_bytes)
-    return transfer_seconds(planned, ComposedCostModel(load_cluster("p3.16xlarge", num_hosts=2)))
+    cluster = replace(load_cluster("p3.16xlarge", num_hosts=2), shared_processor=shared_processor)
+    return transfer_seconds(planned, ComposedCostModel(cluster))
 
 
 def test_transfers_take_what_the_busiest_device_or_host_does() -> None:
@@ -166,6 +170,12 @@ def test_transfers_take_what_the_busiest_device_or_host_does() -> None:
     )
     assert gathered == pytest.approx(pricer.collective_seconds("all_gather", 2.0**30, ("x",)))
     assert _between(whole, whole, first=0) == 0.0
+
+
+def test_on_a_shared_processor_pieces_are_copied_one_after_the_other() -> None:
+    split = Spec((("x",), ()))
+    alone, shared = (_between(split, split, first=4, shared_processor=shared) for shared in (False, True))
+    assert shared == pytest.approx(4 * alone, rel=0.01)
 
 
 def test_partial_sums_pay_for_their_resolution() -> None:
