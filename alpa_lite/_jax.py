@@ -62,8 +62,12 @@ def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def _a_key(dtype: str) -> jax.Array:
-    implementation = {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
-    return jax.random.key(0, impl=implementation)
+    return jax.random.key(0, impl=key_implementation(dtype))
+
+
+def key_implementation(dtype: str) -> str:
+    """The name by which JAX knows the implementation of keys of a dtype `key<...>`."""
+    return {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> Any:

@@ -2,16 +2,20 @@
 
     seconds(op)    = cost_model.compute(flops / Π split axes, local bytes)     (Pricer.op_seconds)
     seconds(move)  = cost_model.collective(kind, local buffer, group of axis)  (Pricer.step_seconds)
+    seconds(transfer) = its steps inside the meshes + max over devices and hosts of what they send or receive
+                                                                                (transfer_seconds)
 
 `Estimator` is the machine that drives a walk (`spmd.Walk`) to price a task exactly as it will be emitted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from alpa_lite.cross_mesh import Layout, PlannedTransfer
 from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.mesh import LogicalMesh, Submesh, axis_group
@@ -324,6 +328,42 @@ class Estimator:
         if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
             return trips * serial_seconds(tasks)
         return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
+
+
+def transfer_seconds(
+    planned: PlannedTransfer, cost_model: CostModel, *, source: Pricer | None = None, target: Pricer | None = None
+) -> float:
+    """Seconds of a transfer between submeshes: steps in the source mesh, what is sent, steps in the receiving mesh.
+
+    All pieces go at once, and the busiest way out of or into a device or a host sets the pace. `source` and `target`
+    price the steps, where their devices are not those of `cost_model`.
+    """
+
+    def inside(layout: Layout, pricer: Pricer | None, steps: Sequence[Step]) -> float:
+        pricer = pricer or Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
+        return sum(pricer.step_seconds(step, planned.array_bytes) for step in steps)
+
+    before = inside(planned.source, source, planned.resolve)
+    return before + _sending_seconds(planned, cost_model) + inside(planned.target, target, planned.gathers)
+
+
+def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
+    per_host = cost_model.cluster.devices_per_host
+    within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    busy: dict[tuple[str, int], set[int]] = {}
+    for ends, sent in planned.bytes_between.items():
+        hosts = [device // per_host for device in ends]
+        for way, device, host in zip(("out", "in"), ends, hosts, strict=True):
+            if hosts[0] == hosts[1]:
+                within[way, device] += sent
+            else:
+                across[way, host] += sent
+                busy.setdefault((way, host), set()).add(device)
+    # A shared processor copies one piece after the other; each counts as sent and as received.
+    loads = [sum(within.values()) / 2] if cost_model.cluster.shared_processor else within.values()
+    sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in loads]
+    sending += [cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at])) for at, b in across.items()]
+    return max(sending, default=0.0)
 
 
 def dispatch_seconds(cluster: Cluster) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
 
+from alpa_lite.cross_mesh import Layout, plan_transfer
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import OpPlacement
-from alpa_lite.pricing import Estimator, Pricer, own_collectives
+from alpa_lite.pricing import Estimator, Pricer, own_collectives, transfer_seconds
 from alpa_lite.rules.graph_facts import rule_of_op
-from alpa_lite.sharding import replicated
+from alpa_lite.sharding import Spec, replicated
 from alpa_lite.spmd import Walk, replicated_placement
 from cost_models.cluster import load_cluster
 from cost_models.composed import ComposedCostModel
@@ -130,3 +132,52 @@ def test_what_a_callback_returns_is_shared_by_one_all_reduce_per_result() -> Non
     shared = sum(PRICER.collective_seconds("all_reduce", size, ("x",)) for size in (3.0, 20.0))
     seconds = PRICER.price(graph, op, placement).seconds
     assert PRICER.op_seconds(graph, op, placement) == pytest.approx(seconds + shared)
+
+
+def _between(
+    source: Spec, target: Spec, *, first: int, direct_bytes: float = 0, shared_processor: bool = False
+) -> float:
+    """Seconds for 1 GiB from the first four devices to four others, on hosts of eight."""
+    ends = [
+        Layout(
+            submesh=Submesh(first_device=at, num_hosts=1, devices_per_host=4),
+            mesh=LogicalMesh(axis_names=("x",), shape=(4,)),
+            spec=spec,
+        )
+        for at, spec in ((0, source), (first, target))
+    ]
+    planned = plan_transfer((1 << 14, 1 << 14), 4, *ends, devices_per_host=8, direct_bytes=direct_bytes)
+    cluster = replace(load_cluster("p3.16xlarge", num_hosts=2), shared_processor=shared_processor)
+    return transfer_seconds(planned, ComposedCostModel(cluster))
+
+
+def test_transfers_take_what_the_busiest_device_or_host_does() -> None:
+    model, whole, split = (
+        ComposedCostModel(load_cluster("p3.16xlarge", num_hosts=2)),
+        Spec(((), ())),
+        Spec((("x",), ())),
+    )
+    assert _between(split, split, first=4) == model.transfer_seconds(2**28, crosses_hosts=False)
+    assert _between(split, split, first=8) == model.transfer_seconds(2**30, crosses_hosts=True, num_links=4)
+    assert _between(whole, whole, first=8, direct_bytes=2**40) == pytest.approx(
+        4 * _between(split, split, first=8), rel=0.01
+    )
+    gathered = _between(whole, whole, first=8) - _between(split, split, first=8)
+    pricer = Pricer(
+        cost_model=model,
+        submesh=Submesh(first_device=8, num_hosts=1, devices_per_host=4),
+        mesh=LogicalMesh(axis_names=("x",), shape=(4,)),
+    )
+    assert gathered == pytest.approx(pricer.collective_seconds("all_gather", 2.0**30, ("x",)))
+    assert _between(whole, whole, first=0) == 0.0
+
+
+def test_on_a_shared_processor_pieces_are_copied_one_after_the_other() -> None:
+    split = Spec((("x",), ()))
+    alone, shared = (_between(split, split, first=4, shared_processor=shared) for shared in (False, True))
+    assert shared == pytest.approx(4 * alone, rel=0.01)
+
+
+def test_partial_sums_pay_for_their_resolution() -> None:
+    summed = Spec(((), ()), ("x",))
+    assert _between(summed, Spec((("x",), ())), first=8) > _between(Spec((("x",), ())), Spec((("x",), ())), first=8)

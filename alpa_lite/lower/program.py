@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from alpa_lite.cross_mesh import Layout, PlannedTransfer, plan_transfer
 from alpa_lite.errors import VerificationError
+from alpa_lite.graph.ir import Value, item_bytes
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.slice import Slicer, TaskSpec
 from alpa_lite.plan import Plan
@@ -42,7 +44,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One instruction; unused fields keep their defaults."""
+    """One instruction; unused fields keep their defaults.
+
+    Of a SEND, `transfer` says who sends what to whom and what the receiving mesh gathers; `bytes` go to other devices.
+    """
 
     kind: str
     stage: int
@@ -53,6 +58,7 @@ class Instruction:
     spec: Spec | None = None
     source_stage: int = -1
     bytes: float = 0.0
+    transfer: PlannedTransfer | None = None
 
     def __str__(self) -> str:
         reads, writes = ", ".join(map(str, self.reads)), ", ".join(map(str, self.writes))
@@ -80,13 +86,34 @@ def build_program(plan: Plan, step: StepGraph) -> Program:
     return _ProgramBuilder(plan, step, Slicer(plan, step)).build()
 
 
+def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
+    """How a value gets from one stage and spec to another.
+
+    Typed PRNG keys count as the four-byte words that they are stored as, along one more dim.
+    """
+
+    def layout(number: int, spec: Spec) -> Layout:
+        stage = plan.stages[number]
+        dims = (*spec.dims, ()) if is_key else spec.dims
+        return Layout(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
+
+    is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
+    return plan_transfer(
+        (*value.shape, size // 4) if is_key else value.shape,
+        4 if is_key else size,
+        layout(*source),
+        layout(*target),
+        devices_per_host=plan.cluster.devices_per_host,
+    )
+
+
 class _ProgramBuilder:
     def __init__(self, plan: Plan, step: StepGraph, slicer: Slicer) -> None:
         self.plan, self.step, self.slicer = plan, step, slicer
         self.graph = step.graph
         self.tasks = slicer.tasks()
         self.instructions: list[Instruction] = []
-        self.written: set[Buffer] = set()
+        self.written: dict[Buffer, Spec] = {}
         self.batched = step.num_microbatches > 1
 
     def build(self) -> Program:
@@ -130,7 +157,14 @@ class _ProgramBuilder:
             if buffer not in self.written:
                 raise VerificationError(f"{instruction} reads {buffer}, which nothing has written.")
         self.instructions.append(instruction)
-        self.written.update(instruction.writes)
+        self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
+
+    def _specs_written(self, instruction: Instruction) -> list[Spec]:
+        if instruction.spec is not None:
+            return [instruction.spec]
+        task = self.tasks[instruction.task]
+        outputs = task.outputs if instruction.kind == "RUN" else ()
+        return [port.spec for port in (*outputs, *task.sums)]
 
     def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
         reads = tuple(self._fetch(p.value, p.spec, task, microbatch) for p in task.inputs)
@@ -195,7 +229,9 @@ class _ProgramBuilder:
         return self._send(source, target, spec)
 
     def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:
-        size = float(self.graph.values[source.value].bytes)
+        transfer = planned_transfer(
+            self.plan, self.graph.values[source.value], (source.stage, self.written[source]), (target.stage, spec)
+        )
         self._emit(
             Instruction(
                 kind="SEND",
@@ -205,7 +241,8 @@ class _ProgramBuilder:
                 reads=(source,),
                 writes=(target,),
                 spec=spec,
-                bytes=size,
+                bytes=float(transfer.sent_bytes),
+                transfer=transfer,
             )
         )
         return target

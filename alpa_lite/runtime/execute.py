@@ -24,6 +24,7 @@ from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.leaves import Leaves, put
 from alpa_lite.runtime.times import TaskTime
+from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.sharding import Spec
 
 #: Launches on virtual CPU devices that may be un-awaited at a time; their shared thread pool deadlocks far above this.
@@ -89,6 +90,7 @@ class Executor:
             self.executables.append(executable)
             if accumulate and task.sums:
                 self.zeros[number] = emit_zeros(task, step, mesh)
+        self.transfers = compile_transfers(program, step, self.meshes)
         self.indices = self._microbatch_indices()
         self.bound_launches = all(d.platform == "cpu" for m in self.meshes for d in m.devices.flat)
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
@@ -126,12 +128,12 @@ class Executor:
         return {task: self._reusable(self.program.tasks[task], positions) for task, positions in result.items()}
 
     def _sent_in_place(self) -> dict[Buffer, Buffer]:
-        """What stages send to others on the same devices: it may be the very array that was sent. Copy → original."""
+        """What stages send to others on devices they share: it may be the very array that was sent. Copy → original."""
         same: dict[Buffer, Buffer] = {}
         for instruction in self.program.instructions:
             if instruction.kind == "SEND":
-                submeshes = [self.plan.stages[s].submesh for s in (instruction.source_stage, instruction.stage)]
-                if submeshes[0] == submeshes[1]:
+                stages = (self.plan.stages[s] for s in (instruction.source_stage, instruction.stage))
+                if set.intersection(*(set(stage.submesh.devices) for stage in stages)):
                     source = instruction.reads[0]
                     same[instruction.writes[0]] = same.get(source, source)
         return same
@@ -167,13 +169,19 @@ class Executor:
             if record is not None:
                 jax.block_until_ready([arrays[b] for b in instruction.writes])
                 record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
-            elif self.bound_launches and instruction.kind == "RUN" and instruction.writes:
+            elif self.bound_launches and self._launches(instruction):
                 in_flight.append(arrays[instruction.writes[-1]])
                 if len(in_flight) > MAX_IN_FLIGHT:
                     oldest = in_flight.popleft()
                     if not oldest.is_deleted():
                         jax.block_until_ready(oldest)
         return self.outputs.join([arrays[buffer] for buffer in self.program.outputs])
+
+    def _launches(self, instruction: Instruction) -> bool:
+        """True for instructions that launch programs over several devices, whose results are `writes`."""
+        if instruction.kind == "SEND":
+            return self.transfers[instruction.writes[0]].num_programs > 0
+        return instruction.kind == "RUN" and bool(instruction.writes)
 
     def _execute(self, instruction: Instruction, arrays: dict[Buffer, Any], inputs: Sequence[Any]) -> None:
         kind = instruction.kind
@@ -182,8 +190,8 @@ class Executor:
         elif kind == "PLACE":
             arrays[instruction.writes[0]] = self._place(instruction, inputs)
         elif kind == "SEND":
-            sharding = self._sharding(instruction.stage, instruction.spec)
-            arrays[instruction.writes[0]] = put(arrays[instruction.reads[0]], sharding)
+            target = instruction.writes[0]
+            arrays[target] = self.transfers[target](arrays[instruction.reads[0]])
         elif kind == "ZEROS":
             arrays.update(zip(instruction.writes, self.zeros[instruction.task](), strict=True))
         elif kind == "CONCAT":

@@ -3,6 +3,7 @@
     RUN    start = max(end of the RUN before it on its devices, arrival of what it reads, issued)        `_Clock.run`
     SEND   start = max(end of what makes it, end of the SEND before it on the same way)                  `_Clock.send`
     issued: a host starts one program after the other, each in launch_seconds                            `_Clock.issue`
+    seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
     seconds of a RUN    its ops, one after the other as they are emitted, on the pricer of its stage     `price_task`
     exposed             seconds of a RUN beyond its kernels, and waiting for a SEND beyond for its maker `StageUse`
@@ -26,7 +27,7 @@ from alpa_lite.lower.parts import run_parts
 from alpa_lite.lower.program import Buffer, Instruction, Program
 from alpa_lite.lower.slice import TaskSpec
 from alpa_lite.plan import Plan
-from alpa_lite.pricing import Estimator, Pricer, crosses_hosts, dispatch_seconds, local_bytes
+from alpa_lite.pricing import Estimator, Pricer, dispatch_seconds, local_bytes, transfer_seconds
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.sharding import Spec
 from alpa_lite.spmd import Walk
@@ -117,7 +118,7 @@ def simulate_program(
     """
     pricers = [_pricer(plan, stage, cost_model_for) for stage in range(len(plan.stages))]
     prices = [price_task(task, step, plan.stages[task.stage].ops, pricers[task.stage]) for task in program.tasks]
-    clock = _Clock(program=program, plan=plan, prices=prices, model=cost_model_for(plan.cluster))
+    clock = _Clock(program=program, plan=plan, prices=prices, pricers=pricers, model=cost_model_for(plan.cluster))
     for instruction in program.instructions:
         clock.step(instruction)
     rows, end = plan.stages_together, max((time.end_seconds for time in clock.times), default=0.0)
@@ -173,6 +174,7 @@ class _Clock:
     program: Program
     plan: Plan
     prices: Sequence[TaskPrice]
+    pricers: Sequence[Pricer]
     model: CostModel
     times: list[TaskTime] = field(default_factory=list[TaskTime])
     ready: dict[Buffer, float] = field(default_factory=dict[Buffer, float])
@@ -223,18 +225,14 @@ class _Clock:
         return begins
 
     def send(self, instruction: Instruction) -> tuple[float, float]:
-        """A transfer, one after the other on the same way; none between stages on the same devices."""
-        a, b = (self.plan.stages[stage].submesh for stage in (instruction.source_stage, instruction.stage))
-        way = (self.row_of[instruction.source_stage], self.row_of[instruction.stage])
-        source = instruction.reads[0]
+        """A transfer, one after the other on the same way; none where the array is there already."""
+        a, b = instruction.source_stage, instruction.stage
+        way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
         self.made[instruction.writes[0]] = self.made[source]
-        if way[0] == way[1]:
+        if transfer is None or transfer.is_trivial:
             return self.ready[source], self.ready[source]
-        seconds = self.dispatch + self.model.transfer_seconds(
-            instruction.bytes,
-            crosses_hosts=crosses_hosts(self.plan.cluster, a, b),
-            num_links=min(a.num_devices, b.num_devices),
-        )
+        ends = {"source": self.pricers[a], "target": self.pricers[b]}
+        seconds = self.dispatch + transfer_seconds(transfer, self.model, **ends)
         start = max(self.ready[source], self.taken.get(way, 0.0))
         self.taken[way] = start + seconds
         self.received[way[1]] += instruction.bytes

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 
 import alpa_lite as al
+from alpa_lite.lower import program
 from alpa_lite.planners import Hybrid
+from alpa_lite.runtime.transfer import Message, Transfer
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 
@@ -23,3 +26,59 @@ def test_unequal_stages_compute_what_one_device_does(model: str, devices: Any) -
     compiled = step.compiled(training.start(), make_batch(MODELS[model], 0), jax.random.key(0))
     assert [stage.submesh.num_devices for stage in compiled.plan.stages] == [4, 2, 2]
     assert handed_over(compiled) == planned(compiled.plan)
+
+
+class Counted(Transfer):
+    """A transfer that says what it sent, and is refused any copy between host and devices."""
+
+    def __init__(self, inner: Transfer) -> None:
+        self.inner = inner
+        self.sent: list[int] = []
+
+    @property
+    def num_programs(self) -> int:
+        return self.inner.num_programs
+
+    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
+        messages: list[Message] = []
+        to, back = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host
+        with to("disallow_explicit"), back("disallow_explicit"):
+            result = self.inner(array, messages)
+        self.sent.append(sum(message.bytes for message in messages))
+        return result
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["as it is", "all spread"])
+@pytest.mark.parametrize("planner", [UNEQUAL, Hybrid(pipeline=2, data=2, model=2)], ids=["unequal", "equal"])
+def test_stages_send_what_the_program_says(
+    planner: Hybrid, spread: bool, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spread, even small values cross once and are gathered by the stage that receives them."""
+    if spread:
+        monkeypatch.setattr(program, "plan_transfer", partial(program.plan_transfer, direct_bytes=-1))
+    training = Training(model="mlp", optimizer="momentum+clip")
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=planner, num_microbatches=2)
+    executor = step.compiled(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).executor
+    counted = {buffer: Counted(transfer) for buffer, transfer in executor.transfers.items()}
+    executor.transfers = dict(counted)
+    assert_same(training.run(step), reference(training))
+    sends = [i for i in executor.program.instructions if i.kind == "SEND"]
+    assert len(sends) == len(counted) and any(i.bytes for i in sends)
+    for instruction in sends:
+        assert instruction.transfer is not None
+        assert set(counted[instruction.writes[0]].sent) == {instruction.bytes}
+    gathering = any(i.transfer.gathers for i in sends if i.transfer)
+    assert gathering == (spread and planner is not UNEQUAL)
+
+
+def test_the_simulated_step_receives_what_is_sent(devices: Any) -> None:
+    training = Training(model="mlp", optimizer="momentum+clip")
+    step = al.parallelize(training.step(), cluster=eager_cluster(), planner=UNEQUAL, num_microbatches=2)
+    lowered = step.trace(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).plan().lower()
+    simulated, sends = lowered.simulate(), [i for i in lowered.program.instructions if i.kind == "SEND"]
+    assert sum(use.received_bytes for use in simulated.submeshes) == sum(i.bytes for i in sends) > 0
+    times = [t for t in simulated.times if t.kind == "SEND"]
+    pairs = zip(times, sends, strict=True)
+    assert all(
+        (t.end_seconds > t.start_seconds) == (i.transfer is not None and not i.transfer.is_trivial) for t, i in pairs
+    )
