@@ -111,7 +111,7 @@ class TracedFunction:
     def _measured_seconds(self, plan: Plan) -> float:
         """Of a step by a plan, run on the devices of this process."""
         compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
-        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.constants)
+        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
 
     def __str__(self) -> str:
         size = self.traced.batch_size
@@ -190,7 +190,7 @@ class CompiledFunction:
 
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
         """One step from flattened dynamic arguments."""
-        outputs = self.executor([*leaves, *self.step.constants], record)
+        outputs = self.executor(self.step.inputs(leaves), record)
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

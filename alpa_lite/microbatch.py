@@ -10,10 +10,12 @@ own size, literals included, and the update gets the mean over micro-batches of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from alpa_lite.additive import check_additive, refuse_effects, refuse_feedback
+from alpa_lite.ahead import Ahead, computed_ahead
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.garbage import rare_collection
 from alpa_lite.graph.equations import Equation
@@ -53,11 +55,18 @@ OnNonAdditive = Literal["refuse", "mean_of_means"]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """A step at a number of micro-batches: its graph, the equations of its ops, and captured arrays."""
+    """A step at a number of micro-batches: its graph, the equations of its ops, captured arrays, and what is computed
+    ahead of it."""
 
     step: StepGraph
     equations: tuple[Equation, ...]
     constants: tuple[Any, ...]
+    ahead: Ahead | None = None
+
+    def inputs(self, arguments: Sequence[Any]) -> list[Any]:
+        """All that the graph takes, from the flat arguments of a call."""
+        given = [*arguments, *self.constants]
+        return [*given, *self.ahead(given)] if self.ahead is not None else given
 
 
 @rare_collection()
@@ -158,6 +167,10 @@ def _with_batch(
     loop_parts: int,
     on_non_additive: OnNonAdditive,
 ) -> TracedStep:
+    rest = computed_ahead(full, other, batch, traced.batch_leaves)
+    if rest is not None:
+        full, other = rest.full, rest.other
+        batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
     whole, small = full.program.graph, other.program.graph
     loop, feedbacks = loop_ops(whole, batch)
     iotas, averaged = frozenset[int](), False
@@ -190,7 +203,12 @@ def _with_batch(
         loop_parts=loop_parts,
         averaged=averaged,
     )
-    return TracedStep(step=step, equations=chosen.program.equations, constants=full.program.constants)
+    return TracedStep(
+        step=step,
+        equations=chosen.program.equations,
+        constants=full.program.constants,
+        ahead=rest.ahead if rest is not None else None,
+    )
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,21 +12,23 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.runtime.execute import Executor
 
+Inputs = Callable[[Sequence[Any]], list[Any]]
+
 NUM_STEPS = 3
 """How often a step is run to see how fast it is."""
 
 
-def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], constants: Sequence[Any]) -> float:
+def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
     """The median of a few steps on arguments of zeros, which are on their devices before the clock starts.
 
-    `shapes`: of the arguments; `constants`: what the step takes after them.
+    `shapes`: of the arguments; `inputs`: all that the step takes, from its arguments.
     """
-    seconds = [_seconds_once(executor, shapes, constants) for _ in range(1 + NUM_STEPS)]
+    seconds = [_seconds_once(executor, shapes, inputs) for _ in range(1 + NUM_STEPS)]
     return statistics.median(seconds[1:])  # the first one compiles what is left
 
 
-def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], constants: Sequence[Any]) -> float:
+def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
     leaves = jax.block_until_ready(executor.place_inputs([*map(_jax.zeros, shapes)]))
     started = time.perf_counter()
-    jax.block_until_ready(executor([*leaves, *constants]))
+    jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
