@@ -67,18 +67,18 @@ def test_a_number_of_micro_batches_that_is_none(number: Any) -> None:
         al.parallelize(_step, num_microbatches=number)
 
 
-def _inference(p: Any, x: Any) -> Any:
-    return forward(p, x)
+def _two_sizes(p: Any, x: Any, y: Any) -> Any:
+    return forward(p, x).sum() - y.sum()
 
 
 def test_a_batch_that_cannot_be_found() -> None:
     with _raises(errors.BatchError, "p/w1 [8, 16]", "x [16, 8]", "batch_argnums=(1,)"):
-        _plan(_inference, (PARAMS, X), num_microbatches=4)
+        _plan(_two_sizes, (PARAMS, X, Y[:4]), num_microbatches=4)
 
 
 def test_a_batch_that_data_parallelism_needs_and_cannot_find() -> None:
     with _raises(errors.PlanError, "splits the batch over 8 devices", "batch_argnums"):
-        _plan(_inference, (PARAMS, X), planner=DataParallel())
+        _plan(_two_sizes, (PARAMS, X, Y[:4]), planner=DataParallel())
 
 
 def test_a_step_without_any_data() -> None:
