@@ -30,6 +30,11 @@ def put(array: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(array, sharding)
 
 
+def put_all(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """`put` for each array."""
+    return [put(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Consecutive parts on one stage: the rows of each, counted in the whole array, and their common sharding."""
