@@ -179,6 +179,7 @@ class ParallelFunction:
         self.options = options
         self.last_plan: Plan | None = None
         self._compiled: dict[Any, CompiledFunction] = {}
+        self._last: tuple[Any, CompiledFunction] | None = None
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -196,35 +197,45 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; the first call with new shapes traces, plans, lowers and compiles."""
-        leaves, key = self._leaves_and_key(args, kwargs)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compile(key, args, kwargs)
+        tree, static = self._dynamic(args, kwargs)
+        leaves, structure = jax.tree.flatten(tree)
+        # Arrays that the step before returned have the very avals of the call before: this compares pointers.
+        try:
+            seen = (structure, static, [x.aval for x in leaves])
+        except AttributeError:
+            seen = (structure, static, [x.aval if isinstance(x, jax.Array) else _shape_and_dtype(x) for x in leaves])
+        if self._last is None or self._last[0] != seen:
+            self._last = seen, self._compiled_for(leaves, structure, static, args, kwargs)
+        compiled = self._last[1]
         self.last_plan = compiled.plan
         return compiled.run_flat(leaves, None)
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
         """The compiled function for the shapes of these arguments."""
-        _, key = self._leaves_and_key(args, kwargs)
-        return self._compiled.get(key) or self._compile(key, args, kwargs)
+        tree, static = self._dynamic(args, kwargs)
+        return self._compiled_for(*jax.tree.flatten(tree), static, args, kwargs)
 
-    def _compile(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
-        self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
-        return self._compiled[key]
-
-    def _leaves_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-        """The dynamic arguments, flat, and what a compiled function is remembered under.
+    def _compiled_for(
+        self, leaves: Sequence[Any], structure: Any, static: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CompiledFunction:
+        """Found by shapes and dtypes, or made now.
 
         Weak types do not count: state that comes in weak comes back strong, and would be compiled for twice.
         """
-        static = self.options.static_argnums
-        positions = {i % max(1, len(args)) for i in ((static,) if isinstance(static, int) else static)}
-        leaves, structure = jax.tree.flatten(flatten_arguments(args, kwargs, tuple(positions)))
-        try:
-            avals = tuple([(x.shape, x.dtype) for x in leaves])
-        except AttributeError:  # a number of Python's
-            avals = tuple([(np.shape(x), getattr(x, "dtype", type(x))) for x in leaves])
-        return leaves, (structure, avals, tuple([args[i] for i in sorted(positions)]))
+        key = structure, static, tuple([_shape_and_dtype(x) for x in leaves])
+        if key not in self._compiled:
+            self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
+        return self._compiled[key]
+
+    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The dynamic arguments as one pytree, and the static ones."""
+        numbers = self.options.static_argnums
+        static = {i % max(1, len(args)) for i in ((numbers,) if isinstance(numbers, int) else numbers)}
+        return flatten_arguments(args, kwargs, tuple(static)), tuple([args[i] for i in sorted(static)])
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def parallelize(

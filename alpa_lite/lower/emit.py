@@ -208,11 +208,16 @@ class Emitted:
     donated: tuple[int, ...]
     takes_microbatch: bool
 
-    def lower(self) -> Any:
-        """Trace the function, for no devices in particular."""
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.outs, is_leaf=_is_spec)
+    def lower(self, on: Mesh | None = None) -> Any:
+        """Trace the function; by default for no devices in particular.
+
+        Raises:
+            ValueError: JAX lowers something in it (a callback into Python) for known devices only.
+        """
+        mesh = on if on is not None else self.mesh
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
-        return jitted.trace(*(x.on(self.mesh) for x in self.ins)).lower(lowering_platforms=(self.platform,))
+        return jitted.trace(*(x.on(mesh) for x in self.ins)).lower(lowering_platforms=(self.platform,))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ calling thread, with the user's JAX settings; XLA compiles in others meanwhile, 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -72,12 +73,18 @@ class Precompiled:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Units of one form. `on` holds the executables by their devices, `packed` the first of them as bytes."""
+    """Units of one form.
+
+    `meshes` and `uses` tell, by devices, the mesh and how many units are on it; `on` holds the executables, `packed`
+    the first of them as bytes.
+    """
 
     name: str
     emitted: Emitted
-    uses: dict[Devices, int]
+    meshes: dict[Devices, Mesh]
+    uses: Counter[Devices]
     lowered: Any = None
+    num_lowered: int = 1
     packed: _jax.Packed | None = None
     on: dict[Devices, Any] = field(default_factory=dict[Devices, Any])
     compiled: int = 0
@@ -101,7 +108,7 @@ def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: 
         compiled=tuple(groups[key].on[unit.devices] for key, unit in zip(keys, units, strict=True)),
         counts=Counts(
             units=len(units),
-            lowered=len(groups),
+            lowered=sum(group.num_lowered for group in groups.values()),
             compiled=compiled,
             loaded=sum(len(group.on) for group in groups.values()) - compiled,
         ),
@@ -110,11 +117,13 @@ def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: 
 
 def _group(alike: Sequence[Unit]) -> _Group:
     more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-    uses: dict[Devices, int] = {}
-    for unit in alike:
-        uses[unit.devices] = uses.get(unit.devices, 0) + 1
     name = alike[0].name + more
-    return _Group(name=name, emitted=alike[0].emit(name), uses=uses)
+    return _Group(
+        name=name,
+        emitted=alike[0].emit(name),
+        meshes={unit.devices: unit.mesh for unit in alike},
+        uses=Counter(unit.devices for unit in alike),
+    )
 
 
 class _Precompiler:
@@ -130,15 +139,25 @@ class _Precompiler:
         try:
             for group in groups:
                 self.tell(group.name, self.done, self.num_units)
-                group.lowered = group.emitted.lower()
-                first = next(iter(group.uses))
-                self.waiting[pool.submit(_compile_first, group, first)] = group, first
+                self._begin(group, pool)
                 self._take(pool, timeout=0)
             while self.waiting:
                 self._take(pool, timeout=None)
         finally:
             # What XLA has begun cannot be stopped; when an error leaves here, nothing waits for it.
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, group: _Group, pool: ThreadPoolExecutor) -> None:
+        try:
+            group.lowered = group.emitted.lower()
+        except ValueError:  # it may want to know its devices; else the same is raised below
+            group.num_lowered = len(group.uses)
+            for devices, mesh in group.meshes.items():
+                lowered = group.emitted.lower(mesh)
+                self.waiting[pool.submit(lambda lowered=lowered: (lowered.compile(), 1))] = group, devices
+            return
+        first = next(iter(group.uses))
+        self.waiting[pool.submit(_compile_first, group, first)] = group, first
 
     def _take(self, pool: ThreadPoolExecutor, timeout: float | None) -> None:
         done, _ = wait(self.waiting, timeout=timeout, return_when=FIRST_COMPLETED)
@@ -151,7 +170,7 @@ class _Precompiler:
                     f"XLA could not compile {group.name} for {', '.join(map(str, devices))}: {error}. If memory ran "
                     "out, plan for less of it (max_memory_bytes of the planner); else report what XLA says."
                 ) from error
-            is_first = not group.on
+            is_first = not group.on and group.lowered is not None
             group.on[devices] = executable
             group.compiled += compiled
             self.done += group.uses[devices]

@@ -115,6 +115,7 @@ class Executor:
             for task, emitted, compiled in zip(program.tasks, made.emitted, made.compiled, strict=False)
         ]
         rest = iter(made.compiled[len(tasks) :])
+        self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
         self._groups = device_groups(self.meshes)
         on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
         self.flight = Flight(
@@ -124,13 +125,18 @@ class Executor:
             explain=partial(explanation, program, step, self.meshes),
         )
         self.watchdog = Watchdog(self.flight)
+        self._indices = self._microbatch_indices()
+        self.bind()
+
+    def bind(self) -> None:
+        """Look everything up again, as after another executable was put into `executables`."""
         self.bound = bind(
-            program,
-            step,
+            self.program,
+            self.step,
             self.executables,
-            zeros=dict(zip(zeros, rest, strict=False)),
-            concats=dict(zip(concats, rest, strict=True)),
-            indices=self._microbatch_indices(),
+            zeros=self._zeros,
+            concats=self._concats,
+            indices=self._indices,
             groups=self._groups,
             flight=self.flight,
             sharding=self._sharding,
@@ -164,10 +170,12 @@ class Executor:
         shardings = [aval.sharding for aval in executable.avals]
         order = [position[b] for b in self.program.outputs]
         in_order = order == [*range(len(run.writes))]
+        all_in_order = places == [*range(len(input_number))]
         compiled, launched = executable.compiled, self.flight.launched
 
         def at_once(inputs: Sequence[Any]) -> list[Any]:
-            *results, token = compiled(*put_all([inputs[i] for i in places], shardings))
+            arrays = inputs if all_in_order else [inputs[i] for i in places]
+            *results, token = compiled(*put_all(arrays, shardings))
             launched(0, number, token)
             return results if in_order else [results[i] for i in order]
 
