@@ -132,7 +132,13 @@ class Packed:
 
 
 def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
-    """A compiled executable, for `unpacked`; None where it has no such form (it calls back into Python)."""
+    """A compiled executable, for `unpacked`; None where it has no such form (it calls back into Python).
+
+    Nor where JAX's compilation cache is on: what that cache has loaded on CPU can be written once more, but is broken
+    then, and nothing tells it from what was compiled now.
+    """
+    if jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache:
+        return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)
     except Exception:  # each backend has its own way to say that it cannot

@@ -297,8 +297,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(argv)
     sizes = Sizes(**{"repeats": given.repeats, **given.sizes})
-    if given.first_call is not None or given.here:
-        print(json.dumps(measured(sizes) if given.here else first_call(sizes, given.first_call)))
+    if given.here:
+        print(json.dumps(measured(sizes)))
+        return 0
+    if given.first_call is not None:
+        print(json.dumps(first_call(sizes, str(given.first_call))))
         return 0
     found = run(sizes)
     console = Console(width=None if sys.stdout.isatty() else 140)

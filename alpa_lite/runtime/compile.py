@@ -4,6 +4,9 @@
     compile   one executable per group, for the devices of its first unit                       `_compile_first`
     load      the same executable on the devices of the others, without XLA compiling it again  `_load_or_compile`
 
+Where JAX's compilation cache is on, executables for other devices come from there, or are compiled for it, instead of
+being loaded from the first: each has an entry of its own on CPU.
+
 Chunks of an interleaved pipeline that lie on the same devices share one executable. Tracing is Python and stays in the
 calling thread, with the user's JAX settings; XLA compiles in others meanwhile, and does not hold Python's lock.
 """
@@ -154,7 +157,7 @@ class _Precompiler:
             group.num_lowered = len(group.uses)
             for devices, mesh in group.meshes.items():
                 lowered = group.emitted.lower(mesh)
-                self.waiting[pool.submit(lambda lowered=lowered: (lowered.compile(), 1))] = group, devices
+                self.waiting[pool.submit(_compile_alone, lowered)] = group, devices
             return
         first = next(iter(group.uses))
         self.waiting[pool.submit(_compile_first, group, first)] = group, first
@@ -179,6 +182,10 @@ class _Precompiler:
                 self.waiting[pool.submit(_load_or_compile, group, other)] = group, other
             if len(group.on) == len(group.uses):
                 group.lowered = group.packed = None
+
+
+def _compile_alone(lowered: Any) -> tuple[Any, int]:
+    return lowered.compile(), 1
 
 
 def _compile_first(group: _Group, devices: Devices) -> tuple[Any, int]:
