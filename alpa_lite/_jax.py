@@ -121,6 +121,12 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     return list(results) if primitive.multiple_results else [results]
 
 
+def compilation_cache_folder() -> str:
+    """Where JAX keeps compiled executables for the next start; empty where it does not."""
+    is_on = getattr(jax.config, "jax_enable_compilation_cache", True)
+    return (getattr(jax.config, "jax_compilation_cache_dir", None) or "") if is_on else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """A compiled executable as bytes, and the devices that it was compiled for."""
@@ -137,7 +143,7 @@ def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
     Nor where JAX's compilation cache is on: what that cache has loaded on CPU can be written once more, but is broken
     then, and nothing tells it from what was compiled now.
     """
-    if jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache:
+    if compilation_cache_folder():
         return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pulp
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
@@ -86,10 +87,10 @@ def diagnose() -> Diagnosis:
 
 def compilation_cache() -> str:
     """Where JAX keeps compiled executables for the next start, or how to have it do so."""
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or not jax.config.jax_enable_compilation_cache:
+    folder = _jax.compilation_cache_folder()
+    if not folder:
         return "off; jax.config.update('jax_compilation_cache_dir', folder) before the first step turns it on"
-    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    least = getattr(jax.config, "jax_persistent_cache_min_compile_time_secs", 0.0)
     return f"{folder}, for what takes {least:g} s or more to compile (jax_persistent_cache_min_compile_time_secs)"
 
 
