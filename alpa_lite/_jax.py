@@ -121,6 +121,11 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     return list(results) if primitive.multiple_results else [results]
 
 
+def lowering_platform(device: Any) -> str:
+    """What JAX lowers for a device: "cuda" or "rocm" where the device says "gpu"."""
+    return getattr(device.client, "_raw_platform", device.client.platform)
+
+
 def compilation_cache_folder() -> str:
     """Where JAX keeps compiled executables for the next start; empty where it does not."""
     is_on = getattr(jax.config, "jax_enable_compilation_cache", True)

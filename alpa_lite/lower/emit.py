@@ -268,7 +268,7 @@ def emit_task(
     accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
-    platform = mesh.devices.flat[0].platform
+    platform = _jax.lowering_platform(mesh.devices.flat[0])
     positional = step.num_microbatches > 1 and any(_is_positional(graph.ops[i]) for i in task.ops)
 
     def local(*arrays: Any) -> tuple[Any, ...]:

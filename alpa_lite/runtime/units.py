@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Emitted, Layout, boundary_layout, boundary_spec, emit_task
@@ -92,7 +93,7 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[Layout, ...], out
     return Emitted(
         function=run,
         mesh=mesh.abstract_mesh,
-        platform=mesh.devices.flat[0].platform,
+        platform=_jax.lowering_platform(mesh.devices.flat[0]),
         ins=ins,
         outs=outs,
         donated=(),

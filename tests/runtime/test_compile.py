@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import alpa_lite as al
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emit import Emitted
@@ -18,7 +20,7 @@ from alpa_lite.progress import Progress
 from alpa_lite.runtime.compile import precompile
 from alpa_lite.runtime.units import task_units
 from alpa_lite.schedule import Interleaved1F1B
-from tests.end_to_end.cases import assert_same
+from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.runtime.pipelines import arguments, compiled, step_with
 
 EQUAL = [0.5] * 8
@@ -162,3 +164,26 @@ def test_nothing_is_compiled_after_the_first_step(devices: Any) -> None:
     weights, value = found(weights, x)
     assert not [name for name in events if "backend_compile" in name]
     assert np.isfinite(value)
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 8, 8), (0, 8, 8, 8)])
+def test_where_a_task_reads_makes_another_program(starts: tuple[int, ...], devices: Any) -> None:
+    """Ops of one class share a rule, though they may read other rows; a form must tell them apart."""
+    weights, x = arguments(4)
+
+    def step(weights: list[Any], x: Any) -> Any:
+        def loss(weights: list[Any]) -> Any:
+            h = x
+            for w, start in zip(weights, starts, strict=True):
+                h = jnp.tanh(h @ w) + jnp.tile(jax.lax.slice_in_dim(h, start, start + 8, axis=1), (1, 2))
+            return jnp.mean(h**2)
+
+        return jax.value_and_grad(loss)(weights)
+
+    function = al.parallelize(
+        step, cluster=eager_cluster(), planner=Pipeline(num_stages=4), num_microbatches=4, batch_argnums=1
+    )
+    found = function.compiled(weights, x)
+    forward = _same(found)["forward"]
+    assert (forward[1] == forward[2]) == (starts[1] == starts[2])
+    assert_same(found(weights, x), jax.jit(step)(weights, x))
