@@ -5,7 +5,9 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import jax
 import jax.extend.source_info_util as source_info_util
 import numpy as np
+from jax._src import compiler
+from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -119,3 +123,76 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
     subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
     results = primitive.bind(*subfuns, *operands, **bind_params)
     return list(results) if primitive.multiple_results else [results]
+
+
+def lowering_platform(device: Any) -> str:
+    """What JAX lowers for a device: "cuda" or "rocm" where the device says "gpu"."""
+    return getattr(device.client, "_raw_platform", device.client.platform)
+
+
+def compilation_cache_folder() -> str:
+    """Where JAX keeps compiled executables for the next start; empty where it does not."""
+    is_on = getattr(jax.config, "jax_enable_compilation_cache", True)
+    return (getattr(jax.config, "jax_compilation_cache_dir", None) or "") if is_on else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A compiled executable as bytes, and the devices that it was compiled for."""
+
+    data: bytes
+    in_tree: Any
+    out_tree: Any
+    devices: tuple[Any, ...]
+
+
+def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
+    """A compiled executable, for `unpacked`; None where it has no such form (it calls back into Python).
+
+    Nor where JAX's compilation cache is on: what that cache has loaded on CPU can be written once more, but is broken
+    then, and nothing tells it from what was compiled now.
+    """
+    if compilation_cache_folder():
+        return None
+    try:
+        data, in_tree, out_tree = serialize_executable.serialize(compiled)
+    except Exception:  # each backend has its own way to say that it cannot
+        return None
+    return Packed(data=data, in_tree=in_tree, out_tree=out_tree, devices=tuple(devices))
+
+
+def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
+    """The executable on as many other devices of this process, not compiled again; None where that cannot be done.
+
+    JAX's `deserialize_and_load` loads for the devices of before only. Here each device stands for another one, and
+    XLA is told so. An executable that is not on the devices asked for would end the process when it is called, so
+    that is looked at first.
+    """
+    try:
+        client = devices[0].client
+        numbers = np.array([[device.id for device in devices]])
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=len(devices), device_assignment=numbers, backend=client
+        )
+        unpickler = _Unpickler(io.BytesIO(packed.data), client, tuple(devices))
+        unpickler.options = options
+        unpickler.devices_by_id = {old.id: new for old, new in zip(packed.devices, devices, strict=True)}
+        unloaded, args_info, no_kwargs = unpickler.load()
+        found = jax.stages.Compiled(
+            unloaded.load(), [], packed.in_tree.unflatten(args_info), packed.out_tree, no_kwargs=no_kwargs
+        )
+        loaded = found.runtime_executable()
+        return found if loaded is not None and loaded.local_devices() == list(devices) else None
+    except Exception:  # all of it is private to JAX; what it cannot do is compiled
+        return None
+
+
+class _Unpickler(serialize_executable._JaxPjrtUnpickler):
+    """Reads an executable for other devices than it was written for."""
+
+    options: Any = None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == "exec":
+            return self.backend.deserialize_executable(pid[1], self.execution_devices, self.options)
+        return super().persistent_load(pid)

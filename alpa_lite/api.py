@@ -30,12 +30,12 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
-from alpa_lite.runtime.execute import Executor
+from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
+from alpa_lite.runtime.function import CompiledFunction, compiling, flatten_arguments
 from alpa_lite.runtime.initial import built_in_place
 from alpa_lite.runtime.local_cluster import local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
-from alpa_lite.runtime.times import TaskTime
 from alpa_lite.trace import BatchArgnums, Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
@@ -53,6 +53,7 @@ class Options:
     batch_argnums: BatchArgnums = None
     progress: Progress = field(default_factory=Progress)
     cache: Cache = True
+    watchdog_seconds: float | None = WATCHDOG_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,9 +132,10 @@ class PlannedFunction:
         """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
-        plan.verify(step.step)
-        step = as_planned(step, plan)
-        return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
+        with self.function.options.progress.during("lower"):
+            plan.verify(step.step)
+            step = as_planned(step, plan)
+            return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
 
     def __str__(self) -> str:
         return str(self.last_plan)
@@ -154,76 +156,22 @@ class LoweredFunction:
     def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
         """Executables on the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
-        progress = self.planned.function.options.progress
-        executor = Executor(
-            self.program,
-            self.planned.last_plan,
-            self.step.step,
-            self.step.equations,
-            donated=traced.donated,
-            devices=devices,
-            progress=lambda name, i, n: progress(f"compiling {name} ({i + 1}/{n})"),
-        )
+        options = self.planned.function.options
+        with options.progress.during("compile"):
+            executor = Executor(
+                self.program,
+                self.planned.last_plan,
+                self.step.step,
+                self.step.equations,
+                donated=traced.donated,
+                devices=devices,
+                progress=compiling(options.progress),
+                watchdog_seconds=options.watchdog_seconds,
+            )
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=self.step, executor=executor)
 
     def __str__(self) -> str:
         return str(self.program)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CompiledFunction:
-    """Call it with arguments of the traced shapes."""
-
-    traced: Traced
-    plan: Plan
-    step: TracedStep
-    executor: Executor
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step."""
-        return self.run_flat(self._leaves(args, kwargs), None)
-
-    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
-        """One step with every instruction awaited; returns the outputs and the measured spans."""
-        record: list[TaskTime] = []
-        return self.run_flat(self._leaves(args, kwargs), record), record
-
-    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
-        """One step from flattened dynamic arguments."""
-        outputs = self.executor(self.step.inputs(leaves), record)
-        return jax.tree.unflatten(self.traced.out_tree, outputs)
-
-    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The positional arguments on their planned devices (state stays there from then on)."""
-        leaves = self.executor.place_inputs(self._leaves(args, kwargs))
-        positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
-        return tuple(positional.get(i, arg) for i, arg in enumerate(args))
-
-    def input_shardings(self) -> Any:
-        """The arguments' pytrees with a `NamedSharding` in the place of each array."""
-        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
-        return jax.tree.unflatten(self.traced.in_tree, shardings)
-
-    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        tree = flatten_arguments(args, kwargs, self.traced.static_argnums)
-        leaves, structure = jax.tree.flatten(tree)
-        if structure != self.traced.in_tree:
-            raise PlanError(
-                f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
-                f"{self.traced.in_tree}. Trace and compile again."
-            )
-        for leaf, wanted, name in zip(leaves, self.traced.leaves, self.traced.names, strict=True):
-            if np.shape(leaf) != wanted.shape:
-                raise PlanError(
-                    f"{self.traced.name} was compiled for {name} of shape {list(wanted.shape)}, but "
-                    f"{list(np.shape(leaf))} was given. Trace and compile again."
-                )
-        return leaves
-
-
-def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
-    """The dynamic arguments as the pytree that `trace` flattens."""
-    return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
 
 
 class ParallelFunction:
@@ -236,6 +184,7 @@ class ParallelFunction:
         self.options = options
         self.last_plan: Plan | None = None
         self._compiled: dict[Any, CompiledFunction] = {}
+        self._last: tuple[Any, CompiledFunction] | None = None
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -253,23 +202,45 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; the first call with new shapes traces, plans, lowers and compiles."""
-        compiled = self.compiled(*args, **kwargs)
+        tree, static = self._dynamic(args, kwargs)
+        leaves, structure = jax.tree.flatten(tree)
+        # Arrays that the step before returned have the very avals of the call before: this compares pointers.
+        try:
+            seen = (structure, static, [x.aval for x in leaves])
+        except AttributeError:
+            seen = (structure, static, [x.aval if isinstance(x, jax.Array) else _shape_and_dtype(x) for x in leaves])
+        if self._last is None or self._last[0] != seen:
+            self._last = seen, self._compiled_for(leaves, structure, static, args, kwargs)
+        compiled = self._last[1]
         self.last_plan = compiled.plan
-        return compiled(*args, **kwargs)
+        return compiled.run_flat(leaves, None)
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
         """The compiled function for the shapes of these arguments."""
-        key = self._key(args, kwargs)
+        tree, static = self._dynamic(args, kwargs)
+        return self._compiled_for(*jax.tree.flatten(tree), static, args, kwargs)
+
+    def _compiled_for(
+        self, leaves: Sequence[Any], structure: Any, static: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CompiledFunction:
+        """Found by shapes and dtypes, or made now.
+
+        Weak types do not count: state that comes in weak comes back strong, and would be compiled for twice.
+        """
+        key = structure, static, tuple([_shape_and_dtype(x) for x in leaves])
         if key not in self._compiled:
             self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
         return self._compiled[key]
 
-    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        static = self.options.static_argnums
-        positions = {i % max(1, len(args)) for i in ((static,) if isinstance(static, int) else static)}
-        leaves, structure = jax.tree.flatten(flatten_arguments(args, kwargs, tuple(positions)))
-        avals = tuple((tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x)))) for x in leaves)
-        return structure, avals, tuple(args[i] for i in sorted(positions))
+    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The dynamic arguments as one pytree, and the static ones."""
+        numbers = self.options.static_argnums
+        static = {i % max(1, len(args)) for i in ((numbers,) if isinstance(numbers, int) else numbers)}
+        return flatten_arguments(args, kwargs, tuple(static)), tuple([args[i] for i in sorted(static)])
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def parallelize(
@@ -283,6 +254,7 @@ def parallelize(
     batch_argnums: BatchArgnums = None,
     progress: Say | Progress | None = None,
     cache: Cache = True,
+    watchdog_seconds: float | None = WATCHDOG_SECONDS,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -297,6 +269,8 @@ def parallelize(
                        followers are also told the phases and how much work is left
     cache              whether plans are kept, and taken again where all that they depend on is the same; or in which
                        folder
+    watchdog_seconds   a step of which nothing has ended for so long raises `HangError`, which names the instruction
+                       that it waits for; None waits for ever
 
     Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
     """
@@ -311,6 +285,7 @@ def parallelize(
             batch_argnums=batch_argnums,
             progress=progress,
             cache=cache,
+            watchdog_seconds=watchdog_seconds,
         )
     chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
     options = Options(
@@ -322,6 +297,7 @@ def parallelize(
         batch_argnums=batch_argnums,
         progress=Progress.of(progress),
         cache=cache,
+        watchdog_seconds=watchdog_seconds,
     )
     return ParallelFunction(fun, options)
 

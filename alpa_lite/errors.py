@@ -13,6 +13,7 @@
     ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
     └── ExecutionError        the devices at hand cannot run the plan
+        └── HangError         a step does not end
 """
 
 
@@ -58,3 +59,7 @@ class VerificationError(AlpaLiteError, AssertionError):
 
 class ExecutionError(AlpaLiteError, RuntimeError):
     """The devices at hand cannot run the plan."""
+
+
+class HangError(ExecutionError):
+    """Nothing of a step has ended for too long; the message names the instruction that it waits for."""

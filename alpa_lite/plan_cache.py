@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -43,7 +44,7 @@ MAX_BYTES = 256 * 2**20
 """What the files of a folder may take together."""
 
 _OWN = ("alpa_lite", "cost_models")
-_PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba")
+_PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba", "pulp", "networkx")
 
 Cache = bool | str | Path
 """Whether plans are kept, or in which folder."""
@@ -93,7 +94,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     measures = isinstance(planner, Auto) and planner.measure_top > 0
     if isinstance(planner, Replay) or measures or not only_own_rules():
         return None
-    asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches)
+    asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
     try:
         parts = (_content(planner), _content(request.cluster), _content(request.cost_model_for), asked)
     except _NoContentError:
@@ -149,7 +150,8 @@ def _add_step(digest: Any, step: StepGraph) -> None:
 @cache
 def own_digest() -> str:
     """The source of what plans, and the versions of what it plans with: nothing is left of a plan after an upgrade."""
-    digest = hashlib.sha256(repr([(name, metadata.version(name)) for name in _PACKAGES]).encode())
+    versions = [("python", platform.python_version()), *((name, metadata.version(name)) for name in _PACKAGES)]
+    digest = hashlib.sha256(repr(versions).encode())
     root = Path(__file__).parent.parent
     for path in sorted(path for package in _OWN for path in (root / package).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())

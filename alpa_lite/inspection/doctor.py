@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pulp
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
@@ -29,7 +30,8 @@ _TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
 class Diagnosis:
     """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences.
 
-    `calibration` says where the description of these devices comes from.
+    `calibration` says where the description of these devices comes from, `compilation_cache` where JAX
+    keeps executables.
     """
 
     versions: dict[str, str]
@@ -38,6 +40,7 @@ class Diagnosis:
     solver_error: str
     settings: dict[str, str]
     calibration: str
+    compilation_cache: str
     advice: tuple[str, ...]
 
     @property
@@ -53,6 +56,7 @@ class Diagnosis:
             ("HiGHS", solver),
             *self.settings.items(),
             ("calibration", self.calibration),
+            ("compilation cache", self.compilation_cache),
         ]
         table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
         return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
@@ -76,8 +80,18 @@ def diagnose() -> Diagnosis:
         solver_error=error,
         settings={name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if name in os.environ},
         calibration=calibration,
+        compilation_cache=compilation_cache(),
         advice=(*filter(None, [error, unusable]), *device_advice(devices, os.environ)),
     )
+
+
+def compilation_cache() -> str:
+    """Where JAX keeps compiled executables for the next start, or how to have it do so."""
+    folder = _jax.compilation_cache_folder()
+    if not folder:
+        return "off; jax.config.update('jax_compilation_cache_dir', folder) before the first step turns it on"
+    least = getattr(jax.config, "jax_persistent_cache_min_compile_time_secs", 0.0)
+    return f"{folder}, for what takes {least:g} s or more to compile (jax_persistent_cache_min_compile_time_secs)"
 
 
 def calibration_found() -> tuple[str, str]:

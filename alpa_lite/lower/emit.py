@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph.equations import Equation
@@ -179,21 +178,77 @@ class LocalMachine:
         return self._noted(application, run_control_flow(application.op, wiring, body, operands))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Executable:
-    """A task ready to compile on a mesh. Calling convention: inputs, sums (if accumulated), [micro-batch index]."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """An array at a task's boundary."""
 
-    task: TaskSpec
-    mesh: Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+
+    def on(self, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+        """The array as it lies on a mesh."""
+        dtype = _jax.struct((), self.dtype).dtype
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=NamedSharding(mesh, self.spec))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Emitted:
+    """A task as a function that runs on any mesh of one logical shape; equal tasks on other submeshes share it.
+
+    Calling convention: inputs, sums (if accumulated), [micro-batch index] -> outputs, sums, token. The token is a
+    scalar that is there when the whole task is done; unlike the other results nobody takes it over, so that whoever
+    waits for it holds no memory.
+    """
+
     function: Callable[..., Any]
-    avals: tuple[jax.ShapeDtypeStruct, ...]
+    mesh: AbstractMesh
+    platform: str
+    ins: tuple[Layout, ...]
+    outs: Any  # a PartitionSpec for each result
     donated: tuple[int, ...]
     takes_microbatch: bool
 
-    @cached_property
-    def compiled(self) -> Any:
-        """The XLA executable."""
-        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.avals).compile()
+    def lower(self, on: Mesh | None = None) -> Any:
+        """Trace the function; by default for no devices in particular.
+
+        Raises:
+            ValueError: JAX lowers something in it (a callback into Python) for known devices only.
+        """
+        mesh = on if on is not None else self.mesh
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        return jitted.trace(*(x.on(mesh) for x in self.ins)).lower(lowering_platforms=(self.platform,))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Executable:
+    """A task on the mesh of its stage; `compiled` takes and gives what `Emitted` says."""
+
+    task: TaskSpec
+    mesh: Mesh
+    emitted: Emitted
+    compiled: Any
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What was compiled."""
+        return self.emitted.function
+
+    @property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What it takes."""
+        return tuple(x.on(self.mesh) for x in self.emitted.ins)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Numbers of the operands whose buffers results take over."""
+        return self.emitted.donated
+
+    @property
+    def takes_microbatch(self) -> bool:
+        """Whether the number of the micro-batch is its last operand."""
+        return self.emitted.takes_microbatch
 
 
 def emit_task(
@@ -203,22 +258,23 @@ def emit_task(
     placements: Mapping[int, OpPlacement],
     mesh: Mesh,
     *,
-    accumulate: bool,
+    name: str,
     donated: Sequence[int] = (),
-) -> Executable:
-    """The executable of a task. With `accumulate`, sums come in after the inputs and go out increased.
+) -> Emitted:
+    """A task as a function. Sums over micro-batches come in after the inputs and go out increased.
 
-    `donated`: numbers of inputs whose buffers may be reused.
+    `name` is what profilers show; `donated`: numbers of inputs whose buffers may be reused.
     """
     graph, sizes = step.graph, dict(mesh.shape)
+    accumulate = accumulates(task, step)
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
-    barriers_stay = mesh.devices.flat[0].platform != "cpu"
+    platform = _jax.lowering_platform(mesh.devices.flat[0])
     positional = step.num_microbatches > 1 and any(_is_positional(graph.ops[i]) for i in task.ops)
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
-        machine = LocalMachine(step, equations, sizes, microbatch, barriers_stay=barriers_stay)
+        machine = LocalMachine(step, equations, sizes, microbatch, barriers_stay=platform != "cpu")
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
@@ -231,23 +287,34 @@ def emit_task(
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
             parts = [_part_of_mean(r, step) if step.averaged else r for r in results[first:]]
             results[first:] = [a + r for a, r in zip(added, parts, strict=True)]
-        return tuple(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True))
+        token = jax.numpy.zeros((), jax.numpy.int8)
+        return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
 
-    in_specs = [boundary_spec(p.spec) for p in ins] + ([PartitionSpec()] if positional else [])
-    out_specs = tuple(boundary_spec(p.spec) for p in outs)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
-    avals = [_aval(graph.values[p.value], p, mesh, sizes) for p in ins]
+    layouts = [boundary_layout(graph.values[p.value], p, sizes) for p in ins]
     if positional:
-        avals.append(jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=NamedSharding(mesh, PartitionSpec())))
+        layouts.append(Layout(shape=(), dtype="int32", spec=PartitionSpec()))
+    out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
+    abstract, in_specs = mesh.abstract_mesh, tuple(x.spec for x in layouts)
+    sharded = jax.shard_map(local, mesh=abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     summed = tuple(range(len(task.inputs), len(ins)))
-    return Executable(
-        task=task,
-        mesh=mesh,
-        function=_named(sharded, task.name),
-        avals=tuple(avals),
+    return Emitted(
+        function=_named(sharded, name),
+        mesh=abstract,
+        platform=platform,
+        ins=tuple(layouts),
+        outs=out_specs,
         donated=(*donated, *summed),
         takes_microbatch=positional,
     )
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def accumulates(task: TaskSpec, step: StepGraph) -> bool:
+    """Whether a task adds to sums over micro-batches that it is given."""
+    return step.num_microbatches > 1 and bool(task.sums)
 
 
 def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
@@ -269,18 +336,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def _aval(value: Value, port: Port, mesh: Mesh, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> Layout:
+    """The array that holds a value at a task's boundary."""
     shape = boundary_shape(value.shape, port.spec, sizes)
-    struct = _jax.struct(shape, value.dtype)
-    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, boundary_spec(port.spec)))
-
-
-def emit_zeros(task: TaskSpec, step: StepGraph, mesh: Mesh) -> Callable[[], tuple[Any, ...]]:
-    """A function that makes fresh accumulators of a task in place on its mesh."""
-    sizes = dict(mesh.shape)
-    avals = [_aval(step.graph.values[p.value], p, mesh, sizes) for p in task.sums]
-
-    def zeros() -> tuple[Any, ...]:
-        return tuple(jax.numpy.zeros(a.shape, a.dtype) for a in avals)
-
-    return jax.jit(zeros, out_shardings=tuple(a.sharding for a in avals))
+    return Layout(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))

@@ -25,9 +25,17 @@ STAGE_AXIS = "stage"
 
 def put(array: Any, sharding: NamedSharding) -> Any:
     """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
-    if isinstance(array, jax.Array) and array.committed and array.sharding == sharding:
+    if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
         return array
     return jax.device_put(array, sharding)
+
+
+def put_all(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """`put` for each array; of those that are there nothing but their sharding is looked at."""
+    try:
+        return [x if x.sharding == s else put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+    except AttributeError:  # NumPy's
+        return [put(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +143,7 @@ class Leaves:
         self.whole: list[NamedSharding | Stack] = []
         for _, members in groupby(zip(parts, shardings, strict=True), key=lambda member: member[0].leaf):
             self.whole.append(_leaf(list(members)))
+        self.in_parts = any(isinstance(whole, Stack) for whole in self.whole)
 
     def sharding(self, leaf: int) -> NamedSharding:
         """Where a whole array lives between steps."""
@@ -143,6 +152,8 @@ class Leaves:
 
     def split(self, leaves: Sequence[Any]) -> list[Any]:
         """Graph inputs from arguments."""
+        if not self.in_parts:
+            return list(leaves)
         parts: list[Any] = []
         for array, whole in zip(leaves, self.whole, strict=True):
             parts += whole.split(array) if isinstance(whole, Stack) else [array]
@@ -150,6 +161,8 @@ class Leaves:
 
     def join(self, parts: Sequence[Any]) -> list[Any]:
         """Results from graph outputs."""
+        if not self.in_parts:
+            return list(parts)
         rest = iter(parts)
         return [
             whole.join([next(rest) for run in whole.runs for _ in run.rows]) if isinstance(whole, Stack) else next(rest)

@@ -11,6 +11,7 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.runtime.execute import Executor
+from alpa_lite.runtime.times import TaskTime
 
 Inputs = Callable[[Sequence[Any]], list[Any]]
 
@@ -32,3 +33,14 @@ def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], in
     started = time.perf_counter()
     jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
+
+
+def typical_times(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> tuple[TaskTime, ...]:
+    """When each instruction of a step ran, on arguments of zeros: of a few steps the one of median length."""
+    steps: list[list[TaskTime]] = []
+    for _ in range(1 + NUM_STEPS):
+        record: list[TaskTime] = []
+        leaves = jax.block_until_ready(executor.place_inputs([*map(_jax.zeros, shapes)]))
+        executor(inputs(leaves), record)
+        steps.append(record)
+    return tuple(sorted(steps[1:], key=lambda record: record[-1].end_seconds)[NUM_STEPS // 2])

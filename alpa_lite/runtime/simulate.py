@@ -65,7 +65,8 @@ class StageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One step on the cost model: a span for every instruction, in the order of the program, and each submesh's use."""
+    """One step on the cost model: a span for every instruction but FREE, in the order of the program, and each
+    submesh's use."""
 
     times: tuple[TaskTime, ...]
     step_seconds: float
@@ -135,7 +136,8 @@ def simulate_program(
         )
         for row, stages in enumerate(rows)
     ]
-    return SimulatedStep(times=tuple(clock.times), step_seconds=available, submeshes=tuple(uses))
+    listed = tuple(time for time in clock.times if time.kind != "FREE")
+    return SimulatedStep(times=listed, step_seconds=available, submeshes=tuple(uses))
 
 
 def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer) -> TaskPrice:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,14 @@ class _Slot:
         return -1 not in self.numbers
 
 
+class Launched(Protocol):
+    """Is told of the token of a program, and on which of the two meshes it runs."""
+
+    def __call__(self, token: Any, *, at_source: bool) -> None:
+        """A program was launched."""
+        ...
+
+
 class Transfer(ABC):
     """A planned transfer, compiled: call it with an array in the source layout to get it in the target layout."""
 
@@ -65,8 +73,11 @@ class Transfer(ABC):
         """How many programs one call launches."""
 
     @abstractmethod
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
-        """The array in the target layout, asynchronously; what goes to another device is appended to `sent`."""
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        """The array in the target layout, asynchronously; what goes to another device is appended to `sent`.
+
+        `launched` is told of each program that may have to wait for other devices.
+        """
 
 
 def compile_transfers(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, Transfer]:
@@ -112,7 +123,7 @@ class _Whole(Transfer):
     def num_programs(self) -> int:
         return 0
 
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
         if sent is not None:
             shards = _by_device(array)
             for source, target in self.pairs:
@@ -130,8 +141,11 @@ class _InPlace(Transfer):
     def num_programs(self) -> int:
         return 1
 
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
-        return self.walk(array)
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        moved, token = self.walk(array)
+        if launched is not None:
+            launched(token, at_source=True)
+        return moved
 
 
 class _Crossing(Transfer):
@@ -166,8 +180,8 @@ class _Crossing(Transfer):
     def num_programs(self) -> int:
         return (self.cut is not None) + (self.land is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
-        pieces = self._pieces(array)
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        pieces = self._pieces(array, launched)
         leaving = [pieces[n] for n in self.copied]
         pieces.update(zip(self.copied, jax.device_put(leaving, self.copied_to), strict=True))
         if sent is not None:
@@ -181,16 +195,22 @@ class _Crossing(Transfer):
         for slot, blanks, (shape, sharding) in zip(self.land_slots, self.blanks, self.landing, strict=True):
             shown = [pieces[n] if n >= 0 else blanks[at] for at, n in enumerate(slot.numbers)]
             parts.append(_joined(shape, sharding, shown))
-        return self.land(*parts)
+        landed, token = self.land(*parts)
+        if launched is not None:
+            launched(token, at_source=False)
+        return landed
 
-    def _pieces(self, array: Any) -> dict[int, Any]:
+    def _pieces(self, array: Any, launched: Launched | None) -> dict[int, Any]:
         """Each piece on its source device."""
         found = dict[int, Any]()
         if self.whole:
             shards = _by_device(array)
             found = {n: shards[self.source[self.planned.pieces[n].source]] for n in self.whole}
         if self.cut is not None:
-            for slot, made in zip(self.cut_slots, self.cut(array), strict=True):
+            *cut, token = self.cut(array)
+            if launched is not None:
+                launched(token, at_source=True)
+            for slot, made in zip(self.cut_slots, cut, strict=True):
                 shards = _by_device(made)
                 found.update({n: shards[self.source[at]] for at, n in enumerate(slot.numbers) if n >= 0})
         return found
@@ -217,8 +237,8 @@ class _OfKeys(Transfer):
     def num_programs(self) -> int:
         return 2 + self.words.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
-        return self.wrap(self.words(self.unwrap(array), sent))
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        return self.wrap(self.words(self.unwrap(array), sent, launched))
 
 
 def _keeps_form(planned: PlannedTransfer) -> bool:
@@ -279,7 +299,14 @@ def _lands_as_wanted(planned: PlannedTransfer, slots: Sequence[_Slot]) -> bool:
 
 
 def _compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
-    return jax.jit(function, out_shardings=wanted).lower(*avals).compile()
+    """A program that also gives a token; `wanted`: where its result lies, which JAX may lose of empty arrays."""
+    shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
+    return jax.jit(function, out_shardings=shardings).lower(*avals).compile()
+
+
+def _token() -> jax.Array:
+    """A scalar that is there when its program is done."""
+    return jnp.zeros((), jnp.int8)
 
 
 def _local(x: Any, planned: PlannedTransfer, sizes: Mapping[str, int]) -> Any:
@@ -294,13 +321,13 @@ def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
 
     def walk(x: Any) -> Any:
         x = _local(x, planned, sizes)
-        return x[None] if wanted.partial else x
+        return x[None] if wanted.partial else x, _token()
 
     return jax.shard_map(
         walk,
         mesh=mesh,
         in_specs=boundary_spec(planned.source.spec),
-        out_specs=boundary_spec(wanted),
+        out_specs=(boundary_spec(wanted), PartitionSpec()),
         check_vma=False,
     )
 
@@ -311,9 +338,10 @@ def _cut(planned: PlannedTransfer, mesh: Mesh, slots: Sequence[_Slot]) -> Callab
 
     def cut(x: Any) -> Any:
         x, at = _local(x, planned, sizes), lax.axis_index(mesh.axis_names)
-        return tuple(lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots)
+        cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
+        return (*cuts, _token())
 
-    out_specs = tuple(_stacked_spec(mesh, slot) for slot in slots)
+    out_specs = (*(_stacked_spec(mesh, slot) for slot in slots), PartitionSpec())
     return jax.shard_map(
         cut, mesh=mesh, in_specs=boundary_spec(planned.source.spec), out_specs=out_specs, check_vma=False
     )
@@ -335,9 +363,8 @@ def _land(planned: PlannedTransfer, mesh: Mesh, slots: Sequence[_Slot], dtype: A
         for step in planned.gathers:
             x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
             x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
-        return x
+        return x, _token()
 
     in_specs = tuple(_stacked_spec(mesh, slot) for slot in slots)
-    return jax.shard_map(
-        land, mesh=mesh, in_specs=in_specs, out_specs=boundary_spec(planned.target.spec), check_vma=False
-    )
+    out_specs = (boundary_spec(planned.target.spec), PartitionSpec())
+    return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -3,6 +3,7 @@
 import json
 import os
 
+import jax
 import pytest
 
 from alpa_lite.inspection import doctor
@@ -46,3 +47,13 @@ def test_a_broken_solver_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(doctor.pulp, "HiGHS", broken)
     assert "HiGHS does not run: no library" in doctor.solver_error()
+
+
+def test_the_compilation_cache_is_on_or_off(tmp_path):
+    assert doctor.compilation_cache().startswith("off; jax.config.update(")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert str(tmp_path) in doctor.compilation_cache()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -70,8 +70,10 @@ def lowered(request: pytest.FixtureRequest) -> LoweredFunction:
 
 def test_the_program_takes_as_long_as_the_plan_says(lowered: LoweredFunction) -> None:
     plan, simulated = lowered.planned.last_plan, lowered.simulate()
-    # The plan moves all that crosses a border at once; the program value by value, and the global norm as well.
-    assert simulated.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.02)
+    # The plan moves all that crosses a border at once, by its bytes; the program value by value, and the global norm as
+    # well. Where receivers gather what several of them want, the plan leaves that out.
+    gathers = any(i.transfer is not None and i.transfer.gathers for i in lowered.program.instructions)
+    assert simulated.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=0.05 if gathers else 0.02)
     waiting = simulated.bubble_fraction + sum(use.exposed_seconds for use in simulated.submeshes) / (
         simulated.step_seconds * len(simulated.submeshes)
     )
@@ -86,9 +88,10 @@ def test_devices_hold_what_the_plan_says(lowered: LoweredFunction) -> None:
 
 def test_every_instruction_has_a_span_after_what_it_reads(lowered: LoweredFunction) -> None:
     program, simulated, plan = lowered.program, lowered.simulate(), lowered.planned.last_plan
-    assert [time.kind for time in simulated.times] == [instruction.kind for instruction in program.instructions]
+    instructions = [instruction for instruction in program.instructions if instruction.kind != "FREE"]
+    assert [time.kind for time in simulated.times] == [instruction.kind for instruction in instructions]
     written: dict[Buffer, float] = {}
-    for instruction, time in zip(program.instructions, simulated.times, strict=True):
+    for instruction, time in zip(instructions, simulated.times, strict=True):
         assert time.end_seconds >= time.start_seconds >= 0
         if instruction.kind in ("RUN", "SEND"):
             assert all(time.start_seconds >= written[b] for b in instruction.reads)

@@ -1,0 +1,239 @@
+"""Instructions as functions with everything looked up: what runs in a step is one loop over a list (`Bound.run`).
+
+Each buffer has a slot, a place in a list. The arguments of the step come first; the function of an instruction reads
+and writes slots by number. What an instruction is the last to read leaves its slot right after it.
+
+    PLACE    `_Binder.place`     an argument, or the rows of a micro-batch, onto the devices of a stage
+    RUN      `_Binder.run`       an executable, whose token goes to the `Flight`
+    SEND     `_Binder.send`      a transfer
+    ZEROS    `_Binder.zeros`
+    CONCAT   `_Binder.concat`
+    FREE     no function: the slots that the instruction before gives up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.lower.emit import Executable
+from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
+from alpa_lite.runtime.flight import Flight
+from alpa_lite.runtime.leaves import put
+from alpa_lite.runtime.transfer import Transfer
+from alpa_lite.sharding import Spec
+
+Slots = list[Any]
+Action = Callable[[Slots], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A program ready to run.
+
+    actions      function and slots that are free after it, of each instruction but FREE
+    instructions number in the program of each action
+    slot         of each buffer; the inputs of the step have the first ones
+    outputs      slots of the results
+    """
+
+    actions: tuple[tuple[Action, tuple[int, ...]], ...]
+    instructions: tuple[int, ...]
+    slot: Mapping[Buffer, int]
+    num_slots: int
+    outputs: tuple[int, ...]
+
+    def slots(self, inputs: Sequence[Any]) -> Slots:
+        """For one step on these inputs."""
+        return [*inputs, *[None] * (self.num_slots - len(inputs))]
+
+    def run(self, slots: Slots) -> None:
+        """Launch everything."""
+        for action, free in self.actions:
+            action(slots)
+            for i in free:
+                slots[i] = None
+
+
+def bind(
+    program: Program,
+    step: StepGraph,
+    executables: Sequence[Executable],
+    *,
+    zeros: Mapping[int, Callable[[], Sequence[Any]]],
+    concats: Mapping[Buffer, Callable[..., Any]],
+    transfers: Mapping[Buffer, Transfer],
+    indices: Sequence[Sequence[Any]],
+    groups: Sequence[int],
+    flight: Flight,
+    sharding: Callable[[int, Spec | None], NamedSharding],
+) -> Bound:
+    """Look everything up.
+
+    zeros     per task, what makes its accumulators
+    concats   per buffer, what puts the micro-batches of an output together
+    transfers per buffer, what brings it from another stage
+    indices   per stage, the numbers of the micro-batches on its devices
+    groups    per stage, the group of devices whose launches `flight` counts together
+    sharding  of a spec on a stage
+    """
+    binder = _Binder(program, step, executables, zeros, concats, transfers, indices, groups, flight, sharding)
+    return binder.bound()
+
+
+class _Binder:
+    def __init__(
+        self,
+        program: Program,
+        step: StepGraph,
+        executables: Sequence[Executable],
+        zeros: Mapping[int, Callable[[], Sequence[Any]]],
+        concats: Mapping[Buffer, Callable[..., Any]],
+        transfers: Mapping[Buffer, Transfer],
+        indices: Sequence[Sequence[Any]],
+        groups: Sequence[int],
+        flight: Flight,
+        sharding: Callable[[int, Spec | None], NamedSharding],
+    ) -> None:
+        self.program, self.step, self.executables, self.zeros_of = program, step, executables, zeros
+        self.concats, self.transfers, self.indices = concats, transfers, indices
+        self.groups, self.flight, self.sharding = groups, flight, sharding
+        self.input_slot = {v: i for i, v in enumerate(step.graph.inputs)}
+        self.slot: dict[Buffer, int] = {}
+        self.num_slots = len(step.graph.inputs)
+
+    def bound(self) -> Bound:
+        kinds: dict[str, Callable[[int, Instruction], Action]] = {
+            "PLACE": self.place,
+            "RUN": self.run,
+            "SEND": self.send,
+            "ZEROS": self.zeros,
+            "CONCAT": self.concat,
+        }
+        actions: list[tuple[Action, list[int]]] = []
+        numbers: list[int] = []
+        last_place: dict[int, list[int]] = {}
+        for number, instruction in enumerate(self.program.instructions):
+            if instruction.kind == "FREE":
+                actions[-1][1].extend(self.slot[b] for b in instruction.reads)
+                continue
+            for buffer in instruction.writes:
+                if buffer not in self.slot:
+                    self.slot[buffer] = self.num_slots
+                    self.num_slots += 1
+            actions.append((kinds[instruction.kind](number, instruction), []))
+            numbers.append(number)
+            if instruction.kind == "PLACE":
+                last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
+        for slot, free in last_place.items():
+            free.append(slot)
+        return Bound(
+            actions=tuple((action, tuple(dict.fromkeys(free))) for action, free in actions),
+            instructions=tuple(numbers),
+            slot=self.slot,
+            num_slots=self.num_slots,
+            outputs=tuple(self.slot[b] for b in self.program.outputs),
+        )
+
+    def run(self, number: int, instruction: Instruction) -> Action:
+        executable = self.executables[instruction.task]
+        compiled, launched = executable.compiled, self.flight.launched
+        group = self.groups[instruction.stage]
+        writes = [self.slot[b] for b in instruction.writes]
+        take = _taker([self.slot[b] for b in instruction.reads])
+        more = (self.indices[instruction.stage][instruction.microbatch or 0],) if executable.takes_microbatch else ()
+
+        def run(slots: Slots) -> None:
+            *results, token = compiled(*take(slots), *more)
+            for i, result in zip(writes, results, strict=True):
+                slots[i] = result
+            launched(group, number, token)
+
+        return run
+
+    def send(self, number: int, instruction: Instruction) -> Action:
+        """A transfer to another stage; what it launches on the way counts as launched on its devices."""
+        transfer, launched = self.transfers[instruction.writes[0]], self.flight.launched
+        source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
+        group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]
+        if not transfer.num_programs:
+
+            def copy(slots: Slots) -> None:
+                slots[target] = transfer(slots[source])
+
+            return copy
+
+        def note(token: Any, *, at_source: bool) -> None:
+            launched(other if at_source else group, number, token)
+
+        def send(slots: Slots) -> None:
+            slots[target] = transfer(slots[source], launched=note)
+
+        return send
+
+    def place(self, number: int, instruction: Instruction) -> Action:
+        del number
+        buffer = instruction.writes[0]
+        sharding = self.sharding(instruction.stage, instruction.spec)
+        source, target = self.input_slot[buffer.value], self.slot[buffer]
+        if buffer.microbatch is None or buffer.microbatch == SUM:
+
+            def place(slots: Slots) -> None:
+                slots[target] = put(slots[source], sharding)
+
+            return place
+        dim = self.step.batch_dims[buffer.value] or 0
+        size = self.step.graph.values[buffer.value].shape[dim]
+        rows = _rows(dim, buffer.microbatch * size, size)
+
+        def place_rows(slots: Slots) -> None:
+            slots[target] = put(rows(slots[source]), sharding)
+
+        return place_rows
+
+    def zeros(self, number: int, instruction: Instruction) -> Action:
+        del number
+        make, writes = self.zeros_of[instruction.task], [self.slot[b] for b in instruction.writes]
+
+        def zeros(slots: Slots) -> None:
+            for i, array in zip(writes, make(), strict=True):
+                slots[i] = array
+
+        return zeros
+
+    def concat(self, number: int, instruction: Instruction) -> Action:
+        del number
+        take, join = _taker([self.slot[b] for b in instruction.reads]), self.concats[instruction.writes[0]]
+        target = self.slot[instruction.writes[0]]
+
+        def concat(slots: Slots) -> None:
+            slots[target] = join(*take(slots))
+
+        return concat
+
+
+def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
+    """What reads these slots at once."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _cut(array: Any, start: Any, size: int, dim: int) -> Any:
+    return lax.dynamic_slice_in_dim(array, start, size, dim)
+
+
+def _rows(dim: int, start: int, size: int) -> Callable[[Any], Any]:
+    """What takes `size` rows along `dim`: of NumPy arrays a view, of others a copy by one program for all starts."""
+    index, first = (*[slice(None)] * dim, slice(start, start + size)), np.int32(start)
+    return lambda array: _cut(array, first, size, dim) if isinstance(array, jax.Array) else np.asarray(array)[index]

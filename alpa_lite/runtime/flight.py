@@ -1,0 +1,139 @@
+"""Launches whose end nobody has seen: how many there may be, and what happens when none of them ends.
+
+    credits    un-awaited launches <= limit, for each group of devices              `Flight.launched`
+    hang       no launch has ended for `patience` seconds while some have not       `Patience.is_over`
+
+Each launch leaves a token, a scalar that is there when the launch is done. Without a bound, a dispatching thread that
+is faster than the devices would have memory allocated far ahead, and on virtual CPU devices, whose launches wait in
+threads of one pool, it would fill that pool until nothing moves. Waiting for a credit is waiting for an event; nothing
+is fetched from a device.
+
+A wait looks at its token again and again, with pauses that grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, so that it can
+end in an error. By then the queue holds other launches, so devices do not idle in a pause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from alpa_lite.errors import HangError
+
+CPU_CREDITS = 16
+"""Launches on virtual CPU devices that may be un-awaited at a time, per device: XLA admits 32, then blocks threads."""
+
+CREDITS = 64
+"""The same elsewhere, where queues are the driver's: enough to hide any wait, few enough to bound memory."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 2e-3
+"""Seconds between two looks at a token."""
+
+Clock = Callable[[], float]
+
+
+class Token(Protocol):
+    """What a launch leaves, as a `jax.Array` is."""
+
+    def is_ready(self) -> bool:
+        """Whether the launch is done."""
+        ...
+
+
+class Launch(NamedTuple):
+    """One launch: its number since the program was compiled, that of its instruction, and its token."""
+
+    order: int
+    instruction: int
+    token: Token
+
+
+class Patience:
+    """Notices that for `limit` seconds nothing has changed."""
+
+    def __init__(self, limit: float | None, clock: Clock = time.monotonic) -> None:
+        """None waits for ever."""
+        self.limit, self._clock = limit, clock
+        self._since, self._pending = clock(), frozenset[int]()
+
+    def is_over(self, pending: frozenset[int]) -> bool:
+        """Whether the same launches, by their order, have been pending for too long."""
+        if pending != self._pending:
+            self._pending, self._since = pending, self._clock()
+        return self.limit is not None and bool(pending) and self._clock() - self._since >= self.limit
+
+
+class Flight:
+    """The launches of one executor; used from its thread, and looked at by the watchdog's."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        *,
+        limit: int,
+        patience: float | None,
+        explain: Callable[[int], str],
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`limit`: credits of a group of devices. `patience`: seconds. `explain`: what hangs at an instruction.
+
+        `waited_seconds` counts the waits for credits since the program was compiled.
+        """
+        self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
+        self.limit, self.patience, self.explain = limit, patience, explain
+        self._clock, self._sleep = clock, sleep
+        self._order = itertools.count()
+        self.hang = ""
+        self.waited_seconds = 0.0
+
+    def launched(self, group: int, instruction: int, token: Token) -> None:
+        """One more launch on a group of devices; waits for its oldest where there are too many."""
+        queue = self.queues[group]
+        queue.append(Launch(next(self._order), instruction, token))
+        if len(queue) > self.limit:
+            oldest = queue[0].token
+            if not oldest.is_ready():
+                self._wait(oldest)
+            queue.popleft()
+
+    def pending(self) -> tuple[Launch, ...]:
+        """What is not done, in the order of the launches."""
+        launches = (launch for queue in self.queues for launch in queue.copy())
+        return tuple(sorted((x for x in launches if not x.token.is_ready()), key=lambda x: x.order))
+
+    def raise_if_hung(self) -> None:
+        """Raise what the watchdog found between two steps, unless it has ended since."""
+        if self.hang and self.pending():
+            raise HangError(self.hang)
+        self.hang = ""
+
+    def sentence(self, pending: Sequence[Launch]) -> str:
+        """What hangs: of the launches that are not done the first, as all that it reads comes from earlier ones."""
+        return (
+            f"No instruction has ended for {self.patience:g} s, and {len(pending)} are not done. The first of them: "
+            f"{self.explain(pending[0].instruction)}"
+        )
+
+    def _wait(self, token: Token) -> None:
+        began = self._clock()
+        try:
+            self._until_ready(token)
+        finally:
+            self.waited_seconds += self._clock() - began
+
+    def _until_ready(self, token: Token) -> None:
+        patience, pause = Patience(self.patience, self._clock), FIRST_PAUSE
+        look_at = self._clock() + LONGEST_PAUSE
+        while not token.is_ready():
+            self._sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+            if self.patience is None or self._clock() < look_at:
+                continue
+            look_at = self._clock() + min(1.0, self.patience / 8)
+            pending = self.pending()
+            if patience.is_over(frozenset(x.order for x in pending)):
+                self.hang = self.sentence(pending)
+                raise HangError(self.hang)

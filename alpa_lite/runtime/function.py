@@ -1,0 +1,106 @@
+"""A compiled step as a function of the user's arguments, which it flattens and looks at before each step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite.errors import PlanError
+from alpa_lite.microbatch import TracedStep
+from alpa_lite.plan import Plan
+from alpa_lite.progress import Progress
+from alpa_lite.runtime.execute import Executor
+from alpa_lite.runtime.measure import typical_times
+from alpa_lite.runtime.times import TaskTime
+from alpa_lite.trace import Traced
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledFunction:
+    """Call it with arguments of the traced shapes."""
+
+    traced: Traced
+    plan: Plan
+    step: TracedStep
+    executor: Executor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+        return self.run_flat(self._leaves(args, kwargs), None)
+
+    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
+        """One step with every instruction awaited; returns the outputs and the measured spans."""
+        record: list[TaskTime] = []
+        return self.run_flat(self._leaves(args, kwargs), record), record
+
+    def measure(self) -> tuple[TaskTime, ...]:
+        """The span of each instruction of a step on arguments of zeros, each awaited before the next one starts.
+
+        Nothing of what the caller holds is touched. The instructions are those that `LoweredFunction.simulate` prices.
+        """
+        return typical_times(self.executor, self.traced.leaves, self.step.inputs)
+
+    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
+        """One step from flattened dynamic arguments."""
+        outputs = self.executor(self.step.inputs(leaves), record)
+        return jax.tree.unflatten(self.traced.out_tree, outputs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The positional arguments on their planned devices (state stays there from then on)."""
+        leaves = self.executor.place_inputs(self._leaves(args, kwargs))
+        positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
+        return tuple(positional.get(i, arg) for i, arg in enumerate(args))
+
+    def input_shardings(self) -> Any:
+        """The arguments' pytrees with a `NamedSharding` in the place of each array."""
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
+        return jax.tree.unflatten(self.traced.in_tree, shardings)
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        tree = flatten_arguments(args, kwargs, self.traced.static_argnums)
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.traced.in_tree:
+            raise PlanError(
+                f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
+                f"{self.traced.in_tree}. Trace and compile again."
+            )
+        if [np.shape(leaf) for leaf in leaves] != self._shapes:
+            raise PlanError(self._misfit(leaves))
+        return leaves
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.shape for leaf in self.traced.leaves]
+
+    def _misfit(self, leaves: Sequence[Any]) -> str:
+        given = zip(leaves, self._shapes, self.traced.names, strict=True)
+        leaf, wanted, name = next(each for each in given if np.shape(each[0]) != each[1])
+        return (
+            f"{self.traced.name} was compiled for {name} of shape {list(wanted)}, but {list(np.shape(leaf))} was "
+            "given. Trace and compile again."
+        )
+
+
+def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
+    """The dynamic arguments as the pytree that `trace` flattens."""
+    return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
+
+
+def compiling(progress: Progress) -> Callable[[str, int, int], None]:
+    """What tells a `Progress` how much is compiled."""
+    told = 0
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal told
+        progress(f"compiling {name} ({done}/{total})")
+        progress.expect("compile", total - told)
+        for _ in range(done - told):
+            progress.did()
+        told = done
+
+    return tell
