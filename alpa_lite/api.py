@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
-from alpa_lite.microbatch import TracedStep, split_step
+from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import Cache, planned
 from alpa_lite.planners import Auto, Planner, PlanRequest
@@ -51,6 +51,7 @@ class Options:
     donate_argnums: int | tuple[int, ...] = ()
     static_argnums: int | tuple[int, ...] = ()
     batch_argnums: BatchArgnums = None
+    on_non_additive: OnNonAdditive = "refuse"
     progress: Progress = field(default_factory=Progress)
     cache: Cache = True
     watchdog_seconds: float | None = WATCHDOG_SECONDS
@@ -69,7 +70,12 @@ class TracedFunction:
         key = (num_microbatches, loop_parts)
         if key not in self._steps:
             with self.options.progress.during("split"):
-                self._steps[key] = split_step(self.traced, num_microbatches, loop_parts=loop_parts)
+                self._steps[key] = split_step(
+                    self.traced,
+                    num_microbatches,
+                    loop_parts=loop_parts,
+                    on_non_additive=self.options.on_non_additive,
+                )
         return self._steps[key]
 
     def plan(
@@ -105,6 +111,7 @@ class TracedFunction:
             cluster=cluster,
             cost_model_for=ComposedCostModel,
             num_microbatches=num_microbatches,
+            on_non_additive=self.options.on_non_additive,
             progress=self.options.progress,
             measure=self._measured_seconds,
         )
@@ -252,6 +259,7 @@ def parallelize(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
+    on_non_additive: OnNonAdditive = "refuse",
     progress: Say | Progress | None = None,
     cache: Cache = True,
     watchdog_seconds: float | None = WATCHDOG_SECONDS,
@@ -265,6 +273,8 @@ def parallelize(
     static_argnums     arguments that are no arrays, as in `jax.jit`
     batch_argnums      the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
                        their leading dim; a mapping gives another dim. Found by itself in most steps
+    on_non_additive    what to do about a step that is no sum over its samples, as with batch norm, when it is to run in
+                       micro-batches: "refuse", or "mean_of_means": the mean of what they give by themselves
     progress           called with a line of text at each step of planning and compiling; or a `Progress`, whose
                        followers are also told the phases and how much work is left
     cache              whether plans are kept, and taken again where all that they depend on is the same; or in which
@@ -283,6 +293,7 @@ def parallelize(
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
             batch_argnums=batch_argnums,
+            on_non_additive=on_non_additive,
             progress=progress,
             cache=cache,
             watchdog_seconds=watchdog_seconds,
@@ -295,6 +306,7 @@ def parallelize(
         donate_argnums=_numbers(donate_argnums),
         static_argnums=_numbers(static_argnums),
         batch_argnums=batch_argnums,
+        on_non_additive=_checked(on_non_additive),
         progress=Progress.of(progress),
         cache=cache,
         watchdog_seconds=watchdog_seconds,
@@ -310,6 +322,7 @@ def plan(
     num_microbatches: int | str = "auto",
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
+    on_non_additive: OnNonAdditive = "refuse",
     progress: Say | Progress | None = None,
     cache: Cache = True,
     **kwargs: Any,
@@ -328,6 +341,7 @@ def plan(
         num_microbatches=num_microbatches,
         static_argnums=static_argnums,
         batch_argnums=batch_argnums,
+        on_non_additive=on_non_additive,
         progress=progress,
         cache=cache,
     )
@@ -354,6 +368,12 @@ def check_microbatches(value: int | str) -> int | str:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
+
+
+def _checked(value: OnNonAdditive) -> OnNonAdditive:
+    if value not in get_args(OnNonAdditive):
+        raise PlanError(f"on_non_additive={value!r} was given; it must be one of {', '.join(get_args(OnNonAdditive))}.")
+    return value
 
 
 def _named_cluster(value: Cluster | str | None) -> Cluster | None:

@@ -24,7 +24,7 @@ from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
-FORMAT = 3
+FORMAT = 4
 """Version of the plan file."""
 
 INTERRUPTED = "interrupted"

@@ -96,7 +96,8 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
         return None
     asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
     try:
-        parts = (_content(planner), _content(request.cluster), _content(request.cost_model_for), asked)
+        model = _content(request.cost_model_for)
+        parts = (_content(planner), _content(request.cluster), model, asked, request.on_non_additive)
     except _NoContentError:
         return None
     digest = hashlib.sha256(json.dumps([FORMAT, own_digest(), *parts]).encode())

@@ -66,6 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "step": {"step": step_with(0.2)},
     "batch": {"batch": 2 * BATCH},
     "micro-batches": {"num_microbatches": 2},
+    "what is accepted": {"on_non_additive": "mean_of_means"},
     "planner": {"planner": DataParallel()},
     "option": {"planner": Hybrid(data=8, zero=1)},
     "cluster": {"cluster": replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=10**10))},
@@ -95,7 +96,7 @@ def test_a_plan_that_does_not_belong_to_the_step_is_made_anew(tmp_path: Path) ->
     assert _planned(tmp_path, **options).cached
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 3}', b"[1]"])
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 4}', b"[1]"])
 def test_damage_is_no_error(tmp_path: Path, damage: bytes) -> None:
     plan = _planned(tmp_path).last_plan
     (path,) = tmp_path.iterdir()

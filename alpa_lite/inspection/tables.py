@@ -87,7 +87,8 @@ def headline(plan: Plan) -> tuple[str, str]:
     shared = ", which share one processor" if cluster.shared_processor else ""
     first = (
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
-        f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}, "
+        f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
+        f"{', whose results are averaged' if plan.averaged else ''}, "
         f"schedule {plan.schedule}" + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
     )
     second = (
@@ -329,6 +330,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             for use in plan.opaque
         ],
         "undivided": [encode(dim) for dim in plan.undivided],
+        "averaged": plan.averaged,
     }
 
 

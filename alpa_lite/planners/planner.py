@@ -38,6 +38,7 @@ class PlanRequest:
     num_microbatches                    a number, or "auto"
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
+    on_non_additive                     what `step_at` does about several micro-batches of a step that is no sum
     measure(plan)                       seconds of a step of a plan on real devices; None where there are none
     progress                            is told what is done, and how much is left of it
     """
@@ -50,6 +51,7 @@ class PlanRequest:
     cost_model_for: Callable[[Cluster], CostModel]
     num_microbatches: int | str = "auto"
     advise: bool = True
+    on_non_additive: str = "refuse"
     progress: Progress = field(default_factory=Progress)
     measure: Callable[[Plan], float] | None = None
 
