@@ -158,6 +158,28 @@ def test_simulate(plans, capsys, tmp_path):
     assert run_json(capsys, "simulate", plans[1])["makespan_seconds"] > 0
 
 
+def test_simulate_and_measure_the_program_of_a_step(plans, capsys, tmp_path):
+    step, both = ["--step", "users_model:example"], tmp_path / "both.json"
+    code, out, _ = run(capsys, "simulate", plans[1], *step)
+    assert code == 0 and "simulated step" in out and "peak" in out
+    simulated = run_json(capsys, "simulate", plans[1], *step)
+    assert {time["kind"] for time in simulated["times"]} >= {"RUN", "SEND", "PLACE"}
+    code, out, _ = run(capsys, "simulate", plans[1], *step, "--measure", "--trace", str(both))
+    assert code == 0 and "stage 1 forward+backward" in out and "measured" in out
+    events = json.loads(both.read_text())["traceEvents"]
+    spans = {process: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == process] for process in PROCESSES}
+    assert sorted(spans["predicted"]) == sorted(name for name in spans["measured"] if not name.startswith(BETWEEN))
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows >= {"stage 0", "stage 1", "stage 0 receives", "stage 1 receives"}
+    code, _, err = run(capsys, "simulate", plans[1], "--measure")
+    assert code == 1 and "--step" in err
+
+
+PROCESSES = ("predicted", "measured")
+BETWEEN = ("PLACE", "ZEROS", "CONCAT")
+"""Instructions that take time on a device, and none in a simulation."""
+
+
 def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0

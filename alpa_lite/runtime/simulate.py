@@ -99,7 +99,7 @@ class SimulatedStep:
         rows = [
             f"  stage {', '.join(map(str, use.stages))}: busy {1e3 * use.busy_seconds:.4g} ms, exposed"
             f" {1e3 * use.exposed_seconds:.4g} ms, bubble {1e3 * use.bubble_seconds:.4g} ms, receives"
-            f" {use.received_bytes / 1e6:.4g} MB, peak {use.peak_bytes / 2**30:.3f} GiB"
+            f" {use.received_bytes / 2**20:.4g} MiB, peak {use.peak_bytes / 2**20:,.0f} MiB"
             for use in self.submeshes
         ]
         return "\n".join([head, *rows])
