@@ -2,19 +2,21 @@
 
 No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is found by exclusion (find_batch):
 arguments that come back among the outputs are state, keys are keys, and what is left must agree on its leading size.
-Where that does not tell, and no tree comes back (a forward function of parameters and data), the arguments whose arrays
-all agree on their leading size may hold it, and of several such sizes the one with which outputs lead (_without_state).
+Where that does not tell, or no gradient is computed and no tree comes back (a forward function of parameters and data),
+the arguments whose arrays all agree on their leading size may hold it, and of several such sizes the one with which
+outputs lead (_without_state), if the function works at other such sizes too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.garbage import rare_collection
 
@@ -112,11 +114,7 @@ def trace(
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
     state = {owner[leaf] for leaf in aliases.values()}
     batch, size, problem = find_batch(state, leaves, owner, names, batch_argnums, len(args))
-    trees = {key for key in state if not jax.tree_util.all_leaves([{**positional, **keywords}[key]])}
-    likely = _without_state(leaves, owner, out_leaves)
-    if size is None and batch_argnums is None and not trees and likely is not None:
-        batch, size, problem = find_batch(state, leaves, owner, names, likely, len(args))
-    return Traced(
+    traced = Traced(
         fun=fun,
         name=getattr(fun, "__name__", type(fun).__name__),
         in_tree=in_tree,
@@ -134,6 +132,22 @@ def trace(
         jaxpr=jaxpr,
         _flat=flat,
     )
+    trees = {key for key in state if not jax.tree_util.all_leaves([{**positional, **keywords}[key]])}
+    known = size is not None and any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns)
+    likely = _without_state(leaves, owner, out_leaves)
+    if batch_argnums is not None or trees or known or likely is None:
+        return traced
+    batch, size, problem = find_batch(state, leaves, owner, names, likely, len(args))
+    forward = replace(traced, batch_leaves=batch, batch_size=size, batch_problem=problem, _cache={})
+    return forward if batch != traced.batch_leaves and _works_at_other_sizes(forward) else traced
+
+
+def _works_at_other_sizes(traced: Traced) -> bool:
+    try:
+        traced.at_batch_size(2 * traced.require_batch())
+    except Exception:  # the user's function may raise anything at another size
+        return False
+    return True
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -187,5 +187,12 @@ def test_the_batch_of_a_function_that_returns_no_argument_is_what_outputs_lead_w
     assert _batched(trace(lambda p, x, y: (x @ p["w"] - y).sum(), (params, X, Y))) == {"x", "y"}
     alone = trace(lambda w, x: x @ w, (W, X))
     assert _batched(alone) == {"x"} and alone.batch_size == 16
+    square = np.ones((8, 8), np.float32)
+    same_shape = trace(lambda params, x: x @ params[0] @ params[1], ([square, square], X))
+    assert _batched(same_shape) == {"x"}  # though x comes back in its shape, as state would
+    lone = trace(lambda w, x, y: (w - jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w), 0.0), (W, X, Y))
+    assert _batched(lone) == {"x", "y"}
+    search = trace(lambda w, x, y: (w - 0.1 * (x @ w - y).mean(), 0.0), (W, X, Y))
+    assert _batched(search) == {"x", "y"}  # without a gradient; at another size of w it cannot run
     unclear = trace(lambda w, x: (x @ w).sum(), (W, X))
     assert unclear.batch_size is None and "batch_argnums" in unclear.batch_problem
