@@ -105,7 +105,7 @@ class Executor:
         ]
         rest = iter(made.compiled[len(tasks) :])
         self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
-        self._transfers = compile_transfers(program, step, self.meshes)
+        self.transfers = compile_transfers(program, step, self.meshes)
         self._groups = device_groups(self.meshes)
         on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
         self.flight = Flight(
@@ -126,7 +126,7 @@ class Executor:
             self.executables,
             zeros=self._zeros,
             concats=self._concats,
-            transfers=self._transfers,
+            transfers=self.transfers,
             indices=self._indices,
             groups=self._groups,
             flight=self.flight,

@@ -472,11 +472,11 @@ def batch_norm(p, x, y):
     return train(loss, p)
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def divided_by_the_number_of_masked(p, x, y):
     mask = (y[:, 0] > 0).astype(jnp.float32)
     count = jnp.sum(mask)
-    return train(lambda p: jnp.sum(jnp.mean((forward(p, x) - y) ** 2, 1) * mask) / count, p)  # refused
+    return train(lambda p: jnp.sum(jnp.mean((forward(p, x) - y) ** 2, 1) * mask) / count, p)
 
 
 @program(X, refused=True, batch_argnums=1)
@@ -513,10 +513,29 @@ def samples_in_reverse(p, x, y):
     return train(lambda p: squared(p, x[::-1], y), p)  # refused
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def first_sample_as_anchor(p, x, y):
-    anchor = y[0]  # refused
+    anchor = y[0]
     return train(lambda p: squared(p, x, anchor), p)
+
+
+@program(X, refused=True)
+def first_prediction_as_anchor(p, x):
+    def loss(p):
+        z = forward(p, x)
+        return jnp.mean((z - z[0]) ** 2)  # refused
+
+    return train(loss, p)
+
+
+@program(X, Y, refused=True)
+def divided_by_the_predictions(p, x, y):
+    def loss(p):
+        z = forward(p, x)
+        weight = jnp.exp(-jnp.mean((z - y) ** 2, 1))
+        return jnp.sum(jnp.mean((z - y) ** 2, 1) * weight) / jnp.sum(weight)  # refused
+
+    return train(loss, p)
 
 
 @program(X, Y, refused=True)

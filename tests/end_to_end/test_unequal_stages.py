@@ -11,7 +11,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.lower import program
 from alpa_lite.planners import Hybrid
-from alpa_lite.runtime.transfer import Message, Transfer
+from alpa_lite.runtime.transfer import Launched, Message, Transfer
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 
@@ -39,11 +39,11 @@ class Counted(Transfer):
     def num_programs(self) -> int:
         return self.inner.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
         messages: list[Message] = []
         to, back = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host
         with to("disallow_explicit"), back("disallow_explicit"):
-            result = self.inner(array, messages)
+            result = self.inner(array, messages, launched)
         self.sent.append(sum(message.bytes for message in messages))
         return result
 
@@ -61,6 +61,7 @@ def test_stages_send_what_the_program_says(
     executor = step.compiled(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).executor
     counted = {buffer: Counted(transfer) for buffer, transfer in executor.transfers.items()}
     executor.transfers = dict(counted)
+    executor.bind()
     assert_same(training.run(step), reference(training))
     sends = [i for i in executor.program.instructions if i.kind == "SEND"]
     assert len(sends) == len(counted) and any(i.bytes for i in sends)
