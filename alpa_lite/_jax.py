@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.extend.source_info_util as source_info_util
 import numpy as np
-from jax._src import compiler
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
@@ -169,12 +168,14 @@ def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
     that is looked at first.
     """
     try:
+        from jax._src import compiler
+
         client = devices[0].client
         numbers = np.array([[device.id for device in devices]])
         options = compiler.get_compile_options(
             num_replicas=1, num_partitions=len(devices), device_assignment=numbers, backend=client
         )
-        unpickler = _Unpickler(io.BytesIO(packed.data), client, tuple(devices))
+        unpickler = _unpickler_class()(io.BytesIO(packed.data), client, tuple(devices))
         unpickler.options = options
         unpickler.devices_by_id = {old.id: new for old, new in zip(packed.devices, devices, strict=True)}
         unloaded, args_info, no_kwargs = unpickler.load()
@@ -187,12 +188,16 @@ def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
         return None
 
 
-class _Unpickler(serialize_executable._JaxPjrtUnpickler):
-    """Reads an executable for other devices than it was written for."""
+@lru_cache(maxsize=1)
+def _unpickler_class() -> Any:
+    """What reads an executable for other devices than it was written for; made when it is wanted, as it is private."""
 
-    options: Any = None
+    class Unpickler(serialize_executable._JaxPjrtUnpickler):
+        options: Any = None
 
-    def persistent_load(self, pid: Any) -> Any:
-        if pid[0] == "exec":
-            return self.backend.deserialize_executable(pid[1], self.execution_devices, self.options)
-        return super().persistent_load(pid)
+        def persistent_load(self, pid: Any) -> Any:
+            if pid[0] == "exec":
+                return self.backend.deserialize_executable(pid[1], self.execution_devices, self.options)
+            return super().persistent_load(pid)
+
+    return Unpickler
