@@ -33,6 +33,9 @@ CHUNKS = (2, 4, 8)
 UNSEEN = 0.1
 """By how much a simulated step may take longer than the stage DP says before that is not relied on."""
 
+ROUNDING = 1e-9
+"""Sums of bytes that are put together in another order than they were taken apart in."""
+
 BUBBLE = 0.03
 """Idle part of a pipeline from which on interleaving is tried."""
 
@@ -136,6 +139,11 @@ def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule
     """The same stages under the fastest schedule that their memory allows."""
     best = found
     for schedule in schedules if len(found.stages) > 1 else ():
+        lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
+        # Cutting backward passes in two fills a bubble, and does nothing else.
+        in_vain = any(map(splits_backward, lists)) and found.prediction.bubble_fraction <= BUBBLE
+        if schedule == found.schedule or in_vain:
+            continue
         if fits(found.costs, found.stages, schedule):
             other = Found.of(request, found.costs, found.stages, schedule)
             best = min(best, replace(other, sum_seconds=found.sum_seconds), key=lambda way: way.seconds)
@@ -159,7 +167,7 @@ def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -
     lists = schedule.tasks(len(stages), costs.step.num_microbatches)
     as_run = scheduled(costs, stages, schedule)
     return all(
-        device_peak({i: stage.solution}, tasks) <= costs.room_bytes(stage.submesh)
+        device_peak({i: stage.solution}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
         for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
     )
 
