@@ -32,13 +32,13 @@ _FREE = (
     "layout_constraint",
 )
 _ARITHMETIC = (
-    "abs ceil clz floor is_finite not population_count reduce_precision round sign square "
+    "abs ceil clz floor is_finite not one_minus_square population_count reduce_precision round sign square "
     "and eq eq_to ge gt le le_to lt lt_to max min mulhi ne nextafter or rem "
     "shift_left shift_right_arithmetic shift_right_logical xor clamp"
 ).split()
 _TRANSCENDENTAL = (
-    "acos acosh asin asinh atan atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic rsqrt sin sinh "
-    "sqrt tan tanh atan2 pow"
+    "acos acosh asin asinh atan atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic rsqrt sin "
+    "sinh sqrt tan tanh atan2 pow"
 ).split()
 _SERIES = (
     "bessel_i0e bessel_i1e digamma lgamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "

@@ -41,7 +41,7 @@ _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
 _UNFUSED = ("sort", "reduce_window", "select_and", "cum", "argsort", "top_k", "approx_top_k", "random_bits", "rng_")
 #: Element-wise ops of many instructions: compilers compute them once.
 _EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
+    "exp exp2 expm1 log log1p log2 logistic tanh tan sin cos atan2 erf erfc erf_inv pow rsqrt sqrt cbrt lgamma".split()
 )
 #: The longest row that a kernel keeps at hand, in elements.
 LONGEST_ROW = 1 << 16
