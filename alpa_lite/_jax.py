@@ -30,6 +30,16 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def params_of(eqn: Any) -> dict[str, Any]:
+    """The parameters of an equation. Since 0.11.2 a scan tells by trees which operands are constants and which it
+    carries; the numbers of 0.10 are added."""
+    params = dict(eqn.params)
+    if "ft_in" in params:
+        consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        params |= {"num_consts": consts, "num_carry": carry}
+    return params
+
+
 def consts_of(jaxpr: Any) -> Sequence[Any]:
     """Constants attached to a closed jaxpr."""
     return tuple(getattr(jaxpr, "consts", ()))

@@ -43,7 +43,7 @@ def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> Tr
 def run_in_micro_batches(split: TracedStep, args: Any) -> list[Any]:
     """The outputs of a step, from its definition."""
     step, graph = split.step, split.step.graph
-    inputs = [*jax.tree.leaves(args), *split.constants]
+    inputs = split.inputs(jax.tree.leaves(args))
     outside: dict[int, Any] = {v.id: np.asarray(v.literal, v.dtype) for v in graph.values if v.literal is not None}
     outside |= {v: x for v, x in zip(graph.inputs, inputs, strict=True) if step.batch_dims[v] is None}
     _run(split, outside, {Phase.INVARIANT})

@@ -194,7 +194,7 @@ class _Builder:
         return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
-        name, params = eqn.primitive.name, dict(eqn.params)
+        name, params = eqn.primitive.name, _jax.params_of(eqn)
         if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
             return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
@@ -257,7 +257,7 @@ class _Builder:
 
     def scan_in_parts(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         """One loop for each part of the trips; the body itself where a part is one trip."""
-        params, place = eqn.params, {"stack": stack, "source": source}
+        params, place = _jax.params_of(eqn), {"stack": stack, "source": source}
         split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)

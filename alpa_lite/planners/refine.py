@@ -91,7 +91,10 @@ def refined(
 
     def refine(way: Found) -> Found:
         whole = rescheduled(request, polished(request, way), schedules)
-        return _in_chunks(request, whole, steps) if dealt_out and len(whole.stages) > 1 else whole
+        if not dealt_out or len(whole.stages) == 1:
+            return whole
+        plain = Found.of(request, whole.costs, whole.stages, schedules[0])
+        return min(whole, _in_chunks(request, plain, steps), key=lambda found: found.seconds)
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
@@ -102,7 +105,7 @@ def refined(
 
 
 def _in_chunks(request: PlanRequest, whole: Found, steps: Steps) -> Found:
-    """The stages in the number of chunks that is the fastest, or whole."""
+    """The stages, which run 1F1B or the like, in the number of chunks that is the fastest, or whole."""
     best = whole
     for chunks in CHUNKS:
         if best.prediction.bubble_fraction <= BUBBLE:
