@@ -2,6 +2,7 @@
 
 polish      each stage again, to a smaller gap, within a time limit                              `polished`
 schedules   the same stages under each schedule that their memory allows                         `rescheduled`
+even        the layers cut anew into as many equal parts                                         `_evened`
 chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
 """
 
@@ -94,7 +95,8 @@ def refined(
         if not dealt_out or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
-        return min(whole, _in_chunks(request, plain, steps), key=lambda found: found.seconds)
+        others = (_evened(request, whole, steps, schedules), _in_chunks(request, plain, steps))
+        return min(whole, *others, key=lambda found: found.seconds)
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
@@ -102,6 +104,18 @@ def refined(
         if other.seconds * (1 - other.prediction.bubble_fraction) < best.seconds:
             best = min(best, refine(other), key=lambda way: way.seconds)
     return best
+
+
+def _evened(request: PlanRequest, whole: Found, steps: Steps, schedules: Sequence[Schedule]) -> Found:
+    """The stages cut anew into parts as equal as can be, under the schedule that is the fastest, or whole.
+
+    The search makes stages of a few layers, for 1F1B; one that leaves little of a bubble waits for uneven stages.
+    """
+    even = interleaved(request, whole, steps, 1) if whole.prediction.bubble_fraction > BUBBLE else None
+    if even is None:
+        return whole
+    plain = Found.of(request, even.costs, even.stages, schedules[0])
+    return min(whole, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
 
 
 def _in_chunks(request: PlanRequest, whole: Found, steps: Steps) -> Found:
@@ -209,7 +223,7 @@ def interleaved(request: PlanRequest, found: Found, steps: Steps, num_chunks: in
     schedule = Interleaved1F1B(num_chunks=num_chunks)
     parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
     chunks = parts * num_chunks
-    if num_microbatches % parts:
+    if num_chunks > 1 and num_microbatches % parts:
         return None
     try:
         costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), found.policies * num_chunks)

@@ -18,7 +18,7 @@ from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
-from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB
+from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster, HostGroup
 from tests.end_to_end.transformers import WIDE, Training, traced
@@ -235,7 +235,8 @@ def test_stages_are_searched_for_schedules_that_hide_transfers_where_they_take_l
 
 
 @pytest.mark.parametrize("batch_size", [256, 1024])
-def test_stages_that_wait_are_dealt_out_in_as_many_chunks_as_are_faster(batch_size: int) -> None:
+def test_stages_that_wait_are_run_by_the_schedule_that_lets_them_wait_least(batch_size: int) -> None:
+    """In equal parts, in as many chunks as are faster, or with backward passes in two parts."""
     weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
     batch = jax.ShapeDtypeStruct((batch_size, 2048), jnp.float32)
     traced = al.parallelize(chain_step).trace(weights, batch)
@@ -245,10 +246,10 @@ def test_stages_that_wait_are_dealt_out_in_as_many_chunks_as_are_faster(batch_si
 
     auto = Auto(inter_op_only=True, manual=())
     found = plan(auto, "auto")
-    assert isinstance(found.schedule, Interleaved1F1B) and found.schedule.num_chunks > 2
+    assert isinstance(found.schedule, Interleaved1F1B | ZeroBubbleH1)
     fixed = plan(auto, found.num_microbatches)
-    for chunks in (1, 2, 4, 8):
-        manual = Hybrid(pipeline=4, schedule=Interleaved1F1B(num_chunks=chunks))
+    for schedule in (*(Interleaved1F1B(num_chunks=chunks) for chunks in (1, 2, 4, 8)), ZeroBubbleH1()):
+        manual = Hybrid(pipeline=4, schedule=schedule)
         assert fixed.prediction.step_seconds <= plan(manual, found.num_microbatches).prediction.step_seconds * 1.001
     # What waits longer, with fewer micro-batches, gains more by chunks.
     assert found.prediction.step_seconds <= fixed.prediction.step_seconds * (1 + 1e-9)
