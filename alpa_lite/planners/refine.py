@@ -37,6 +37,9 @@ UNSEEN = 0.1
 ROUNDING = 1e-9
 """Sums of bytes that are put together in another order than they were taken apart in."""
 
+UNEVEN = 0.1
+"""From how much longer than the average the slowest stage must take on equal parts are tried."""
+
 BUBBLE = 0.03
 """Idle part of a pipeline from which on interleaving is tried."""
 
@@ -95,8 +98,8 @@ def refined(
         if not dealt_out or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
-        others = (_evened(request, whole, steps, schedules), _in_chunks(request, plain, steps))
-        return min(whole, *others, key=lambda found: found.seconds)
+        best = min(whole, _in_chunks(request, plain, steps), key=lambda found: found.seconds)
+        return _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
 
     first, *others = sorted(found, key=lambda way: way.seconds)
     best = refine(first)
@@ -106,16 +109,22 @@ def refined(
     return best
 
 
-def _evened(request: PlanRequest, whole: Found, steps: Steps, schedules: Sequence[Schedule]) -> Found:
-    """The stages cut anew into parts as equal as can be, under the schedule that is the fastest, or whole.
+def _evened(request: PlanRequest, best: Found, whole: Found, steps: Steps, schedules: Sequence[Schedule]) -> Found:
+    """The best so far, or the stages cut anew into parts as equal as can be, under the schedule that is the fastest.
 
     The search makes stages of a few layers, for 1F1B; one that leaves little of a bubble waits for uneven stages.
     """
-    even = interleaved(request, whole, steps, 1) if whole.prediction.bubble_fraction > BUBBLE else None
+    even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
     if even is None:
-        return whole
+        return best
     plain = Found.of(request, even.costs, even.stages, schedules[0])
-    return min(whole, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
+    return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
+
+
+def _unevenness(found: Found) -> float:
+    """How much longer than the average the slowest stage takes, relative to it."""
+    seconds = [_seconds(stage.solution) for stage in found.stages]
+    return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
 def _in_chunks(request: PlanRequest, whole: Found, steps: Steps) -> Found:
