@@ -212,13 +212,13 @@ class Emitted:
     def lower(self, on: Mesh | None = None) -> Any:
         """Trace the function; by default for no devices in particular.
 
-        Raises:
-            ValueError: JAX lowers something in it (a callback into Python) for known devices only.
+        JAX lowers some things (a callback into Python) for known devices only, and raises what it likes for others.
         """
         mesh = on if on is not None else self.mesh
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
-        return jitted.trace(*(x.on(mesh) for x in self.ins)).lower(lowering_platforms=(self.platform,))
+        traced = jitted.trace(*(x.on(mesh) for x in self.ins))
+        return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

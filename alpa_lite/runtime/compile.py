@@ -153,7 +153,7 @@ class _Precompiler:
     def _begin(self, group: _Group, pool: ThreadPoolExecutor) -> None:
         try:
             group.lowered = group.emitted.lower()
-        except ValueError:  # it may want to know its devices; else the same is raised below
+        except Exception:  # it may want to know its devices; else the same is raised below
             group.num_lowered = len(group.uses)
             for devices, mesh in group.meshes.items():
                 lowered = group.emitted.lower(mesh)
