@@ -59,6 +59,8 @@ def backward(stage: int, microbatch: int) -> Task:
         (GPipe(), 33, [8, 8, 8, 8], 3 / 8, 3 / 11),
         (OneFOneB(), 33, [4, 3, 2, 1], 3 / 8, 3 / 11),
         (Sequential(), 96, [1, 1, 1, 1], 3, 3 / 4),
+        (ZeroBubbleH1(), 27, [4, 4, 4, 4], 3 / 24, 3 / 27),
+        (Inference(), 11, [1, 1, 1, 1], 3 / 8, 3 / 11),
     ],
 )
 def test_reference_values_for_four_stages_and_eight_microbatches(schedule, makespan, peaks, over_ideal, of_total):
@@ -210,22 +212,6 @@ def test_stages_that_share_a_processor_never_overlap(schedule, data, p, m):
 
 
 # --- backward passes in two parts, and none ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "makespan", "peaks", "over_ideal", "of_total"),
-    [
-        (ZeroBubbleH1(), 27, [4, 4, 4, 4], 3 / 24, 3 / 27),
-        (Inference(), 11, [1, 1, 1, 1], 3 / 8, 3 / 11),
-    ],
-)
-def test_reference_values_without_a_bubble_and_without_a_backward_pass(schedule, makespan, peaks, over_ideal, of_total):
-    tasks = schedule.tasks(4, 8)
-    timeline = simulate(tasks, [1.0] * 4, [2.0] * 4)
-    assert timeline.makespan_seconds == makespan
-    assert [peak_in_flight(tasks_of_stage) for tasks_of_stage in tasks] == peaks
-    assert timeline.bubble_over_ideal == pytest.approx(over_ideal)
-    assert timeline.bubble_fraction == pytest.approx(of_total)
 
 
 @given(p=num_stages, groups=st.integers(1, 4), tw=st.integers(1, 5), ti=st.integers(0, 4), tf=st.integers(0, 4))

@@ -17,7 +17,7 @@ def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]
 
     Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
     """
-    parts = {step.phases[part[-1]]: part for part in _by_phase(task.ops, step)}
+    parts = _by_phase(task.ops, step)
     for phase, part in parts.items():
         yield phase
         walk.forget()
@@ -32,10 +32,10 @@ def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]
                 walk.arrays[value] = {stored: walk.get(value, stored)}
 
 
-def _by_phase(ops: Sequence[int], step: StepGraph) -> list[list[int]]:
+def _by_phase(ops: Sequence[int], step: StepGraph) -> dict[Phase, list[int]]:
     """The ops of a task phase by phase; invariant ones go with the first."""
     parts: dict[Phase, list[int]] = {Phase.FORWARD: [], Phase.BACKWARD: [], Phase.UPDATE: []}
     first = next((phase for phase in parts if any(step.phases[i] is phase for i in ops)), Phase.UPDATE)
     for i in ops:
         parts[first if step.phases[i] is Phase.INVARIANT else step.phases[i]].append(i)
-    return [part for part in parts.values() if part]
+    return {phase: part for phase, part in parts.items() if part}

@@ -3,11 +3,11 @@
 Each buffer has a slot, a place in a list. The arguments of the step come first; the function of an instruction reads
 and writes slots by number. What an instruction is the last to read leaves its slot right after it.
 
-    PLACE    `_Binder.place`     an argument, or the rows of a micro-batch, onto the devices of a stage
-    RUN      `_Binder.run`       an executable, whose token goes to the `Flight`
-    SEND     `_Binder.send`      a transfer
-    ZEROS    `_Binder.zeros`
-    CONCAT   `_Binder.concat`
+    PLACE    `Binder._place`     an argument, or the rows of a micro-batch, onto the devices of a stage
+    RUN      `Binder._run`       an executable, whose token goes to the `Flight`
+    SEND     `Binder._send`      a transfer
+    ZEROS    `Binder._zeros`
+    CONCAT   `Binder._concat`
     FREE     no function: the slots that the instruction before gives up
 """
 
@@ -64,20 +64,9 @@ class Bound:
                 slots[i] = None
 
 
-def bind(
-    program: Program,
-    step: StepGraph,
-    executables: Sequence[Executable],
-    *,
-    zeros: Mapping[int, Callable[[], Sequence[Any]]],
-    concats: Mapping[Buffer, Callable[..., Any]],
-    transfers: Mapping[Buffer, Transfer],
-    indices: Sequence[Sequence[Any]],
-    groups: Sequence[int],
-    flight: Flight,
-    sharding: Callable[[int, Spec | None], NamedSharding],
-) -> Bound:
-    """Look everything up.
+@dataclass(kw_only=True, eq=False)
+class Binder:
+    """Looks everything up that a program needs.
 
     zeros     per task, what makes its accumulators
     concats   per buffer, what puts the micro-batches of an output together
@@ -86,38 +75,31 @@ def bind(
     groups    per stage, the group of devices whose launches `flight` counts together
     sharding  of a spec on a stage
     """
-    binder = _Binder(program, step, executables, zeros, concats, transfers, indices, groups, flight, sharding)
-    return binder.bound()
 
+    program: Program
+    step: StepGraph
+    executables: Sequence[Executable]
+    zeros: Mapping[int, Callable[[], Sequence[Any]]]
+    concats: Mapping[Buffer, Callable[..., Any]]
+    transfers: Mapping[Buffer, Transfer]
+    indices: Sequence[Sequence[Any]]
+    groups: Sequence[int]
+    flight: Flight
+    sharding: Callable[[int, Spec | None], NamedSharding]
 
-class _Binder:
-    def __init__(
-        self,
-        program: Program,
-        step: StepGraph,
-        executables: Sequence[Executable],
-        zeros: Mapping[int, Callable[[], Sequence[Any]]],
-        concats: Mapping[Buffer, Callable[..., Any]],
-        transfers: Mapping[Buffer, Transfer],
-        indices: Sequence[Sequence[Any]],
-        groups: Sequence[int],
-        flight: Flight,
-        sharding: Callable[[int, Spec | None], NamedSharding],
-    ) -> None:
-        self.program, self.step, self.executables, self.zeros_of = program, step, executables, zeros
-        self.concats, self.transfers, self.indices = concats, transfers, indices
-        self.groups, self.flight, self.sharding = groups, flight, sharding
-        self.input_slot = {v: i for i, v in enumerate(step.graph.inputs)}
+    def __post_init__(self) -> None:
+        self.input_slot = {v: i for i, v in enumerate(self.step.graph.inputs)}
         self.slot: dict[Buffer, int] = {}
-        self.num_slots = len(step.graph.inputs)
+        self.num_slots = len(self.step.graph.inputs)
 
     def bound(self) -> Bound:
+        """The program with everything looked up."""
         kinds: dict[str, Callable[[int, Instruction], Action]] = {
-            "PLACE": self.place,
-            "RUN": self.run,
-            "SEND": self.send,
-            "ZEROS": self.zeros,
-            "CONCAT": self.concat,
+            "PLACE": self._place,
+            "RUN": self._run,
+            "SEND": self._send,
+            "ZEROS": self._zeros,
+            "CONCAT": self._concat,
         }
         actions: list[tuple[Action, list[int]]] = []
         numbers: list[int] = []
@@ -144,7 +126,7 @@ class _Binder:
             outputs=tuple(self.slot[b] for b in self.program.outputs),
         )
 
-    def run(self, number: int, instruction: Instruction) -> Action:
+    def _run(self, number: int, instruction: Instruction) -> Action:
         executable = self.executables[instruction.task]
         compiled, launched = executable.compiled, self.flight.launched
         group = self.groups[instruction.stage]
@@ -160,7 +142,7 @@ class _Binder:
 
         return run
 
-    def send(self, number: int, instruction: Instruction) -> Action:
+    def _send(self, number: int, instruction: Instruction) -> Action:
         """A transfer to another stage; what it launches on the way counts as launched on its devices."""
         transfer, launched = self.transfers[instruction.writes[0]], self.flight.launched
         source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
@@ -180,7 +162,7 @@ class _Binder:
 
         return send
 
-    def place(self, number: int, instruction: Instruction) -> Action:
+    def _place(self, number: int, instruction: Instruction) -> Action:
         del number
         buffer = instruction.writes[0]
         sharding = self.sharding(instruction.stage, instruction.spec)
@@ -200,9 +182,9 @@ class _Binder:
 
         return place_rows
 
-    def zeros(self, number: int, instruction: Instruction) -> Action:
+    def _zeros(self, number: int, instruction: Instruction) -> Action:
         del number
-        make, writes = self.zeros_of[instruction.task], [self.slot[b] for b in instruction.writes]
+        make, writes = self.zeros[instruction.task], [self.slot[b] for b in instruction.writes]
 
         def zeros(slots: Slots) -> None:
             for i, array in zip(writes, make(), strict=True):
@@ -210,7 +192,7 @@ class _Binder:
 
         return zeros
 
-    def concat(self, number: int, instruction: Instruction) -> Action:
+    def _concat(self, number: int, instruction: Instruction) -> Action:
         del number
         take, join = _taker([self.slot[b] for b in instruction.reads]), self.concats[instruction.writes[0]]
         target = self.slot[instruction.writes[0]]

@@ -25,7 +25,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec
 from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.bind import bind
+from alpa_lite.runtime.bind import Binder
 from alpa_lite.runtime.compile import Tell, precompile
 from alpa_lite.runtime.donation import donations
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
@@ -120,10 +120,10 @@ class Executor:
 
     def bind(self) -> None:
         """Look everything up again, as after another executable was put into `executables`."""
-        self.bound = bind(
-            self.program,
-            self.step,
-            self.executables,
+        self.bound = Binder(
+            program=self.program,
+            step=self.step,
+            executables=self.executables,
             zeros=self._zeros,
             concats=self._concats,
             transfers=self.transfers,
@@ -131,7 +131,7 @@ class Executor:
             groups=self._groups,
             flight=self.flight,
             sharding=self._sharding,
-        )
+        ).bound()
         self._at_once = self._as_one_task()
 
     def _microbatch_indices(self) -> list[list[Any]]:
