@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.graph.equations import GraphWithEquations, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Part, loop_ops
@@ -42,8 +43,8 @@ class Ahead:
         known: dict[int, Any] = dict(zip(graph.inputs, arrays, strict=True))
         known |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
         for op, equation in zip(graph.ops, self.program.equations, strict=True):
-            made = equation.primitive.bind(*(known[v] for v in op.operands), **equation.params)
-            known.update(zip(op.results, made if equation.primitive.multiple_results else [made], strict=True))
+            made = _jax.bind(equation.primitive, dict(equation.params), [known[v] for v in op.operands])
+            known.update(zip(op.results, made, strict=True))
         return tuple(known[v] for v in graph.outputs)
 
 

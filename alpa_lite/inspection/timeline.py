@@ -109,9 +109,10 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     transfer = plan.prediction.transfer_seconds / (2 * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
         plan.schedule.tasks(len(stages), count),
-        [stage.forward_seconds + each for stage in stages],
-        [stage.backward_seconds + (2 if stage.weight_seconds else 1) * each for stage in stages],
-        weight_seconds=[stage.weight_seconds + each if stage.weight_seconds else 0.0 for stage in stages],
+        [stage.forward_seconds for stage in stages],
+        [stage.backward_seconds for stage in stages],
+        weight_seconds=[stage.weight_seconds for stage in stages],
+        dispatch_seconds=each,
         transfer_seconds=[transfer * each for each in apart],
         serialized=plan.cluster.shared_processor,
     )

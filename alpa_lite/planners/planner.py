@@ -252,10 +252,11 @@ def _predicted(
     overhead = launch if not whole else launch / 2
     timeline = simulate(
         tasks,
-        [s.forward_seconds + overhead for s in solutions],
-        [s.backward_seconds + (2 if s.weight_seconds else 1) * overhead for s in solutions],
-        weight_seconds=[s.weight_seconds + overhead if s.weight_seconds else 0.0 for s in solutions],
+        [s.forward_seconds for s in solutions],
+        [s.backward_seconds for s in solutions],
+        weight_seconds=[s.weight_seconds for s in solutions],
         transfer_seconds=transfers,
+        dispatch_seconds=overhead,
         serialized=request.cluster.shared_processor,
     )
     updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]

@@ -130,12 +130,14 @@ def simulate(
     *,
     weight_seconds: Sequence[float] = (),
     transfer_seconds: Sequence[float] = (),
+    dispatch_seconds: float = 0.0,
     serialized: bool = False,
 ) -> Timeline:
     """Run the task lists on a clock.
 
     `forward_seconds` and `backward_seconds` are those of each stage, per micro-batch. `weight_seconds`, of the backward
-    ones, are those of weight gradients where they are tasks of their own (empty: half). `transfer_seconds[i]` lies
+    ones, are those of weight gradients where they are tasks of their own (empty: half). Each task that takes any time
+    takes `dispatch_seconds` more. `transfer_seconds[i]` lies
     between stages i and i+1, in either direction (empty: none): it delays the receiver and keeps neither stage busy,
     but the way between two processors, which carries one micro-batch after the other in each direction.
     Stage i belongs to list i mod their number. `serialized`: all of them share one processor, which runs the ready
@@ -151,7 +153,10 @@ def simulate(
                 f"{num_stages} stages need {num_stages} forward and backward times and {num_stages - 1} transfer"
                 f" times, none of them negative, but one of these is {list(times)}."
             )
-    seconds = _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds)
+    seconds = {
+        kind: [t + dispatch_seconds if t > 0 else 0.0 for t in times]
+        for kind, times in _seconds_by_kind(forward_seconds, backward_seconds, weight_seconds).items()
+    }
     spans = _run(tasks_per_processor, seconds, transfer_seconds, serialized=serialized)
     makespan = max((span.end_seconds for span in spans), default=0.0)
     busy = sum(span.end_seconds - span.start_seconds for span in spans)

@@ -315,7 +315,7 @@ def schedule_named(name: str) -> Schedule:
     known = {schedule.name: schedule for schedule in SCHEDULES}
     if name in known:
         return known[name]
-    own = next((schedule for schedule in map(_default, _subclasses(Schedule)) if schedule.name == name), None)
+    own = next((schedule for schedule in (of() for of in _subclasses(Schedule)) if schedule.name == name), None)
     if own is None:
         raise PlanError(
             f"There is no schedule named {name!r}. Choose one of: {', '.join(known)}; or import the module that"
@@ -331,7 +331,3 @@ def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
         needed = [f for f in fields(found) if f.default is MISSING and f.default_factory is MISSING]
         if not isabstract(found) and not needed:
             yield found
-
-
-def _default(of: type[Schedule]) -> Schedule:
-    return of()
