@@ -104,11 +104,12 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     stages, count = plan.stages, plan.num_microbatches
     dispatch = dispatch_seconds(plan.cluster)
     whole = len(stages) == 1 and count == 1
-    each = dispatch / 2 if whole else dispatch
+    tasks = plan.schedule.tasks(len(stages), count)
+    each = dispatch / len(tasks[0]) if whole else dispatch
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
     transfer = plan.prediction.transfer_seconds / (2 * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
-        plan.schedule.tasks(len(stages), count),
+        tasks,
         [stage.forward_seconds for stage in stages],
         [stage.backward_seconds for stage in stages],
         weight_seconds=[stage.weight_seconds for stage in stages],

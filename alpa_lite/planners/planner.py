@@ -249,7 +249,7 @@ def _predicted(
     together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
-    overhead = launch if not whole else launch / 2
+    overhead = launch if not whole else launch / len(tasks[0])  # all of the step is one program
     timeline = simulate(
         tasks,
         [s.forward_seconds for s in solutions],

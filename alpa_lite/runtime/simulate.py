@@ -211,8 +211,7 @@ class _Clock:
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
         could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
         start = max([could, *(self.ready[b] for b in instruction.reads)])
-        whole = len(self.program.tasks) == 1
-        seconds = price.seconds + (self.dispatch / 2 if whole else self.dispatch)
+        seconds = price.seconds + self.dispatch
         self.free[row] = end = start + seconds
         self.busy[row] += seconds
         self.waited[row] += start - could

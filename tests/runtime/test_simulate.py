@@ -110,6 +110,18 @@ def test_time_is_work_or_waiting(lowered: LoweredFunction) -> None:
         assert use.busy_seconds + use.bubble_seconds <= simulated.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("forward_alone", [False, True])
+def test_a_step_that_is_one_program_is_dispatched_once(forward_alone: bool) -> None:
+    """On virtual devices, whose work adds up and where dispatching takes their time."""
+    shared = replace(cluster(), shared_processor=True)
+    step, args = ((lambda state, batch: _loss(state[0], *batch)), ARGS) if forward_alone else (train_step, ARGS)
+    traced = al.parallelize(step, cache=False, batch_argnums=1).trace(*args)
+    planned = traced.plan(cluster=shared, planner=DataParallel(), num_microbatches=1)
+    prediction = planned.last_plan.prediction
+    assert shared.device.dispatch_seconds > 0
+    assert planned.lower().simulate().step_seconds == pytest.approx(prediction.step_seconds, rel=1e-9)
+
+
 def test_two_parts_of_a_backward_pass_take_as_long_as_one() -> None:
     traced = al.parallelize(train_step, cache=False).trace(*ARGS)
 
