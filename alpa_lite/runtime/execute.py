@@ -34,6 +34,7 @@ from alpa_lite.runtime.leaves import Leaves, put, put_all
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.runtime.units import concat_units, task_units, zeros_units
+from alpa_lite.runtime.watch import Watch, spans
 from alpa_lite.runtime.watchdog import Watchdog
 from alpa_lite.sharding import Spec
 
@@ -176,8 +177,13 @@ class Executor:
         """Where an argument of the step lives between steps."""
         return self.inputs.sharding(leaf)
 
-    def __call__(self, inputs: Sequence[Any], record: list[TaskTime] | None = None) -> list[Any]:
-        """One step. With `record`, every instruction is awaited and its measured span appended.
+    def __call__(
+        self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
+    ) -> list[Any]:
+        """One step. With `record`, the measured span of every instruction but FREE is appended.
+
+        awaited: of a recorded step, whether each instruction is awaited before the next one is launched; otherwise
+            they overlap as they do in a step that is not recorded.
 
         Raises:
             HangError: nothing of this step, or of the one before, has ended for too long.
@@ -192,13 +198,15 @@ class Executor:
             del parts
             if record is None:
                 self.bound.run(slots)
+            elif awaited:
+                self._run_awaited(slots, record)
             else:
-                self._run_timed(slots, record)
+                self._run_watched(slots, record)
             results = [slots[i] for i in self.bound.outputs]
         self.watchdog.watch()
         return self.outputs.join(results)
 
-    def _run_timed(self, slots: list[Any], record: list[TaskTime]) -> None:
+    def _run_awaited(self, slots: list[Any], record: list[TaskTime]) -> None:
         began = time.perf_counter()
         for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
             instruction = self.program.instructions[number]
@@ -208,6 +216,24 @@ class Executor:
             record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
             for i in free:
                 slots[i] = None
+
+    def _run_watched(self, slots: list[Any], record: list[TaskTime]) -> None:
+        watch, launches = Watch(len(self.flight.queues)), dict[int, float]()
+        self.flight.observer = watch.launched
+        began = time.perf_counter()
+        try:
+            for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
+                instruction = self.program.instructions[number]
+                launches[number] = time.perf_counter() - began
+                action(slots)
+                if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
+                    watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
+                for i in free:
+                    slots[i] = None
+        finally:
+            self.flight.observer = None
+            ends = {number: end - began for number, end in watch.finish().items()}
+        record.extend(spans(self.program, self._groups, launches, ends))
 
     def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
         key = (stage, spec)

@@ -88,9 +88,15 @@ class Flight:
         self._order = itertools.count()
         self.hang = ""
         self.waited_seconds = 0.0
+        self.observer: Callable[[int, int, Token], None] | None = None
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
-        """One more launch on a group of devices; waits for its oldest where there are too many."""
+        """One more launch on a group of devices; waits for its oldest where there are too many.
+
+        `observer`, where there is one, is told first.
+        """
+        if self.observer is not None:
+            self.observer(group, instruction, token)
         queue = self.queues[group]
         queue.append(Launch(next(self._order), instruction, token))
         if len(queue) > self.limit:

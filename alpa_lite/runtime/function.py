@@ -38,12 +38,17 @@ class CompiledFunction:
         record: list[TaskTime] = []
         return self.run_flat(self._leaves(args, kwargs), record), record
 
-    def measure(self) -> tuple[TaskTime, ...]:
-        """The span of each instruction of a step on arguments of zeros, each awaited before the next one starts.
+    def measure(self, *, awaited: bool | None = None) -> tuple[TaskTime, ...]:
+        """The span of each instruction of a step on arguments of zeros.
 
         Nothing of what the caller holds is touched. The instructions are those that `LoweredFunction.simulate` prices.
+
+        awaited: whether each instruction is awaited before the next one starts, so that a span is what it takes when
+            nothing else goes on. Otherwise they overlap as in any step. Default: where devices share one processor, as
+            virtual CPU devices do, whose overlapping tasks take each other's time.
         """
-        return typical_times(self.executor, self.traced.leaves, self.step.inputs)
+        alone = self.plan.cluster.shared_processor if awaited is None else awaited
+        return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
 
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
         """One step from flattened dynamic arguments."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph.phases import Part
 
 STAGE_AXIS = "stage"
@@ -112,11 +113,10 @@ class Stack:
         """The parts, each on its stage."""
         if self.joint is None or not isinstance(array, jax.Array) or array.sharding != self.joint:
             return [put(array[start:stop], run.sharding) for run in self.runs for start, stop in run.rows]
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        parts: list[Any] = []
+        blocks, parts = iter(_jax.blocks(array)), list[Any]()
         for run in self.runs:
             shape = (run.num_rows, *array.shape[1:])
-            mine = [shards[device] for device in run.devices.flat]
+            mine = list(islice(blocks, run.devices.size))
             parts += run.split(jax.make_array_from_single_device_arrays(shape, run.sharding, mine))
         return parts
 
@@ -126,7 +126,7 @@ class Stack:
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
         if self.joint is None:
             return self._on_first([jax.device_put(x, self.sharding) for x in joined])
-        shards = [shard.data for x in joined for shard in x.addressable_shards]
+        shards = [block for x in joined for block in _jax.blocks(x)]
         shape = (sum(x.shape[0] for x in joined), *joined[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.joint, shards)
 

@@ -35,12 +35,21 @@ def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], in
     return time.perf_counter() - started
 
 
-def typical_times(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> tuple[TaskTime, ...]:
-    """When each instruction of a step ran, on arguments of zeros: of a few steps the one of median length."""
+def typical_times(
+    executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs, *, awaited: bool
+) -> tuple[TaskTime, ...]:
+    """When each instruction of a step ran, on arguments of zeros: of a few steps the one of median length.
+
+    `awaited`: see `Executor.__call__`.
+    """
     steps: list[list[TaskTime]] = []
     for _ in range(1 + NUM_STEPS):
         record: list[TaskTime] = []
         leaves = jax.block_until_ready(executor.place_inputs([*map(_jax.zeros, shapes)]))
-        executor(inputs(leaves), record)
+        executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
-    return tuple(sorted(steps[1:], key=lambda record: record[-1].end_seconds)[NUM_STEPS // 2])
+    return tuple(sorted(steps[1:], key=_length)[NUM_STEPS // 2])
+
+
+def _length(record: Sequence[TaskTime]) -> float:
+    return max(span.end_seconds for span in record)

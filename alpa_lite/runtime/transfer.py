@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from alpa_lite import _jax
@@ -29,7 +30,6 @@ from alpa_lite.cross_mesh import Box, PlannedTransfer
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import boundary_shape, boundary_spec, move
 from alpa_lite.lower.program import Buffer, Program
-from alpa_lite.runtime.leaves import put
 from alpa_lite.sharding import Spec, local_shape
 
 
@@ -104,7 +104,7 @@ def compile_transfer(planned: PlannedTransfer, dtype: str, source: Mesh, target:
     is_key = dtype.startswith("key<")
     outside, inside = planned.source.spec, planned.target.spec
     if _keeps_form(planned):
-        return _Whole(source, target, Spec(inside.dims[:-1]) if is_key else inside)
+        return _Whole(source, target, Spec(inside.dims[:-1]) if is_key else inside, is_key=is_key)
     if is_key:
         return _OfKeys(planned, dtype, source, target)
     shape = boundary_shape(planned.shape, outside, dict(source.shape))
@@ -115,9 +115,11 @@ def compile_transfer(planned: PlannedTransfer, dtype: str, source: Mesh, target:
 class _Whole(Transfer):
     """Each device hands its block to the one of the same number, in the same spec: JAX copies device by device."""
 
-    def __init__(self, source: Mesh, target: Mesh, spec: Spec) -> None:
+    def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
         self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))
-        self.wanted = NamedSharding(target, boundary_spec(spec))
+        wanted = [NamedSharding(target, boundary_spec(spec))]
+        # Keys are arrays around arrays, which only JAX takes apart.
+        self.copy = partial(jax.device_put, device=wanted) if is_key else _jax.copying_to(wanted)
 
     @property
     def num_programs(self) -> int:
@@ -125,10 +127,9 @@ class _Whole(Transfer):
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
         if sent is not None:
-            shards = _by_device(array)
-            for source, target in self.pairs:
-                _note(sent, shards[source], source, target)
-        return put(array, self.wanted)
+            for block, (source, target) in zip(_jax.blocks(array), self.pairs, strict=True):
+                _note(sent, block, source, target)
+        return self.copy([array])[0]
 
 
 class _InPlace(Transfer):
@@ -162,7 +163,7 @@ class _Crossing(Transfer):
         self.cut_slots = _slots([(n, pieces[n].source) for n in others], boxes, held)
         self.land_slots = _slots([(n, piece.target) for n, piece in enumerate(pieces)], boxes, landed)
         self.copied = [n for n, p in enumerate(pieces) if self.source[p.source] != self.target[p.target]]
-        self.copied_to = [self.target[pieces[n].target] for n in self.copied]
+        self.copy = _jax.copying_to([SingleDeviceSharding(self.target[pieces[n].target]) for n in self.copied])
         self.cut = _compiled(_cut(planned, source, self.cut_slots), [array]) if others else None
         avals = [_stacked(target, slot, array.dtype) for slot in self.land_slots]
         needed = not _lands_as_wanted(planned, self.land_slots)
@@ -183,7 +184,7 @@ class _Crossing(Transfer):
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
         pieces = self._pieces(array, launched)
         leaving = [pieces[n] for n in self.copied]
-        pieces.update(zip(self.copied, jax.device_put(leaving, self.copied_to), strict=True))
+        pieces.update(zip(self.copied, self.copy(leaving), strict=True))
         if sent is not None:
             for n, piece in zip(self.copied, leaving, strict=True):
                 planned = self.planned.pieces[n]
@@ -204,15 +205,14 @@ class _Crossing(Transfer):
         """Each piece on its source device."""
         found = dict[int, Any]()
         if self.whole:
-            shards = _by_device(array)
-            found = {n: shards[self.source[self.planned.pieces[n].source]] for n in self.whole}
+            blocks = _jax.blocks(array)
+            found = {n: blocks[self.planned.pieces[n].source] for n in self.whole}
         if self.cut is not None:
             *cut, token = self.cut(array)
             if launched is not None:
                 launched(token, at_source=True)
             for slot, made in zip(self.cut_slots, cut, strict=True):
-                shards = _by_device(made)
-                found.update({n: shards[self.source[at]] for at, n in enumerate(slot.numbers) if n >= 0})
+                found.update({n: block for n, block in zip(slot.numbers, _jax.blocks(made), strict=True) if n >= 0})
         return found
 
 
@@ -277,10 +277,6 @@ def _slots(pieces: Sequence[tuple[int, int]], boxes: Sequence[Box], blocks: Sequ
         by_place = tuple(numbers.get(at, -1) for at in range(len(blocks)))
         slots.append(_Slot(shape=shape, numbers=by_place, offsets=offsets))
     return slots
-
-
-def _by_device(array: Any) -> dict[Any, Any]:
-    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _stacked_spec(mesh: Mesh, slot: _Slot) -> PartitionSpec:
