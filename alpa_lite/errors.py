@@ -16,9 +16,27 @@
         └── HangError         a step does not end
 """
 
+from typing import TypeVar
+
 
 class AlpaLiteError(Exception):
     """Base of everything that alpa_lite raises on purpose."""
+
+
+Problem = TypeVar("Problem", bound=Exception)
+
+
+def without_frames(problem: Problem) -> Problem:
+    """An exception to keep for later, with the frames that it passed forgotten.
+
+    They hold all that was made on the way, and as one of them holds the exception, only the collector of cycles would
+    ever let go of it.
+    """
+    chain: BaseException | None = problem
+    while chain is not None:
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__
+    return problem
 
 
 class TraceError(AlpaLiteError, ValueError):

@@ -356,21 +356,21 @@ def _pack(sizes: Sequence[int], num_hosts: int, devices_per_host: int) -> list[i
 
     Depth-first, first host first, which finds the packing at once whenever each size divides the next larger one.
     """
-    failed: set[tuple[int, tuple[int, ...]]] = set()
+    return _packed(sizes, (devices_per_host,) * num_hosts, set())
 
-    def search(index: int, room: tuple[int, ...]) -> list[int] | None:
-        if index == len(sizes):
-            return []
-        state = (index, tuple(sorted(room)))
-        if state in failed:
-            return None
-        for host, left in enumerate(room):
-            if left < sizes[index] or left in room[:host]:
-                continue
-            rest = search(index + 1, (*room[:host], left - sizes[index], *room[host + 1 :]))
-            if rest is not None:
-                return [host, *rest]
-        failed.add(state)
+
+def _packed(sizes: Sequence[int], room: tuple[int, ...], failed: set[tuple[int, tuple[int, ...]]]) -> list[int] | None:
+    """The same into hosts with this much room; `failed`: in what room so many sizes cannot be packed."""
+    if not sizes:
+        return []
+    state = (len(sizes), tuple(sorted(room)))
+    if state in failed:
         return None
-
-    return search(0, (devices_per_host,) * num_hosts)
+    for host, left in enumerate(room):
+        if left < sizes[0] or left in room[:host]:
+            continue
+        rest = _packed(sizes[1:], (*room[:host], left - sizes[0], *room[host + 1 :]), failed)
+        if rest is not None:
+            return [host, *rest]
+    failed.add(state)
+    return None

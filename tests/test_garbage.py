@@ -1,13 +1,18 @@
-"""The garbage collector runs rarely while something is planned, and as before afterwards."""
+"""The collector of cycles runs rarely while something is planned, as before afterwards, and has nothing to do."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import alpa_lite as al
 from alpa_lite.garbage import rare_collection
+from alpa_lite.planners import Auto, DataParallel
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +45,31 @@ def test_a_collector_that_is_off_or_runs_more_rarely_is_left_alone(given: tuple[
     with rare_collection():
         assert gc.get_threshold() == given
     assert gc.get_threshold() == given
+
+
+def _step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def test_what_a_search_made_goes_with_it() -> None:
+    # Data parallelism does not fit: its problem is kept until the search ends.
+    cluster = al.cluster("p3.16xlarge")
+    arguments = jax.ShapeDtypeStruct((8, 18_000, 18_000), jnp.float32), jax.ShapeDtypeStruct((64, 18_000), jnp.float32)
+    gc.collect()
+    gc.disable()
+    try:
+        plan = al.plan(_step, *arguments, cluster=cluster, planner=Auto(manual=(DataParallel(),)), cache=False)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+    rooms = tuple(f"alpa_lite.{room}" for room in ("graph", "inter_op", "intra_op", "layers", "planners", "pricing"))
+    left = {type(x).__qualname__ for x in gc.garbage if str(type(x).__module__).startswith(rooms)}
+    gc.garbage.clear()
+    assert not any("data parallel" in name for name, _ in plan.alternatives)
+    assert left == set()

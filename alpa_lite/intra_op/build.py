@@ -22,6 +22,7 @@ branch of a `cond`, and what the branches make has one spec.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -65,7 +66,7 @@ class Builder:
         """Lay the stage out. The catalogue may be shared by all builders with its mesh and restriction."""
         self.view = view
         self.step = view.step
-        self.catalogue = catalogue
+        self.catalogue: Catalogue = weakref.proxy(catalogue)  # no cycle: it holds its last builders
         self.sizes = catalogue.sizes
         self.arrays = SharedArrays()
         self.costs: list[FloatArray] = [self.arrays.zeros(1)]

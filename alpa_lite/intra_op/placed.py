@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alpa_lite.graph.ir import Graph
 from alpa_lite.plan import OpPlacement
@@ -69,25 +69,35 @@ def placements_of(
     choices: Sequence[int],
 ) -> dict[int, OpPlacement]:
     """The placements of ops of the step, in order, when the nodes of the problem choose so."""
-    sums: dict[Key, Spec] = {}
+    return _Chosen(placed, offers, scopes, choices).within(0, ops)
 
-    def spec(key: Key) -> Spec:
-        return sums[key] if key in sums else offers[key].specs[choices[offers[key].node]]
 
-    def within(scope: int, numbers: Iterable[int]) -> dict[int, OpPlacement]:
-        return {n: placement(placed[(scope, n)]) for n in numbers if (scope, n) in placed}
+@dataclass(slots=True)
+class _Chosen:
+    placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
+    offers: Mapping[Key, Offer]
+    scopes: Sequence[Scope]
+    choices: Sequence[int]
+    sums: dict[Key, Spec] = field(default_factory=dict[Key, Spec])
 
-    def placement(op: Placed | PlacedSum | PlacedBodies) -> OpPlacement:
+    def within(self, scope: int, numbers: Iterable[int]) -> dict[int, OpPlacement]:
+        return {n: self.placement(self.placed[(scope, n)]) for n in numbers if (scope, n) in self.placed}
+
+    def placement(self, op: Placed | PlacedSum | PlacedBodies) -> OpPlacement:
         if isinstance(op, Placed):
-            return op.options[choices[op.node]]
+            return op.options[self.choices[op.node]]
         if isinstance(op, PlacedSum):
-            made = op.placement([spec(key) for key in op.operands if key in sums or key in offers])
-            (sums[op.result],) = made.results
+            made = op.placement([self.spec(key) for key in op.operands if key in self.sums or key in self.offers])
+            (self.sums[op.result],) = made.results
             return made
-        bodies = tuple(within(n, range(len(scopes[n].graph.ops))) for n in op.scopes)
+        bodies = tuple(self.within(n, range(len(self.scopes[n].graph.ops))) for n in op.scopes)
         results, operands = (
-            tuple(offer.specs[choices[offer.node]] for offer in offers) for offers in (op.results, op.operands)
+            tuple(offer.specs[self.choices[offer.node]] for offer in offers) for offers in (op.results, op.operands)
         )
         return OpPlacement(factors=(), results=results, bodies=bodies, body_operands=operands)
 
-    return within(0, ops)
+    def spec(self, key: Key) -> Spec:
+        if key in self.sums:
+            return self.sums[key]
+        offer = self.offers[key]
+        return offer.specs[self.choices[offer.node]]

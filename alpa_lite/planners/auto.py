@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
+from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError, without_frames
 from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
@@ -206,7 +206,7 @@ class Auto(Planner):
                 with request.progress.during("manual", planner.name):
                     plan = planner.plan(replace(request, advise=False))
             except AlpaLiteError as error:
-                problems.append(error)
+                problems.append(without_frames(error))
             else:
                 yield plan
 

@@ -22,7 +22,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError, NonAdditiveError, PlanError, TraceError
+from alpa_lite.errors import (
+    AlpaLiteError,
+    BatchError,
+    InfeasibleError,
+    NonAdditiveError,
+    PlanError,
+    TraceError,
+    without_frames,
+)
 from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
@@ -131,7 +139,7 @@ class JointSearch:
                 with self.request.progress.during("stages", f"stages at {number} micro-batches"):
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
-                self.problems.append(error)
+                self.problems.append(without_frames(error))
                 continue
             searched.add(number)
             known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches
@@ -163,7 +171,7 @@ class JointSearch:
             except (NonAdditiveError, BatchError, TraceError) as error:
                 if self.request.num_microbatches != "auto":
                     raise
-                self.problems.append(error)
+                self.problems.append(without_frames(error))
                 alone = isinstance(error, NonAdditiveError)  # at any other number too
                 numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
         if not costs:
