@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.intra_op.builders import Builders
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
 from alpa_lite.intra_op.problem import Status
@@ -100,7 +101,7 @@ class StageCosts:
     longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
     `cost_model_for`: the cost model of a part of a cluster whose devices differ.
     `pins`: the specs of some inputs of the graph, which are given.
-    `catalogues`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
+    `builders`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
     `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
     `beside`: costs of other steps that share `structures`, whose solutions count here as well.
     `remat`, `traced_layers`: what `Plan` says of layers that compute values again.
@@ -116,7 +117,7 @@ class StageCosts:
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     progress: Progress = field(default_factory=Progress, repr=False)
-    catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
+    builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
     beside: tuple[StageCosts, ...] = field(default=(), repr=False)
     remat: tuple[Remat, ...] = ()
@@ -148,11 +149,9 @@ class StageCosts:
         found = self._known(view, kind, in_flight, limit, wanted)
         if found is None:
             self.progress(f"layers {first}..{last} on {mesh}")
-            catalogue = self._catalogue(kind, submesh, mesh)
             finite = limit if math.isfinite(limit) else None
             solution = solve_stage(
-                view,
-                catalogue,
+                self._builders(kind, submesh, mesh).of(view),
                 limit_bytes=finite,
                 in_flight=in_flight,
                 solver=replace(self._solver, relative_gap=wanted),
@@ -179,7 +178,7 @@ class StageCosts:
         self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
     ) -> StageSolution:
         """A solution for some layers with the parts of its backward pass; see `solve.in_two_parts`."""
-        catalogue = self._catalogue(self._kind(submesh, mesh), submesh, mesh)
+        catalogue = self._builders(self._kind(submesh, mesh), submesh, mesh).catalogue
         return in_two_parts(self._view(first, last), catalogue.pricer, solution)
 
     def knows(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int, quick: bool) -> bool:
@@ -249,20 +248,19 @@ class StageCosts:
             return self.cost_model
         return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
 
-    def _catalogue(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Catalogue:
-        if kind not in self.catalogues:
+    def _builders(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Builders:
+        if kind not in self.builders:
             model = self._model(submesh)
-            known = (c.pricer for c in self.catalogues.values() if c.pricer.cost_model is model)
-            alike = next(known, None)
+            pricers = (known.catalogue.pricer for known in self.builders.values())
+            alike = next((pricer for pricer in pricers if pricer.cost_model is model), None)
             pricer = alike.elsewhere(submesh, mesh) if alike else Pricer(cost_model=model, submesh=submesh, mesh=mesh)
-            self.catalogues[kind] = Catalogue(pricer, self.restriction or free_restriction(mesh))
-        return self.catalogues[kind]
+            self.builders[kind] = Builders(Catalogue(pricer, self.restriction or free_restriction(mesh)))
+        return self.builders[kind]
 
     def shortage(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int = 1) -> Shortage:
         """Why layers `first..last` do not fit on a logical mesh, and what would do."""
-        view = self._view(first, last)
-        catalogue = self._catalogue(self._kind(submesh, mesh), submesh, mesh)
-        return explain_shortage(view, catalogue, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
+        builder = self._builders(self._kind(submesh, mesh), submesh, mesh).of(self._view(first, last))
+        return explain_shortage(builder, limit_bytes=self.room_bytes(submesh), in_flight=in_flight)
 
     @property
     def tightest_tried(self) -> bool:

@@ -22,20 +22,18 @@ branch of a `cond`, and what the branches make has one spec.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.kept import kept
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.deciding import Deciding
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
-from alpa_lite.intra_op.sharing import FloatArray, Recent, SharedArrays
+from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
@@ -46,17 +44,6 @@ from alpa_lite.spmd import stacked
 from alpa_lite.strategies import Split
 
 _UNIT = 0  # the node of everything that has no choice
-_NUM_BUILDERS = 4  # builders kept on a mesh
-
-
-@kept
-def _builders(catalogue: Catalogue) -> Recent[StageView, Builder]:
-    return Recent(_NUM_BUILDERS)
-
-
-def builder_of(view: StageView, catalogue: Catalogue) -> Builder:
-    """The builder of a stage, one of the last few on this mesh: stages are often solved quickly first and then well."""
-    return _builders(catalogue)(view, lambda: Builder(view, catalogue))
 
 
 class Builder:
@@ -66,7 +53,7 @@ class Builder:
         """Lay the stage out. The catalogue may be shared by all builders with its mesh and restriction."""
         self.view = view
         self.step = view.step
-        self.catalogue: Catalogue = weakref.proxy(catalogue)  # no cycle: it holds its last builders
+        self.catalogue = catalogue
         self.sizes = catalogue.sizes
         self.arrays = SharedArrays()
         self.costs: list[FloatArray] = [self.arrays.zeros(1)]

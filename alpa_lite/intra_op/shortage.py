@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.intra_op.build import builder_of
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -53,8 +52,7 @@ class Shortage:
 
 
 def explain_shortage(
-    view: StageView,
-    catalogue: Catalogue,
+    builder: Builder,
     *,
     limit_bytes: float,
     in_flight: int = 1,
@@ -62,7 +60,6 @@ def explain_shortage(
     time_limit_seconds: float = 5.0,
 ) -> Shortage:
     """What a stage needs at least; see ``solve_stage`` for the arguments."""
-    builder = builder_of(view, catalogue)
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if explained.choices is None or explained.time is None:
@@ -72,7 +69,7 @@ def explain_shortage(
     values = [ValueBytes(name=_value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
     return Shortage(
         explained=explained,
-        when=_moment(view, stage_lives(view, catalogue), explained.time),
+        when=_moment(builder.view, stage_lives(builder.view, builder.catalogue), explained.time),
         values=tuple(sorted(values, key=lambda each: -each.bytes)),
     )
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.weight_gradients import weight_gradient_ops
-from alpa_lite.intra_op.build import builder_of
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.liveness import lives_of
 from alpa_lite.intra_op.problem import Status
@@ -66,16 +65,14 @@ class StageSolution:
 
 
 def solve_stage(
-    view: StageView,
-    catalogue: Catalogue,
+    builder: Builder,
     *,
     limit_bytes: float | None,
     in_flight: int = 1,
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
 ) -> StageSolution:
-    """Choose the sharding of every op of a stage."""
-    pricer, builder = catalogue.pricer, builder_of(view, catalogue)
+    """Choose the sharding of every op of the stage of a builder."""
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
@@ -87,6 +84,7 @@ def solve_stage(
             peak_bytes=solution.peak_bytes,
         )
     choice = builder.choice(solution.choices)
+    view, pricer = builder.view, builder.catalogue.pricer
     return price_choice(
         view, pricer, choice, solution.status, solution.cost, solution.bound, in_flight, solution.peak_bytes
     )

@@ -17,7 +17,7 @@ from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.graph.wiring import MAX_TRIPS
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.builders import Builders
 from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
 from alpa_lite.planners.cutting import is_even
 from alpa_lite.planners.pins import Pins, pinned_specs
@@ -60,7 +60,7 @@ class Steps:
     _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
     _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
     _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
-    _catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue])
+    _builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders])
     _structures: dict[object, object] = field(default_factory=dict[object, object])
 
     @cached_property
@@ -124,7 +124,7 @@ class Steps:
             cost_model_for=self.request.cost_model_for,
             pins=pinned_specs(step, self.pins),
             progress=self.request.progress,
-            catalogues=self._catalogues,
+            builders=self._builders,
             structures=self._structures,
         )
 

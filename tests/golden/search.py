@@ -12,6 +12,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.graph.ir import Graph
+from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
@@ -77,7 +78,7 @@ def search(
     mesh = LogicalMesh(axis_names=tuple(AXES[d] for d in dims), shape=tuple(model.shape[d] for d in dims))
     submesh = Submesh(first_device=0, num_hosts=model.shape[0], devices_per_host=model.shape[1])
     pricer = Pricer(cost_model=model, submesh=submesh, mesh=mesh)
-    solution = solve_stage(view, Catalogue(pricer, restriction), limit_bytes=limit_bytes)
+    solution = solve_stage(Builder(view, Catalogue(pricer, restriction)), limit_bytes=limit_bytes)
     assert solution.choice is not None and solution.status is Status.OPTIMAL, solution.status
     least = model.seconds_per_flop * contraction_flops(step.graph) / mesh.num_devices
     assert solution.compute_seconds == pytest.approx(least), "some contraction is not split over all devices"

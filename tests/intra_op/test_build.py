@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.intra_op.build import Builder, builder_of
+from alpa_lite.intra_op.build import Builder
+from alpa_lite.intra_op.builders import Builders
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.placed import Placed
 from alpa_lite.intra_op.stage import StageView
@@ -67,8 +68,9 @@ def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
 
 def test_a_stage_is_laid_out_once_for_all_limits(builders: tuple[Builder, Builder]) -> None:
     few, _ = builders
-    one = builder_of(few.view, few.catalogue)
-    assert builder_of(few.view, few.catalogue) is one
+    on_mesh = Builders(few.catalogue)
+    one = on_mesh.of(few.view)
+    assert on_mesh.of(few.view) is one
     problems = [one.problem(limit_bytes=limit, in_flight=n) for limit, n in [(1e9, 1), (1e9, 2), (None, 1), (1e9, 1)]]
     anew = Builder(few.view, few.catalogue).problem(limit_bytes=1e9, in_flight=1)
     assert [p.limit_bytes for p in problems] == [1e9, 1e9, None, 1e9]
