@@ -28,6 +28,9 @@ from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
 POLISH_SECONDS = 3.0
 """How long one stage may be solved again."""
 
+ALONE_GAP, ALONE_SECONDS = 1e-3, 6.0
+"""How close to the best, and how long, a stage that is alone is solved: its time is the step's."""
+
 CHUNKS = (2, 4, 8)
 """Of interleaved pipelines, the chunks of each group of devices: more of them while that is faster."""
 
@@ -144,7 +147,8 @@ def polished(request: PlanRequest, found: Found) -> Found:
     """Stages solved again to a smaller gap, where that is faster; stacked arguments keep their form."""
     pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
     costs = found.costs.with_pins({**found.costs.pins, **pins})
-    costs = replace(costs, relative_gap=RELATIVE_GAP, time_limit_seconds=POLISH_SECONDS)
+    gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
+    costs = replace(costs, relative_gap=gap, time_limit_seconds=seconds)
     stages: list[PlacedStage] = []
     # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
     for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
