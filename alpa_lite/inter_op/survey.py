@@ -227,14 +227,13 @@ class Survey:
     ) -> FloatArray:
         """[layers, kinds, shapes]: a figure of each layer for micro-batches of `size` samples, in proportion to its
         measure on one device."""
-        taken, found = self._taken_at(size), list[FloatArray]()
+        taken = self._taken_at(size)
         alone, known = measure(profile or self.profile), measure(self.profile)
-        for layer, stands in enumerate(self._stands):
-            ratio = alone[layer] / known[stands] if known[stands] > 0 else 1.0
-            # What takes no time at all here takes none there (and infinity times nothing is no number).
-            with np.errstate(invalid="ignore"):
-                found.append(np.nan_to_num(figure(taken[stands]) * ratio, posinf=np.inf))
-        return np.stack(found)
+        ratios = [here / known[at] if known[at] > 0 else 1.0 for here, at in zip(alone, self._stands, strict=True)]
+        # What takes no time at all here takes none there (and infinity times nothing is no number).
+        with np.errstate(invalid="ignore"):
+            found = [figure(taken[at]) * ratio for ratio, at in zip(ratios, self._stands, strict=True)]
+        return np.nan_to_num(np.stack(found), posinf=np.inf)
 
     def _taken_at(self, size: float) -> dict[int, _Taken]:
         """What the layers that stand for others take at a size, between those that were surveyed: seconds of both

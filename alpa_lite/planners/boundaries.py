@@ -20,13 +20,14 @@ from alpa_lite.rules.graph_facts import free_values
 from cost_models.interface import CostModel
 
 
-def received_values(step: StepGraph, layers: Layers, first: int, last: int) -> list[Value]:
-    """The forward values that layers `first..last` read from earlier ones."""
-    return [
-        value
-        for value, made, readers in _forward_values(step, layers)
-        if made < first and any(first <= layer <= last for layer in readers)
-    ]
+def received_values(step: StepGraph, layers: Layers, stages: Sequence[tuple[int, int]]) -> list[list[Value]]:
+    """Of each stage, given by its first and last layer, the forward values that it reads from earlier ones."""
+    found: list[list[Value]] = [[] for _ in stages]
+    for value, made, readers in _forward_values(step, layers):
+        for (first, last), values in zip(stages, found, strict=True):
+            if made < first and any(first <= layer <= last for layer in readers):
+                values.append(value)
+    return found
 
 
 def inflow_seconds(model: CostModel, values: Sequence[Value], *, crosses_hosts: bool, num_links: int) -> float:

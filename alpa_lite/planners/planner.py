@@ -235,16 +235,17 @@ def _predicted(
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
+    received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
     transfers = [
         inflow_seconds(
             model,
-            received_values(step, layers, b.first, b.last),
+            values,
             crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
             num_links=min(a.submesh.num_devices, b.submesh.num_devices),
         )
         if a.submesh != b.submesh
         else 0.0
-        for a, b in pairwise(stages)
+        for (a, b), values in zip(pairwise(stages), received, strict=True)
     ]
     together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1

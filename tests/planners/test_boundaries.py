@@ -49,7 +49,7 @@ def _parts() -> tuple[StepGraph, Layers, int]:
 )
 def test_a_skip_is_received_by_those_that_read_it_alone(first: int, last: int, wanted: int) -> None:
     step, layers, one = _parts()
-    assert [value.bytes for value in received_values(step, layers, first, last)] == [one] * wanted
+    assert [value.bytes for value in received_values(step, layers, [(first, last)])[0]] == [one] * wanted
 
 
 def test_all_ranges_of_layers_receive_what_each_does() -> None:
@@ -59,7 +59,7 @@ def test_all_ranges_of_layers_receive_what_each_does() -> None:
     found = inflows(model, step, layers, space)
     for k, kind in enumerate(space.kinds):
         for first, last in combinations_with_replacement(range(4), 2):
-            values = received_values(step, layers, first, last)
+            values = received_values(step, layers, [(first, last)])[0]
             wanted = inflow_seconds(model, values, crosses_hosts=True, num_links=kind.num_devices) if values else 0.0
             assert found[first, last, k] == pytest.approx(wanted)
 
@@ -71,7 +71,7 @@ def test_a_stage_receives_by_no_more_links_than_the_one_before_it_has(num_hosts:
     model, space = ComposedCostModel(cluster), Space.of(cluster)
     found, slower = inflows(model, step, layers, space), slower_inflows(model, step, layers, space)
     for first in range(1, 4):
-        values = received_values(step, layers, first, first)
+        values = received_values(step, layers, [(first, first)])[0]
         for (n, sending), (m, receiving) in product(enumerate(space.devices), repeat=2):
             links = min(sending, receiving)
             wanted = inflow_seconds(model, values, crosses_hosts=num_hosts > 1, num_links=links)
