@@ -164,6 +164,19 @@ def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[Any]], list[
     return lambda arrays: copy(list(arrays), devices, wanted, semantics)
 
 
+def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
+    """`jax.device_put` of a NumPy array, which takes a quarter of the time where nothing need be found out about it."""
+    try:
+        from jax._src.interpreters import pxla
+        from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+        if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
+            return pxla.shard_args([sharding], [None], [xla_client.ArrayCopySemantics.REUSE_INPUT], [array])[0]
+    except (ImportError, AttributeError, TypeError):  # private: it may move
+        pass
+    return jax.device_put(array, sharding)
+
+
 def compilation_cache_folder() -> str:
     """Where JAX keeps compiled executables for the next start; empty where it does not."""
     is_on = getattr(jax.config, "jax_enable_compilation_cache", True)

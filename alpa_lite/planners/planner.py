@@ -235,18 +235,7 @@ def _predicted(
     model, m, count = request.cost_model, step.num_microbatches, len(stages)
     launch = dispatch_seconds(model.cluster)
     solutions = [stage.solution for stage in stages]
-    received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
-    transfers = [
-        inflow_seconds(
-            model,
-            values,
-            crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
-            num_links=min(a.submesh.num_devices, b.submesh.num_devices),
-        )
-        if a.submesh != b.submesh
-        else 0.0
-        for (a, b), values in zip(pairwise(stages), received, strict=True)
-    ]
+    transfers = inflows_between(request, step, layers, stages)
     together = sharing([stage.submesh for stage in stages])
     whole = count == 1 and m == 1
     tasks = schedule.tasks(count, m)
@@ -281,6 +270,24 @@ def _predicted(
         bubble_fraction=timeline.bubble_fraction,
         collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
     )
+
+
+def inflows_between(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
+) -> list[float]:
+    """What each stage but the first takes to receive, per micro-batch; nothing from one on the same devices."""
+    received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
+    return [
+        inflow_seconds(
+            request.cost_model,
+            values,
+            crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
+            num_links=min(a.submesh.num_devices, b.submesh.num_devices),
+        )
+        if a.submesh != b.submesh
+        else 0.0
+        for (a, b), values in zip(pairwise(stages), received, strict=True)
+    ]
 
 
 def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> float:

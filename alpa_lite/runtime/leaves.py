@@ -28,7 +28,7 @@ def put(array: Any, sharding: NamedSharding) -> Any:
     """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
     if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
         return array
-    return jax.device_put(array, sharding)
+    return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
 
 
 def put_all(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
@@ -21,13 +20,12 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
-from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.planner import (
     PlacedStage,
     Planner,
     PlanRequest,
     assemble,
-    crosses_hosts,
+    inflows_between,
 )
 from alpa_lite.planners.relax import show_bytes
 from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
@@ -122,15 +120,7 @@ class GivenStages(Planner):
         self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
     ) -> float:
         """What a step takes longer where both ends of a message wait for it."""
-        messages = [
-            inflow_seconds(
-                request.cost_model,
-                received_values(step, layers, right.first, right.last),
-                crosses_hosts=crosses_hosts(request.cluster, left.submesh, right.submesh),
-                num_links=min(left.submesh.num_devices, right.submesh.num_devices),
-            )
-            for left, right in pairwise(placed)
-        ]
+        messages = inflows_between(request, step, layers, placed)
         tasks = self.schedule.tasks(len(placed), step.num_microbatches)
         forward = [stage.solution.forward_seconds for stage in placed]
         backward = [stage.solution.backward_seconds for stage in placed]

@@ -6,12 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.graph.phases import Part
-from alpa_lite.runtime.leaves import Leaves
+from alpa_lite.runtime.leaves import Leaves, put
 
 SHAPE = (8, 4, 6)
 
@@ -63,3 +65,33 @@ def test_equal_stages_hold_their_rows_without_copies(name: str, together: bool, 
     joined, _ = leaves.join([*parts, ARRAY])
     assert (where(joined) == set().union(*map(where, parts))) == together
     assert (len(array.devices()) == sum(len(p.devices()) for p in parts)) == together
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool", "bfloat16"])
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, "y"), PartitionSpec("y", "x")]
+)
+def test_numpy_arrays_are_put_as_jax_puts_them(dtype: str, spec: tuple[str | None, ...], devices: Any) -> None:
+    sharding = NamedSharding(Mesh(np.array(devices).reshape(2, 4), ("x", "y")), PartitionSpec(*spec))
+    array = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
+    got, want = put(array[:, ::-1], sharding), jax.device_put(array[:, ::-1], sharding)
+    assert (got.dtype, got.sharding, got.committed) == (want.dtype, want.sharding, want.committed)
+    np.testing.assert_array_equal(got, want)
+    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
+        assert (a.device, a.index) == (b.device, b.index)
+        np.testing.assert_array_equal(a.data, b.data)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec("y", "x")])
+def test_blocks_are_copied_as_jax_copies_them(spec: PartitionSpec, devices: Any) -> None:
+    source, target = (
+        NamedSharding(Mesh(np.array(part).reshape(2, 2), ("x", "y")), spec) for part in (devices[:4], devices[4:])
+    )
+    array = jax.device_put(np.arange(64.0).reshape(8, 8), source)
+    (got,), want = _jax.copying_to([target])([array]), jax.device_put(array, target)
+    assert (got.dtype, got.sharding, got.committed) == (want.dtype, want.sharding, want.committed)
+    for a, b, block in zip(got.addressable_shards, want.addressable_shards, _jax.blocks(got), strict=True):
+        assert (a.device, a.index) == (b.device, b.index)
+        np.testing.assert_array_equal(a.data, b.data)
+        np.testing.assert_array_equal(block, b.data)
+    assert not array.is_deleted()
