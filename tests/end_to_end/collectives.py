@@ -130,6 +130,10 @@ def _group_size(attributes: str) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return len(listed[1].split(","))
+    by_axes = re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", attributes)  # since JAX 0.11
+    if by_axes:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", by_axes[1]))
+        return prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", by_axes[2]))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
     assert counted, attributes
     return int(counted[1])
