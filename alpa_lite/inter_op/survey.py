@@ -32,6 +32,10 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 
 FloatArray = NDArray[np.float64]
 
+Beyond = Literal["as before", "more shared", "all shared"]
+"""What larger micro-batches than were surveyed take: devices share the work no better than before; they share what it
+is more by without loss; they share all of it without loss."""
+
 MAX_REPRESENTATIVES = 4
 ENOUGH = 0.6
 """Layers are surveyed until they stand for so much of both passes on one device, and of the update, at most so many."""
@@ -109,16 +113,16 @@ class Survey:
         progress, possible = costs.progress, self.space.divides(microbatch_size(costs))
         possible &= self.space.stand_ins == np.arange(self.space.most_shapes)
         size = float(microbatch_size(costs) or 1)
-        solved = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
+        wanted = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
         taken = self._taken.setdefault(size, {})
         self._numbers[size] = costs.step.num_microbatches
         self._between.clear()
-        for layer in solved:
+        for layer in wanted:
             here = np.where(possible & (asked if kinds else True), size, 0.0)
             self._seen[layer] = np.maximum(self._seen[layer], np.take_along_axis(here, self.space.stand_ins, axis=1))
-        num_solves = sum(int(each.sum()) for each in solved.values())
+        num_solves = sum(int(each.sum()) for each in wanted.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
-        for layer, where in solved.items():
+        for layer, where in wanted.items():
             taken[layer] = self._look(costs, layer, where, size)
         progress.expect("survey", num_solves * AGAIN * further)
 
@@ -251,10 +255,6 @@ class Survey:
             self._between[size] = {layer: _Taken(*(between(layer, name) for name in ways)) for layer in layers}
         return self._between[size]
 
-
-Beyond = Literal["as before", "more shared", "all shared"]
-"""What larger micro-batches than were surveyed take: devices share the work no better than before; they share what it
-is more by without loss; they share all of it without loss."""
 
 _Between = Callable[[FloatArray, FloatArray], FloatArray]
 """Values [n] from those at some sizes, which rise: [sizes], [sizes, n]."""
