@@ -45,11 +45,12 @@ def cut_into_stages(
     *,
     by_loops: bool = False,
     shares: Sequence[float] = (),
+    written_out: bool = False,
 ) -> Cut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
     Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or `by_loops` equal numbers of the loops of the
-    forward pass.
+    forward pass. `written_out`: trip by trip, for who wants to take the backward pass of a trip apart.
 
     Raises PlanError when the model is too short or has other loops or there are not as many positive shares as stages,
     and what tracing raises for a number that the user asked for.
@@ -72,6 +73,9 @@ def cut_into_stages(
         step = request.best_step(microbatches, loop_parts=0)
         return Cut(step=step, layers=make_layers(step, 1))
     shares = shares or (1.0,) * count
+    if written_out:
+        step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
+        return Cut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
     try:
         step = request.best_step(microbatches, loop_parts=0)
         layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)

@@ -6,16 +6,20 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
 from alpa_lite.planners.planner import PlanRequest
+from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
 from benchmarks.requests import request_of
 from tests.end_to_end.transformers import WIDE, Training, plan, traced
 
 TRAINING = Training(model=WIDE, batch_size=64)
+FOUR = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
 #: Bytes of the activations of the whole batch.
 ACTIVATIONS = 4.0 * 64 * 128 * 256
 #: Long sequences, with a quarter of the heads for keys and values.
@@ -207,3 +211,40 @@ def test_parts_lie_within_hosts_or_have_whole_ones(sizes: tuple[int, ...], fits:
 def test_replicas_count_among_what_splits_the_batch() -> None:
     with pytest.raises(al.errors.PlanError, match=r"splits each micro-batch over 8 devices, but it has 4 samples"):
         plan(Training(model=WIDE, batch_size=4), Hybrid(data=8, replicas=2))
+
+
+# --- zero-bubble pipelines --------------------------------------------------------------------------------------------
+
+
+def test_weight_gradients_of_layers_in_a_loop_can_be_put_off() -> None:
+    """As they can of layers that are written one by one."""
+
+    def found(schedule: OneFOneB | ZeroBubbleH1, *, in_a_loop: bool) -> al.Plan:
+        def step(weights: Any, x: Any) -> Any:
+            def layer(h: Any, w: Any) -> tuple[Any, None]:
+                return jnp.tanh(h @ w), None
+
+            def loss(weights: Any) -> Any:
+                if in_a_loop:
+                    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+                h = x
+                for w in weights:
+                    h, _ = layer(h, w)
+                return jnp.mean(h**2)
+
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+        matrix = jax.ShapeDtypeStruct((8, 4096, 4096) if in_a_loop else (4096, 4096), jnp.float32)
+        weights, x = matrix if in_a_loop else [matrix] * 8, jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
+        planner = Hybrid(pipeline=4, schedule=schedule)
+        return al.plan(step, weights, x, cluster=FOUR, planner=planner, num_microbatches=8)
+
+    usual, looped, written = (
+        found(OneFOneB(), in_a_loop=True),
+        found(ZeroBubbleH1(), in_a_loop=True),
+        found(ZeroBubbleH1(), in_a_loop=False),
+    )
+    for stage, alike in zip(looped.stages, written.stages, strict=True):
+        assert 0.4 < stage.weight_seconds / stage.backward_seconds <= 1.0
+        assert stage.weight_seconds == pytest.approx(alike.weight_seconds, rel=0.05)
+    assert looped.prediction.step_seconds < 0.92 * usual.prediction.step_seconds
