@@ -144,8 +144,8 @@ def chrome_trace(spans: Iterable[SpanLike] | Timeline | PredictedTimeline, proce
     A predicted step has a row per submesh.
     `process` names the group of rows; traces are joined by joining their `traceEvents`.
     """
-    # Of instructions those count that take time: buffers come and go in between.
-    listed: Sequence[Any] = [s for s in _spans(spans) if s.end_seconds > s.start_seconds and s.kind != "FREE"]
+    # Of instructions tasks count, and what takes time: buffers come and go in between.
+    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind == "RUN" or s.end_seconds > s.start_seconds]
     rows: dict[int, set[int]] = {}
     for span in listed:
         rows.setdefault(_row(span), set()).add(span.stage)
