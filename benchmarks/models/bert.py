@@ -116,12 +116,13 @@ class BERT:
         x = self._norm((x + params["type_embedding"][batch["types"]]).astype(self.dtype), params["embedding_norm"])
         keys = None
         if key is not None and self.dropout:
-            key, first = jax.random.split(key)
-            x, keys = drop(x, first, self.dropout), jax.random.split(key, (self.num_layers, 3))
+            first, rest = jax.random.split(key)
+            x, keys = drop(x, first, self.dropout), jax.random.split(rest, (self.num_layers, 3))
         hidden_keys = jnp.where(batch["present"] > 0, 0.0, jnp.finfo(jnp.float32).min)[:, None, None, :]
 
         def layer(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
-            return self._layer(x, *scanned, hidden_keys), None
+            weights, layer_keys = scanned
+            return self._layer(x, weights, layer_keys, hidden_keys), None
 
         start = 0
         for segment in params["layers"]:

@@ -24,7 +24,7 @@ TABLE = [(model, planner, count) for model in PUBLISHED for planner in PLANNERS 
 
 
 def _check(model: str, planner: str, num_microbatches: int) -> al.Plan:
-    training = Training(model=model, num_steps=2)
+    training = Training(model=model, num_steps=1)
     step = al.parallelize(
         training.step(), cluster=eager_cluster(), planner=PLANNERS[planner], num_microbatches=num_microbatches
     )
