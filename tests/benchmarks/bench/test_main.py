@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from alpa_lite import cli
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench import chart
 from benchmarks.bench.row import row_of_line
+from benchmarks.bench.targets import ALPA, ZOO, named_models
 from tests.inspection.test_html import parse
 
 PRICED = [
@@ -156,6 +158,21 @@ def test_the_command_line_starts_it_in_a_process_of_its_own(started):
     assert cli.main(["bench", "--model", "mlp-tiny", "--planners", "auto", "--json"]) == 7
     ((command, _),) = started
     assert command[1:] == ["-m", "benchmarks.bench", "--model", "mlp-tiny", "--planners", "auto", "--json"]
+
+
+def test_the_lines_of_the_page_are_understood():
+    page = Path(bench.__file__).parents[2] / "docs" / "benchmark.md"
+    lines = [line.partition("#")[0].split() for line in page.read_text().splitlines() if line.startswith("alpa-lite b")]
+    assert len(lines) >= 6
+    for line in lines:
+        given = bench.parser().parse_args(line[2:])
+        models = [name for name in named_models(given.model) if ":" not in name]
+        assert all(name in ZOO or name in ALPA for name in models)
+
+
+def test_the_page_names_every_model():
+    text = (Path(bench.__file__).parents[2] / "docs" / "benchmark.md").read_text()
+    assert all(f"`{name}`" in text for name in ZOO)
 
 
 def test_names_of_files():
