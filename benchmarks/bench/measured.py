@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from alpa_lite.runtime.function import CompiledFunction, flatten_arguments
 from benchmarks.bench.planned import Entry, Say, same_plan
@@ -60,7 +62,8 @@ def in_turn(
 
 def measured_rows(target: Target, entries: Sequence[Entry], rounds: int, say: Say) -> list[Row]:
     """The rows with what was measured. A plan that fails on the devices is a row with the reason."""
-    leaves = jax.tree.leaves(flatten_arguments(target.values(), target.keywords, ()))
+    # Copies on the host: what is on a device already may be given away only once.
+    leaves = [_on_host(leaf) for leaf in jax.tree.leaves(flatten_arguments(target.values(), target.keywords, ()))]
     rows, running = [entry.row for entry in entries], dict[int, Running]()
     same: dict[int, int] = {}
     for number, entry in enumerate(entries):
@@ -91,6 +94,11 @@ def measured_rows(target: Target, entries: Sequence[Entry], rounds: int, say: Sa
         alike = replace(rows[number], allocated_peak_bytes=rows[twin].allocated_peak_bytes)
         rows[number] = alike.measured(times[str(twin)], same_as=rows[twin].planner)
     return rows
+
+
+def _on_host(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return leaf if is_key else np.array(leaf)
 
 
 def _plan(entry: Entry) -> Any:

@@ -33,7 +33,7 @@ _OWN_STYLE = """
 .alpa-lite .idle { fill: var(--idle); } .alpa-lite text.bad { fill: var(--bad); }
 .alpa-lite line { stroke: var(--ink); stroke-width: 1.5; } .alpa-lite line.predicted { stroke-dasharray: 2 2; }
 """
-_LEFT, _WIDTH, _RIGHT, _ROW = 250.0, 520.0, 190.0, 22.0
+_LEFT, _WIDTH, _RIGHT, _ROW = 250.0, 520.0, 290.0, 22.0
 
 
 def page(rows: Sequence[Row], environment: Environment) -> str:

@@ -1,10 +1,15 @@
 """Steps in turn: their order, whose time is whose, and plans that fail when they run."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.bench.contenders import named_contenders
 from benchmarks.bench.measured import Running, in_turn, measured_rows
+from benchmarks.bench.planned import planned_entries, traced_target
+from benchmarks.bench.targets import Target
+from tests.benchmarks.bench.conftest import CLUSTER
 
 
 class Clock:
@@ -57,6 +62,23 @@ def test_a_running_step_trains(entries, target, devices):
     got = running.leaves[: len(jax.tree.leaves(state))]
     for a, b in zip(got, jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_may_name_one_array_twice(devices):
+    """Both are given away; a second look at one buffer would end the interpreter."""
+    w = jnp.eye(16)
+
+    def step(ws, x):
+        loss, grads = jax.value_and_grad(lambda ws: jnp.mean((x @ ws[0] @ ws[1]) ** 2))(ws)
+        return [a - 0.1 * g for a, g in zip(ws, grads, strict=True)], loss
+
+    arguments = [w, w], jnp.ones((16, 16))
+    target = Target(name="twice", step=step, arguments=arguments, values=lambda: arguments)
+    contenders = named_contenders("data_parallel,pipeline", CLUSTER)
+    entries = list(planned_entries(target, traced_target(target), CLUSTER, contenders, [1], lambda _: None))
+    rows = measured_rows(target, entries, 2, lambda _: None)
+    assert all(len(row.measured_samples) == 2 for row in rows)
+    assert not w.is_deleted()
 
 
 def test_what_fails_on_the_devices_is_a_row_with_the_reason(entries, target, devices, monkeypatch):
