@@ -83,4 +83,5 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[dict[str, Any]]:
 
 def _contender(planner: Planner | al.Plan) -> Contender:
     found = Replay(saved=planner) if isinstance(planner, al.Plan) else planner
-    return Contender(name=found.name, planner=found)
+    top = found.measure_top if isinstance(found, Auto) else 0
+    return Contender(name=f"{found.name}, best of {top} measured" if top else found.name, planner=found)

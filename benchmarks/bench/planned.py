@@ -57,7 +57,8 @@ def planned_entries(
     """One entry per contender and number of micro-batches."""
     for contender in contenders:
         for count in counts:
-            name = contender.name if count == "auto" else f"{contender.name}, {count} micro-batches"
+            at = "" if count == "auto" else f", {count} micro-batch{'' if count == 1 else 'es'}"
+            name = contender.name + at
             say(f"{target.name}: {name}")
             row = Row(
                 model=target.name,
@@ -78,13 +79,18 @@ def _planned(
 ) -> Entry:
     began = time.perf_counter()
     try:
-        tuned = count == "auto" and not row.searched
-        plan = best_of_counts(traced, cluster, planner) if tuned else plan_at(traced, cluster, planner, count)
+        plan = _plan_of(row, traced, cluster, planner, count)
         row = priced(row, plan, time.perf_counter() - began, target)
         lowered = PlannedFunction(function=traced, last_plan=plan).lower()
     except AlpaLiteError as error:
         return Entry(row=replace(row, reason=str(error), planning_seconds=time.perf_counter() - began))
     return Entry(row=simulated(row, plan, lowered.simulate()), lowered=lowered)
+
+
+def _plan_of(row: Row, traced: TracedFunction, cluster: Cluster, planner: Planner, count: Count) -> al.Plan:
+    if row.searched:  # the public way, on which a search may also run plans (`Auto(measure_top=k)`)
+        return traced.plan(cluster=cluster, planner=planner, num_microbatches=count, cache=False).last_plan
+    return best_of_counts(traced, cluster, planner) if count == "auto" else plan_at(traced, cluster, planner, count)
 
 
 def plan_at(traced: TracedFunction, cluster: Cluster, planner: Planner, count: Count) -> al.Plan:

@@ -7,6 +7,7 @@ import pytest
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.planners import DataParallel, Pipeline
 from benchmarks.bench import planned
+from benchmarks.bench.contenders import named_contenders
 from benchmarks.bench.planned import best_of_counts, plan_at, same_plan, traced_target
 from tests.benchmarks.bench.conftest import CLUSTER
 
@@ -29,8 +30,6 @@ def test_a_planner_that_does_not_apply_is_a_row_with_the_reason(entries):
 
 def test_a_plan_that_does_not_fit_is_a_row_with_the_reason(target):
     device = replace(CLUSTER.device, memory_bytes=2e4)
-    from benchmarks.bench.contenders import named_contenders
-
     contenders = named_contenders("data_parallel", CLUSTER)
     small = replace(CLUSTER, device=device)
     traced = traced_target(target)
@@ -96,6 +95,13 @@ def test_where_no_number_works_the_reason_is_that_of_the_planners_own(entries, t
         best_of_counts(traced_target(target), CLUSTER, Listed(entries[1].plan, 1, {}))
     with pytest.raises(PlanError, match="8 is refused"):
         best_of_counts(traced_target(target), CLUSTER, Listed(entries[1].plan, 8, {8: "refused"}))
+
+
+def test_a_search_may_run_its_plans(target, devices):
+    contenders = named_contenders("auto:measure_top=2:num_stages=1", CLUSTER)
+    traced = traced_target(target)
+    (entry,) = planned.planned_entries(target, traced, CLUSTER, contenders, [1], lambda _: None)
+    assert not entry.row.reason and entry.row.auto and entry.row.planner == "auto, best of 2 measured, 1 micro-batch"
 
 
 def test_numbers_that_are_given_are_kept(target):
