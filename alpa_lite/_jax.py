@@ -103,6 +103,19 @@ def zeros_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
 
 
+@lru_cache(maxsize=1_000)
+def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A jaxpr that adds two arrays."""
+    return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
+
+
+@lru_cache(maxsize=1_000)
+def join_jaxpr(shape: tuple[int, ...], dtype: str, count: int, stacked: bool) -> Any:
+    """A jaxpr that puts arrays of one shape one after the other along their first dim, or along a new one."""
+    join = jax.numpy.stack if stacked else jax.numpy.concatenate
+    return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype)] * count)
+
+
 def while_any_goes_on(eqn: Any) -> Any:
     """A jaxpr for a `while` equation with a predicate per element, as `vmap` makes them: a loop with a single one.
 

@@ -7,13 +7,13 @@ simulate   the timeline of a plan, predicted or measured      inspection.timelin
 solve      a file with an intra-op problem                    intra_op.solve_file.solve_file
 calibrate  measure this machine's devices                     alpa_lite.calibrate
 doctor     is this machine ready                              inspection.doctor.diagnose
+bench      planners against each other                        benchmarks.bench, in a process of its own
 demo       plan, train and compare on this machine            benchmarks.demo, in a process of its own
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -52,6 +52,7 @@ from alpa_lite.intra_op.solve_file import (
     why_infeasible,
 )
 from alpa_lite.intra_op.solvers import Control, Progress
+from alpa_lite.user_step import load_example
 from cost_models import CostModelError
 
 PLANNERS: dict[str, type[al.planners.Planner]] = {
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     given, rest = parser.parse_known_args(argv)
     given.rest = rest
     given.begun = begun
-    if rest and given.command != "demo":
+    if rest and given.command not in ("demo", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run: Callable[[argparse.Namespace], int] = given.run
     try:
@@ -161,6 +162,8 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--devices", type=int, metavar="N", help="measure N virtual CPU devices instead")
 
     _command(commands, "doctor", run_doctor, "is this machine ready")
+
+    _command(commands, "bench", run_bench, "planners against each other", add_help=False)
 
     demo = _command(commands, "demo", run_demo, "plan, train and compare on this machine", add_help=False)
     demo.add_argument("--devices", type=int, default=8, help=argparse.SUPPRESS)
@@ -323,43 +326,21 @@ def run_doctor(given: argparse.Namespace) -> int:
 
 def run_demo(given: argparse.Namespace) -> int:
     """`alpa-lite demo`: `benchmarks.demo` in a process of its own, with virtual CPU devices that cannot hang."""
-    forwarded = [*given.rest, *(["--json"] if given.json else [])]
-    command = [sys.executable, "-m", "benchmarks.demo", *forwarded]
-    return subprocess.run(command, env=_virtual_environment(given.devices), check=False).returncode
+    return _benchmark("demo", given, _virtual_environment(given.devices))
+
+
+def run_bench(given: argparse.Namespace) -> int:
+    """`alpa-lite bench`: `benchmarks.bench` in a process of its own, which makes the devices that it needs."""
+    return _benchmark("bench", given, dict(os.environ))
+
+
+def _benchmark(name: str, given: argparse.Namespace, environment: dict[str, str]) -> int:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *given.rest, *(["--json"] if given.json else [])]
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _virtual_environment(num_devices: int) -> dict[str, str]:
     return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
-
-
-def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Call the function that `module:function` names. Returns train step, arguments and keyword arguments.
-
-    Raises `PlanError` when there is no such function or it returns something else.
-    """
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name:
-        raise PlanError(f"{name!r} names no function: write MODULE:FUNCTION, for example my_model:example.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise PlanError(f"There is no module {module_name!r} here or among the installed packages.") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise PlanError(f"The module {module_name!r} has no function {function_name!r}.")
-    found = function()
-    if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
-        raise PlanError(
-            f"{name} returned {type(found).__name__}, but (train_step, args) or (train_step, args, kwargs) is needed: "
-            "the function to plan and the arguments to plan it for (jax.ShapeDtypeStructs will do)."
-        )
-    kwargs = found[2] if len(found) == 3 else {}
-    return getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
 
 
 def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:

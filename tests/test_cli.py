@@ -18,6 +18,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite import cli, plan_cache
 from alpa_lite.runtime import fingerprint as fingerprints
+from alpa_lite.user_step import load_example
 from tests.runtime.test_calibrate import simulate
 
 MODULE = """
@@ -300,7 +301,7 @@ def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "users_model.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    step, args, kwargs = cli.load_example("decorated_model:example")
+    step, args, kwargs = load_example("decorated_model:example")
     shapes = jax.eval_shape(step, *args)
     assert shapes[1].dtype == jnp.float32 and not kwargs
 

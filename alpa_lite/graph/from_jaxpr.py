@@ -27,7 +27,7 @@ from alpa_lite.errors import TraceError
 from alpa_lite.graph.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.loops import is_over_layers, scans
-from alpa_lite.graph.wiring import parts_of
+from alpa_lite.graph.wiring import accumulated, parts_of
 
 _CALLS = {
     "jit",
@@ -262,7 +262,7 @@ class _Builder:
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)
         trips = bounds[0][1]
-        made: list[list[int]] = []
+        made, totals = list[list[int]](), dict[int, int]()
         for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
             rows = [self.piece(x, bounds, number, **place) for x in xs]
             if trips == 1:
@@ -274,10 +274,22 @@ class _Builder:
                     avals[i] = _jax.struct((trips, *avals[i].shape[1:]), str(avals[i].dtype))
                 results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, **place)
             carry = results[: params["num_carry"]]
+            carry = self.begun_anew(carry, totals, **place) if trips > 1 else carry
             made.append(results[params["num_carry"] :])
         if params["reverse"]:
             made.reverse()
-        return carry + [self.joined(list(pieces), stacked=trips == 1, **place) for pieces in zip(*made, strict=True)]
+        sums = [totals.get(i, v) for i, v in enumerate(carry)]
+        return sums + [self.joined(list(pieces), stacked=trips == 1, **place) for pieces in zip(*made, strict=True)]
+
+    def begun_anew(self, carry: list[int], totals: dict[int, int], **place: str) -> list[int]:
+        """What the next part of a loop starts from: zeros for what all only add to, whose sums are in `totals`."""
+        carry = list(carry)  # gradients of weights that all trips share: no part, and no stage, waits for another's
+        for i in accumulated(self.ops[-1]):
+            form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
+            sums = self.call(_jax.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
+            zeros = self.call(_jax.zeros_jaxpr(*form), [], **place)
+            totals[i], carry[i] = sums[0], zeros[0]
+        return carry
 
     def piece(self, value: int, bounds: list[tuple[int, int]], number: int, *, stack: str, source: str) -> int:
         """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
@@ -299,7 +311,7 @@ class _Builder:
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
         """Op that puts pieces one after the other, or stacks them."""
         v = self.values[pieces[0]]
-        jaxpr = _join_jaxpr(v.shape, v.dtype, len(pieces), stacked)
+        jaxpr = _jax.join_jaxpr(v.shape, v.dtype, len(pieces), stacked)
         result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
         self.pieces[result] = pieces
         return result
@@ -354,13 +366,6 @@ class _Body:
     closed: Any
     program: GraphWithEquations
     of_loop: GraphWithEquations
-
-
-@lru_cache(maxsize=1_000)
-def _join_jaxpr(shape: tuple[int, ...], dtype: str, count: int, stacked: bool) -> Any:
-    """`count` arrays of one shape, one after the other along their first dim or along a new one."""
-    join = jax.numpy.stack if stacked else jax.numpy.concatenate
-    return jax.make_jaxpr(lambda *parts: join(parts))(*[_jax.struct(shape, dtype)] * count)
 
 
 #: Asked for with every value; numpy takes its time.

@@ -11,11 +11,14 @@ looks into bodies (batch tracking, search, pricing, emission) goes through `wiri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from alpa_lite.graph.ir import Graph, Op
+
+#: Additions, which may take partial sums and resolve them once.
+ADDITIONS = ("add", "add_any")
 
 #: Longer loops are never cut: they are loops over time or samples, not over layers.
 MAX_TRIPS = 128
@@ -113,7 +116,7 @@ def _reached(body: Graph, start: set[int]) -> set[int]:
     return reached
 
 
-def accumulators(op: Op, wiring: Wiring, additions: Collection[str]) -> dict[int, int]:
+def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
     """Operands that a loop only adds to: number of the operand → the op of the last body that adds to it."""
     found: dict[int, int] = {}
     for r, i in wiring.carried.items():
@@ -122,12 +125,21 @@ def accumulators(op: Op, wiring: Wiring, additions: Collection[str]) -> dict[int
             continue
         start, end = body.inputs[wiring.inputs[-1].index(i)], body.outputs[wiring.outputs[-1].index(r)]
         producer = body.producer[end]
-        if producer is None or body.ops[producer].primitive not in additions:
+        if producer is None or body.ops[producer].primitive not in ADDITIONS:
             continue
         read_elsewhere = tuple(body.consumers[start]) != (producer,) or body.consumers[end]
         if not read_elsewhere and start not in body.outputs and body.outputs.count(end) == 1:
             found[i] = producer
     return found
+
+
+def accumulated(op: Op) -> tuple[int, ...]:
+    """Numbers of the results of a loop that are what came in and sums that its trips only added to."""
+    wiring = wiring_of(op)
+    if wiring is None or not wiring.carried:
+        return ()
+    added_to = accumulators(op, wiring)
+    return tuple(r for r, i in wiring.carried.items() if i in added_to)
 
 
 def _read(body: Graph, inputs: tuple[int, ...], operand: int) -> bool:

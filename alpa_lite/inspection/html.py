@@ -10,7 +10,7 @@ from alpa_lite.inspection.timeline import Bar, predicted_timeline, row_name
 from alpa_lite.inspection.units import show_seconds
 from alpa_lite.plan import Plan
 
-_STYLE = """
+STYLE = """
 .alpa-lite { --ink: #1f2328; --soft: #59636e; --line: #d1d9e0;
   --page: #ffffff;
   --forward: #3b7dd8; --backward: #2da07a; --update: #c77d1a;
@@ -28,6 +28,7 @@ _STYLE = """
 .alpa-lite .forward { fill: var(--forward); } .alpa-lite .backward { fill: var(--backward); }
 .alpa-lite .update { fill: var(--update); }
 """
+"""Of everything in a `<div class="alpa-lite">`."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -49,23 +50,29 @@ _LEFT, _WIDTH, _ROW = 64.0, 900.0, 26.0
 
 def plan_html(plan: Plan) -> str:
     """The page."""
-    return _PAGE.format(title=escape(f"{plan.function}: {plan.name}"), fragment=plan_fragment(plan))
+    return page_html(f"{plan.function}: {plan.name}", plan_fragment(plan))
+
+
+def page_html(title: str, fragment: str) -> str:
+    """A whole page from its title and a `<div class="alpa-lite">` with its style."""
+    return _PAGE.format(title=escape(title), fragment=fragment)
 
 
 def plan_fragment(plan: Plan) -> str:
     """The page's content with its style, for notebooks."""
     first, second = headline(plan)
     parts = [
-        f"<style>{_STYLE}</style>",
+        f"<style>{STYLE}</style>",
         f"<h1>{escape(plan.function)}: {escape(plan.name)}</h1>",
         f"<p>{escape(first)}</p><p>{escape(second)}</p>",
         timeline_svg(plan),
-        *(_table(table) for table in plan_tables(plan)),
+        *(table_html(table) for table in plan_tables(plan)),
     ]
     return '<div class="alpa-lite">\n' + "\n".join(parts) + "\n</div>"
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """A table under its title, with its note."""
     head = "".join(_cell("th", column, column in table.numeric) for column in table.columns)
     rows = "\n".join(
         f"<tr>{''.join(_cell('td', text, c in table.numeric) for c, text in zip(table.columns, row, strict=True))}</tr>"

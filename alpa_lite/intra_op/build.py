@@ -28,7 +28,7 @@ from itertools import combinations
 
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
-from alpa_lite.intra_op.catalogue import ADDITIONS, Catalogue, Options, SumOptions, batch_factors
+from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.deciding import Deciding
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
@@ -265,7 +265,7 @@ class Builder:
         scopes = tuple(range(first, len(self.scopes)))
         for inner in scopes:
             self.sums.enter(scope, op, inner)
-        added_to = accumulators(op, wiring, ADDITIONS)
+        added_to = accumulators(op, wiring)
         self.accumulating |= {(scopes[-1], o) for o in added_to.values()}
         operands = [
             self._add_operand(scope, graph, op, wiring, scopes, i, runs, sums=i in added_to)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.wiring import ADDITIONS
 from alpa_lite.intra_op.sharing import FloatArray, Numbering, frozen
 from alpa_lite.plan import Accumulator, OpPlacement
 from alpa_lite.pricing import Pricer, cuts_of, has_own_collectives, local_bytes
@@ -28,9 +29,6 @@ from alpa_lite.sharding import Spec
 from alpa_lite.spmd import PlacedSpecs, placed_specs, replicated_placement
 from alpa_lite.strategies import AxisRole, Followed, Restriction, Split, all_specs, follow, placements, resolutions
 from alpa_lite.walks import SpecGraph, spec_graph
-
-#: Additions, which may take partial sums and resolve them once.
-ADDITIONS = ("add", "add_any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

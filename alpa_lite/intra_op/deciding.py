@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.intra_op.catalogue import ADDITIONS
+from alpa_lite.graph.wiring import ADDITIONS
 from alpa_lite.intra_op.placed import Key, Offer, Scope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums

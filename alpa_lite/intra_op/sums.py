@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import wiring_of
-from alpa_lite.intra_op.catalogue import ADDITIONS
+from alpa_lite.graph.wiring import ADDITIONS, wiring_of
 from alpa_lite.intra_op.placed import Scope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.rules.graph_facts import ranked_values, rule_of_op

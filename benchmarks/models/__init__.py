@@ -7,8 +7,13 @@ Each model is one frozen dataclass (its sizes) with `init(key) -> params` and `l
 - `llama`: a decoder-only transformer with grouped queries and gated feed-forward layers, at the sizes of Llama 3 8B;
 - `transformer`: a transformer whose options make GPT, Llama, BERT, T5 and mixtures of experts, with its parts
   `attention`, `feed_forward` and `weights`;
+- `bert`: BERT as published, masked words and sentences that follow each other;
 - `resnet`: ResNet-50 and Wide-ResNets;
+- `convnet`: AlexNet and VGG-16;
+- `unet`: U-Net, a label per pixel;
+- `seq2seq`: LSTM layers that translate, with attention;
 - `cnn`: a small convolutional network, image classification;
+- `batches`: random batches for all of them;
 - `losses`: the cross entropy and the reductions that they share;
 - `optimizers`: Adam and LAMB for steps over thousands of arrays;
 - `train`: builders of train steps, for any loss and any optax optimizer.

@@ -42,6 +42,19 @@ class CNN:
             },
         }
 
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, in_channels]``, integer ``labels``."""
+        shape = (batch_size, self.image_size, self.image_size, self.in_channels)
+        return {
+            "images": jax.ShapeDtypeStruct(shape, self.dtype),
+            "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+        }
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """By name, what the integers of a batch are below."""
+        return {"labels": self.num_classes}
+
     def apply(self, params: Params, images: jax.Array) -> jax.Array:
         """``[batch, image_size, image_size, in_channels] -> logits [batch, num_classes]``."""
         x = _conv(images.astype(self.dtype), params["stem"], stride=1)

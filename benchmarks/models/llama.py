@@ -76,6 +76,16 @@ class Llama:
             "head": _normal(head_key, (self.hidden, self.vocab_size)),
         }
 
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch: integer ``tokens`` and ``targets`` ``[batch, seq_len]``."""
+        shape = jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32)
+        return {"tokens": shape, "targets": shape}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """By name, what the integers of a batch are below."""
+        return {"tokens": self.vocab_size, "targets": self.vocab_size}
+
     def loss_fn(
         self,
         params: Params,

@@ -45,6 +45,16 @@ class MLP:
             params.append(layer)
         return params
 
+    def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch: ``inputs`` ``[batch, in_features]``, ``targets`` ``[batch, out_features]``."""
+        widths = {"inputs": self.in_features, "targets": self.out_features}
+        return {name: jax.ShapeDtypeStruct((batch_size, width), jnp.float32) for name, width in widths.items()}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """By name, what the integers of a batch are below."""
+        return {}
+
     def apply(self, params: Params, inputs: jax.Array) -> jax.Array:
         """``[batch, in_features] -> [batch, out_features]``."""
         x = inputs.astype(self.dtype)

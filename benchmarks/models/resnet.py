@@ -97,6 +97,11 @@ class ResNet:
             "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
         }
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """By name, what the integers of a batch are below."""
+        return {"labels": self.num_classes}
+
     def loss_fn(
         self,
         params: Params,

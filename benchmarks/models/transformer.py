@@ -169,6 +169,15 @@ class Transformer:
             names |= {"inputs": (self.encoder_seq_len,)}
         return {name: jax.ShapeDtypeStruct((batch_size, *shape), jnp.int32) for name, shape in names.items()}
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """By name, what the integers of a batch are below."""
+        return {
+            **dict.fromkeys(("tokens", "targets", "inputs"), self.vocab_size),
+            **dict.fromkeys(("types", "follows"), 2),
+            "positions": self.seq_len,
+        }
+
     def loss_fn(
         self,
         params: Params,

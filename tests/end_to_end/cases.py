@@ -16,10 +16,15 @@ import optax
 import alpa_lite as al
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
 from alpa_lite.schedule import GPipe, ZeroBubbleH1
+from benchmarks.models.batches import draw_batch
+from benchmarks.models.bert import BERT
 from benchmarks.models.cnn import CNN
+from benchmarks.models.convnet import alexnet, vgg16
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
+from benchmarks.models.seq2seq import Translator
 from benchmarks.models.train import TrainState, init_state
+from benchmarks.models.unet import UNet
 from cost_models.cluster import Cluster
 
 TOLERANCE = 1e-5
@@ -84,9 +89,20 @@ MODELS: dict[str, Any] = {
     "cnn": CNN(image_size=8, channels=8),
 }
 
+PUBLISHED: dict[str, Any] = {
+    "bert": BERT(vocab_size=32, num_layers=2, hidden=16, num_heads=2, inner=32, seq_len=8, num_masked=2),
+    "alexnet": alexnet(image_size=64, width=8, dense=32, num_classes=8),
+    "vgg16": vgg16(image_size=32, width=4, dense=32, num_classes=8),
+    "unet": UNet(image_size=44, channels=4, depth=2),
+    "translator": Translator(source_vocab=16, target_vocab=16, num_layers=2, hidden=16, source_len=5, target_len=6),
+}
+"""The forms of published models, small."""
+
 
 def make_batch(model: Any, number: int, size: int = NUM_SAMPLES) -> Batch:
     """Batch number `number` of random data for a model."""
+    if model in PUBLISHED.values():
+        return {name: jnp.asarray(x) for name, x in draw_batch(model, size, number).items()}
     rng = np.random.default_rng(number)
     if isinstance(model, GPT):
         shape = (size, model.seq_len)
@@ -108,6 +124,12 @@ class Training:
     model: str
     reduction: str = "mean"
     optimizer: str = "momentum"
+    num_steps: int = 5
+
+    @property
+    def architecture(self) -> Any:
+        """The model itself."""
+        return {**MODELS, **PUBLISHED}[self.model]
 
     @property
     def transform(self) -> optax.GradientTransformation:
@@ -119,7 +141,7 @@ class Training:
 
     def step(self) -> Callable[..., Any]:
         """A train step that returns the loss and every gradient beside the new state."""
-        loss_fn = functools.partial(MODELS[self.model].loss_fn, reduction=self.reduction)
+        loss_fn = functools.partial(self.architecture.loss_fn, reduction=self.reduction)
         transform = self.transform
 
         def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
@@ -133,13 +155,13 @@ class Training:
 
     def start(self) -> TrainState:
         """The state before the first step."""
-        return init_state(MODELS[self.model].init(jax.random.key(0)), self.transform)
+        return init_state(jax.jit(self.architecture.init)(jax.random.key(0)), self.transform)
 
-    def run(self, step: Callable[..., Any], num_steps: int = 5) -> Any:
+    def run(self, step: Callable[..., Any], num_steps: int | None = None) -> Any:
         """State and metrics after a number of steps, each on its own batch and key."""
         state, metrics = self.start(), None
-        for i in range(num_steps):
-            state, metrics = step(state, make_batch(MODELS[self.model], i), jax.random.key(i))
+        for i in range(num_steps or self.num_steps):
+            state, metrics = step(state, make_batch(self.architecture, i), jax.random.key(i))
         return state, metrics
 
 

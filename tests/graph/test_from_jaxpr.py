@@ -111,6 +111,25 @@ def test_the_backward_loop_reads_what_the_forward_loop_saved_part_by_part() -> N
     assert ops.count("scan") == 6 and ops.count("slice") <= 6 and ops.count("concatenate") == 1
 
 
+@pytest.mark.parametrize(("num_parts", "loops"), [(2, 2), (3, 3)])
+def test_sums_of_what_all_trips_share_begin_anew_in_each_part(num_parts: int, loops: int) -> None:
+    """A gradient that went from part to part would be a sum over the batch that a loop over samples takes in."""
+
+    def loss(w: Any, xs: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), xs[0], xs)[0])
+
+    args = np.eye(4, dtype=np.float32) / 2, np.arange(48, dtype=np.float32).reshape(6, 2, 4) / 48
+    converted = _convert(jax.grad(loss), *args, num_parts=num_parts)
+    graph = converted.graph
+    assert_well_formed(graph)
+    backward = [op for op in graph.ops if op.primitive == "scan" and "transpose(" in op.name_stack]
+    made = {v for op in backward for v in op.results if graph.values[v].shape == (4, 4)}
+    assert len(backward) == len(made) == loops
+    assert not made & {v for op in backward for v in op.operands}
+    (got,) = evaluate(converted, args)
+    assert np.allclose(got, jax.jit(jax.grad(loss))(*args), rtol=1e-5)
+
+
 def test_calls_are_inlined_and_keep_their_source_lines() -> None:
     @jax.jit
     def inner(x: Any) -> Any:

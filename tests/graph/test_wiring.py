@@ -29,7 +29,7 @@ def _number_of_accumulators(function: Callable[[Any], Any]) -> int:
     (op,) = [op for op in graph.ops if op.primitive in ("scan", "while")]
     wiring = wiring_of(op)
     assert wiring is not None
-    found = accumulators(op, wiring, ("add", "add_any"))
+    found = accumulators(op, wiring)
     for operand, addition in found.items():
         body = op.bodies[-1]
         assert body.ops[addition].primitive in ("add", "add_any")

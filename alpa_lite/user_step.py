@@ -1,0 +1,72 @@
+"""The step of a user, from the name of a function that returns it with its arguments: `load_example`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from alpa_lite.errors import PlanError
+
+
+def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Call the function that `module:function` or `file.py:function` names.
+
+    Returns train step, arguments and keyword arguments. Raises `PlanError` when there is no such function or it returns
+    something else.
+    """
+    place, colon, function_name = name.rpartition(":")
+    if not colon or not place or not function_name:
+        raise PlanError(f"{name!r} names no function: write MODULE:FUNCTION, for example my_model:example.")
+    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise PlanError(f"The module {place!r} has no function {function_name!r}.")
+    found = function()
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
+        raise PlanError(
+            f"{name} returned {type(found).__name__}, but (train_step, args) or (train_step, args, kwargs) is needed: "
+            "the function to plan and the arguments to plan it for (jax.ShapeDtypeStructs will do)."
+        )
+    kwargs = found[2] if len(found) == 3 else {}
+    return getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
+
+
+def _imported(name: str) -> ModuleType:
+    with _in_front(os.getcwd()):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise PlanError(f"There is no module {name!r} here or among the installed packages.") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module of a file, which finds its neighbours as `python FILE` does."""
+    if not path.is_file():
+        raise PlanError(f"There is no file {str(path)!r}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{str(path)!r} cannot be imported as a module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    with _in_front(str(path.resolve().parent)):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _in_front(folder: str) -> Iterator[None]:
+    """Modules are looked for in a folder first."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

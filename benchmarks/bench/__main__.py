@@ -1,0 +1,195 @@
+"""`alpa-lite bench`: planners against each other; see `benchmarks.bench` and docs/benchmark.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+import alpa_lite as al
+from alpa_lite.cli import PLANNERS
+from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.inspection.doctor import steady_memory_environment, virtual_cpu_environment
+from alpa_lite.inspection.tables import render
+from alpa_lite.runtime.calibrate import calibrate
+from benchmarks.bench.chart import ChartError, check_matplotlib, draw
+from benchmarks.bench.contenders import named_contenders
+from benchmarks.bench.measured import measured_rows
+from benchmarks.bench.page import page
+from benchmarks.bench.planned import Say, planned_entries, traced_target
+from benchmarks.bench.report import environment_lines, groups, tables
+from benchmarks.bench.row import Environment, Row, here, json_line
+from benchmarks.bench.targets import ZOO, Target, find_target, named_models
+from benchmarks.bench.verdict import verdict
+from benchmarks.demo import progress_line
+from cost_models import CostModelError
+from cost_models.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """How to compare: planners by name, numbers of micro-batches (or "auto"), and how many steps of each plan to
+    measure, 0 to price only."""
+
+    planners: str = "all"
+    counts: tuple[int | str, ...] = ("auto",)
+    rounds: int = 0
+
+
+def compare(target: Target, cluster: Cluster, request: Request, say: Say) -> list[Row]:
+    """The rows of one model on one cluster."""
+    traced = traced_target(target)
+    contenders = named_contenders(request.planners, cluster)
+    entries = list(planned_entries(target, traced, cluster, contenders, request.counts, say))
+    return measured_rows(target, entries, request.rounds, say) if request.rounds else [entry.row for entry in entries]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(prog="alpa-lite bench", description="Planners against each other on a model.")
+    found.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(ZOO)}; a model of Alpa's evaluation such as gpt-2.6B, or alpa for all; or MODULE:FUNCTION or "
+        "FILE.py:FUNCTION. Several are allowed (default: GPT, mixture of experts and Wide-ResNet of laptop size)",
+    )
+    found.add_argument("--cluster", metavar="NAME[:HOSTS]", help="local (default), a known cluster, or a .json file")
+    found.add_argument(
+        "--planners",
+        default="all",
+        metavar="LIST",
+        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:num_stages=4",
+    )
+    found.add_argument("--batch", type=int, metavar="N", help="samples per step (default: as the model says)")
+    found.add_argument("--num-microbatches", default="auto", metavar="LIST", help='numbers, or "auto"')
+    found.add_argument("--steps", type=int, default=9, metavar="N", help="steps of each plan to measure (default: 9)")
+    how = found.add_mutually_exclusive_group()
+    how.add_argument("--measure", action="store_true", help="run the plans in turn (default on this machine)")
+    how.add_argument("--simulate", action="store_true", help="price the plans only")
+    found.add_argument("--devices", type=int, default=8, metavar="N", help="virtual CPU devices; 0: those at hand")
+    found.add_argument(
+        "--calibrate", type=float, default=30.0, metavar="S", help="seconds to measure the devices; 0: as known"
+    )
+    found.add_argument("--out", type=Path, metavar="FOLDER", help="keep rows.jsonl, report.html and a chart per model")
+    found.add_argument("--fail-above", type=float, metavar="R", help="fail where auto / best manual plan is above this")
+    found.add_argument("--json", action="store_true", help="print rows as lines of JSON")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, compare, print and keep.
+
+    The exit code is 1 after an error, its sentence printed; where a model has no plan at all; and where the search is
+    slower than --fail-above allows.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = parser().parse_args(arguments)
+    try:
+        models = named_models(given.model)
+        targets = [find_target(name, given.batch) for name in models]
+        described, counts = _described(given), _counts(given.num_microbatches)
+        local = [
+            described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets
+        ]
+        if any(local) and given.devices:
+            return _with_devices(arguments, given.devices)
+        console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+        rows: list[Row] = []
+        with progress_line(console) as say:
+            machine = _this_machine(given.calibrate, say) if any(local) else None
+            for target, here_too in zip(targets, local, strict=True):
+                rounds = given.steps if here_too and not given.simulate else 0
+                request = Request(planners=given.planners, counts=counts, rounds=rounds)
+                cluster = described or (machine if here_too else target.cluster)
+                if cluster is not None:
+                    rows += compare(target, cluster, request, say)
+        return _shown(given, rows, console, here(jax.devices()[0].device_kind if any(local) else ""))
+    except (AlpaLiteError, CostModelError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _with_devices(arguments: Sequence[str], num_devices: int) -> int:
+    """The same in a process with virtual CPU devices, which must be asked for before JAX starts."""
+    environment = {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
+    command = [sys.executable, "-m", "benchmarks.bench", *arguments, "--devices", "0"]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:
+    say("measuring this machine's devices")
+    return calibrate(limit_seconds=calibrate_seconds).cluster if calibrate_seconds else al.local_cluster()
+
+
+def _described(given: argparse.Namespace) -> Cluster | None:
+    """The cluster that was named, as data; None for this machine, or for what a model was published with."""
+    name, colon, hosts = str(given.cluster).rpartition(":")
+    if given.cluster in (None, "local"):
+        return None
+    if given.measure:
+        raise PlanError(f"--measure runs plans on this machine, not on {given.cluster}. Leave out --cluster.")
+    if colon and not hosts.isdecimal():
+        raise PlanError(f"{given.cluster!r} is no cluster: write NAME or NAME:HOSTS, for example p3.16xlarge:8.")
+    return al.cluster(name, num_hosts=int(hosts)) if colon else al.cluster(hosts)
+
+
+def _counts(text: str) -> tuple[int | str, ...]:
+    parts = text.split(",")
+    if not all(part == "auto" or (part.isdecimal() and int(part)) for part in parts):
+        raise PlanError(f'--num-microbatches {text!r} is no list of numbers: write for example auto,8 or "auto".')
+    return tuple(part if part == "auto" else int(part) for part in parts)
+
+
+def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, environment: Environment) -> int:
+    """Print and keep the rows; the exit code."""
+    if given.json:
+        for row in rows:
+            print(json_line(row, environment))
+    console.print(render(environment_lines(environment), tables(rows)), markup=False, highlight=False, soft_wrap=True)
+    if given.out is not None:
+        for path in keep(given.out, rows, environment, console):
+            console.print(f"Written to {path}.", markup=False, highlight=False, soft_wrap=True)
+    verdicts = [verdict(some) for some in groups(rows)]
+    for found in verdicts:
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    failed = [found for found in verdicts if found.auto is None and found.manual is None]
+    limit = given.fail_above
+    slower = [v for v in verdicts if limit is not None and v.ratio is not None and v.ratio.value > limit]
+    for found in slower:
+        print(f"{found} That is more than {limit}.", file=sys.stderr)
+    return 1 if failed or slower else 0
+
+
+def keep(folder: Path, rows: Sequence[Row], environment: Environment, console: Console) -> list[Path]:
+    """Write rows, page and charts into a folder; what was written. Without matplotlib there are no charts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, html = folder / "rows.jsonl", folder / "report.html"
+    lines.write_text("".join(json_line(row, environment) + "\n" for row in rows), encoding="utf-8")
+    html.write_text(page(rows, environment), encoding="utf-8")
+    charts = list[Path]()
+    try:
+        check_matplotlib()
+    except ChartError as error:
+        console.print(str(error), markup=False)
+        return [lines, html]
+    for some in groups(rows):
+        charts.append(folder / f"{file_name(some[0].model)}.png")
+        draw(some, charts[-1])
+    return [lines, html, *charts]
+
+
+def file_name(model: str) -> str:
+    """Letters, digits, dots and dashes of a model's name."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in model)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

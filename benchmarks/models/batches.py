@@ -1,0 +1,44 @@
+"""Random batches of the shapes and within the limits that a model names: `draw_batch`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+
+class Model(Protocol):
+    """What all models have."""
+
+    @property
+    def init(self) -> Callable[[jax.Array], Any]:
+        """Draws the weights."""
+        ...
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """``(params, batch, key=None) -> loss``."""
+        ...
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """By name, what the integers of a batch are below."""
+        ...
+
+    def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch of so many samples."""
+        ...
+
+
+def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch: integers below their limits, weights of losses in [0.5, 1.5), other numbers normal."""
+    rng, limits = np.random.default_rng(seed), model.limits
+
+    def draw(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        if name in limits:
+            return rng.integers(0, limits[name], shape.shape).astype(shape.dtype)
+        if name.endswith("weights"):
+            return rng.uniform(0.5, 1.5, shape.shape).astype(shape.dtype)
+        return rng.normal(size=shape.shape).astype(shape.dtype)
+
+    return {name: draw(name, shape) for name, shape in model.batch_shapes(batch_size).items()}
