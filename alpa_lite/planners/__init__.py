@@ -2,6 +2,7 @@
 
 from alpa_lite.planners.auto import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.auto import Auto as Auto
+from alpa_lite.planners.custom import Custom as Custom
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.megatron import Megatron as Megatron

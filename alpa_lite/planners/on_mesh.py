@@ -7,15 +7,17 @@ axes data × fsdp × model and so on this is the mesh that a GSPMD program would
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
+from alpa_lite.planners.pins import Pins, pins_on_mesh
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB
@@ -27,11 +29,12 @@ class OnMesh(Planner):
     """`axes`: devices per axis, the last one over neighbouring devices; at most four of more than one device.
 
     Axes in `batch` split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
-    split whatever is best, the batch included.
+    split whatever is best, the batch included. `pins`: arguments whose sharding is given, by path; see `pins`.
     """
 
     axes: Mapping[str, int]
     batch: tuple[str, ...] = field(default=())
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
 
     @property
     def name(self) -> str:
@@ -50,6 +53,7 @@ class OnMesh(Planner):
             layers=layers,
             cost_model=request.cost_model,
             restriction=Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY),
+            pins=pins_on_mesh(step, self.pins, self.axes),
             progress=request.progress,
         )
         submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
