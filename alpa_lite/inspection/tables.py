@@ -89,7 +89,9 @@ def headline(plan: Plan) -> tuple[str, str]:
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
         f"{', whose results are averaged' if plan.averaged else ''}, "
-        f"schedule {plan.schedule}" + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        f"schedule {plan.schedule}"
+        + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "

@@ -25,6 +25,7 @@ from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
+from alpa_lite.lower.buckets import Buckets
 from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.local import LocalOp, bind_local
@@ -78,10 +79,15 @@ class LocalMachine:
         microbatch: jax.Array | int,
         *,
         barriers_stay: bool = True,
+        buckets: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end."""
+        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end.
+
+        `buckets`: values of the step that are reduced together, one bucket after the other.
+        """
         self.step = step
         self.barriers_stay = barriers_stay
+        self.buckets = Buckets(buckets, barriers_stay=barriers_stay)
         self.latest: jax.Array | None = None  # of the backward pass so far
         self.sizes = sizes
         self.microbatch = microbatch
@@ -106,12 +112,17 @@ class LocalMachine:
         One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
         by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
         """
+        bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
+        array = self.buckets.held(value.id, array) if bucketed else array
         times = self.part + self.moved[value, steps]
         self.moved[value, steps] += 1
         array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
         for step in steps:
             array = move(array, step.below(times), self.sizes)
-        return jax.numpy.reshape(array, array.shape[times:])
+        array = jax.numpy.reshape(array, array.shape[times:])
+        if bucketed:
+            self.buckets.reduced(value.id, array)
+        return array
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
         """Bind the op's primitive on local blocks."""
@@ -274,7 +285,9 @@ def emit_task(
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
-        machine = LocalMachine(step, equations, sizes, microbatch, barriers_stay=platform != "cpu")
+        machine = LocalMachine(
+            step, equations, sizes, microbatch, barriers_stay=platform != "cpu", buckets=task.buckets
+        )
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
