@@ -12,13 +12,14 @@ freedom multiplies the strategies and has bought nothing on the models tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
@@ -27,6 +28,7 @@ from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.wanted import GivenLayout, Wanted
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
@@ -99,7 +101,7 @@ class StageCosts:
     `seeks_peaks`: whether to look for the least memory that a stage could do with where it does not fit, which takes
     longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
     `cost_model_for`: the cost model of a part of a cluster whose devices differ.
-    `pins`: the specs of some inputs of the graph, which are given.
+    `pins`: the specs of some inputs of the graph, which are given. `layout`: see `StageView`.
     `catalogues`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
     `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
     `beside`: costs of other steps that share `structures`, whose solutions count here as well.
@@ -115,6 +117,7 @@ class StageCosts:
     time_limit_seconds: float = 60.0
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    layout: GivenLayout = field(default_factory=dict[Graph, Sequence[Wanted]], repr=False)
     progress: Progress = field(default_factory=Progress, repr=False)
     catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
@@ -218,7 +221,7 @@ class StageCosts:
     def _view(self, first: int, last: int) -> StageView:
         if (first, last) not in self._views:
             self._views[first, last] = StageView(
-                step=self.step, layers=self.layers, first=first, last=last, pins=self.pins
+                step=self.step, layers=self.layers, first=first, last=last, pins=self.pins, layout=self.layout
             )
         return self._views[first, last]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,6 +20,14 @@ def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
 
 
+def _bodies(op: Op) -> Iterator[Graph]:
+    """The bodies of an op, at any depth."""
+    for body in op.bodies:
+        yield body
+        for _, inner in body.walk():
+            yield from inner.bodies
+
+
 def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
     """Equal for ops with bodies that do the same to the same shapes."""
     literals = tuple([v.literal for v in graph.operands(op)])
@@ -32,7 +40,8 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
 class StageView:
     """Ops of layers `first..last` of a step, with the invariant ops that they read.
 
-    `pins`: the specs of some inputs of the graph, which are given.
+    `pins`: the specs of some inputs of the graph, which are given. `layout`: of any values, bodies included, the dims
+    that axes must split (`wanted`).
     """
 
     step: StepGraph
@@ -40,6 +49,9 @@ class StageView:
     first: int
     last: int
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    layout: Mapping[Graph, Sequence[tuple[tuple[str, int | None], ...]]] = field(
+        default_factory=dict[Graph, Sequence[tuple[tuple[str, int | None], ...]]]
+    )
 
     @property
     def graph(self) -> Graph:
@@ -178,4 +190,13 @@ class StageView:
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         leaves = tuple(sorted(local(v) for v in self.leaves))
-        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins)
+        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
+
+    def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
+        """What is wanted of the values with these numbers, and inside the loops of this stage."""
+        if not self.layout:
+            return ()
+        bodies = [body for o in self.ops for body in _bodies(self.graph.ops[o])]
+        inside = tuple(tuple(self.layout[body]) for body in bodies if body in self.layout)
+        own = self.layout[self.graph]
+        return (tuple((local, own[v]) for v, local in sorted(number.items(), key=lambda item: item[1])), inside)

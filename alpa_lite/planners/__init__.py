@@ -6,6 +6,7 @@ from alpa_lite.planners.custom import Custom as Custom
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.megatron import Megatron as Megatron
+from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow as MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh as OnMesh
 from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.planner import Planner as Planner
