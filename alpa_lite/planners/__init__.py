@@ -4,6 +4,9 @@ from alpa_lite.planners.auto import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.auto import Auto as Auto
 from alpa_lite.planners.custom import Custom as Custom
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
+from alpa_lite.planners.deepspeed import DeepSpeed3D as DeepSpeed3D
+from alpa_lite.planners.grid_search import GridSearch as GridSearch
+from alpa_lite.planners.gshard import GShard as GShard
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.megatron import Megatron as Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow as MeshTensorFlow

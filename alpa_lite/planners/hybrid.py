@@ -32,6 +32,7 @@ from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemb
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.planners.steps import policies_of
+from alpa_lite.planners.weights import weights_layout
 from alpa_lite.rematerialise import Remat, rematerialise
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.strategies import AxisRole, Restriction, Split
@@ -47,6 +48,8 @@ class Hybrid(Planner):
     context: devices that share the positions of each sequence (context parallelism), beside "data".
     expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a contraction
         that its weights share with all its arrays.
+    split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must split
+        the weights that have one along it.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
     equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
@@ -63,6 +66,7 @@ class Hybrid(Planner):
     replicas: int = 1
     context: int = 1
     expert: int = 1
+    split: Mapping[str, str] = field(default_factory=dict[str, str])
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
     equal: Literal["flops", "loops"] = "flops"
@@ -113,6 +117,7 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             restriction=self.restriction(),
+            layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
         )
         solved: dict[int, StageSolution] = {}

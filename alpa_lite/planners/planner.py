@@ -152,6 +152,12 @@ def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
     return Inference() if forward_alone else schedule
 
 
+def with_microbatches(plan: Plan) -> str:
+    """The name of a plan, and how many micro-batches it has."""
+    count = plan.num_microbatches
+    return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
+
+
 def relative_gap(seconds: float, bound: float) -> float:
     """How much less than `seconds` the best can take at most, relative to it."""
     return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
