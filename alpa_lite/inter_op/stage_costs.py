@@ -12,23 +12,22 @@ freedom multiplies the strategies and has bought nothing on the models tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.wanted import GivenLayout, Wanted
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import Pricer
@@ -117,7 +116,7 @@ class StageCosts:
     time_limit_seconds: float = 60.0
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
-    layout: GivenLayout = field(default_factory=dict[Graph, Sequence[Wanted]], repr=False)
+    layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
     progress: Progress = field(default_factory=Progress, repr=False)
     catalogues: dict[Kind, Catalogue] = field(default_factory=dict[Kind, Catalogue], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)

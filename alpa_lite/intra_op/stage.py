@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -10,6 +10,7 @@ from itertools import chain
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.layers import Layers
 from alpa_lite.rules.graph_facts import free_ops, free_values, op_class
 from alpa_lite.sharding import Spec
@@ -49,9 +50,7 @@ class StageView:
     first: int
     last: int
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
-    layout: Mapping[Graph, Sequence[tuple[tuple[str, int | None], ...]]] = field(
-        default_factory=dict[Graph, Sequence[tuple[tuple[str, int | None], ...]]]
-    )
+    layout: GivenLayout = NO_LAYOUT
 
     @property
     def graph(self) -> Graph:
@@ -194,9 +193,10 @@ class StageView:
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
         """What is wanted of the values with these numbers, and inside the loops of this stage."""
-        if not self.layout:
+        layout = self.layout.values
+        if not layout:
             return ()
         bodies = [body for o in self.ops for body in _bodies(self.graph.ops[o])]
-        inside = tuple(tuple(self.layout[body]) for body in bodies if body in self.layout)
-        own = self.layout[self.graph]
+        inside = tuple(tuple(layout[body]) for body in bodies if body in layout)
+        own = layout[self.graph]
         return (tuple((local, own[v]) for v, local in sorted(number.items(), key=lambda item: item[1])), inside)

@@ -11,7 +11,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,14 +19,9 @@ import numpy as np
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.intra_op.catalogue import Options, SumOptions
+from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
 from alpa_lite.intra_op.sharing import FloatArray, frozen
 from alpa_lite.sharding import Spec
-
-Wanted = tuple[tuple[str, int | None], ...]
-"""Pairs of a mesh axis and the dim that it must split; None: no dim."""
-
-GivenLayout = Mapping[Graph, Sequence[Wanted]]
-"""What is wanted of each value of a graph, bodies too."""
 
 
 def agrees(spec: Spec, wanted: Wanted) -> bool:
@@ -55,7 +50,7 @@ class Keeping:
 
     def of(self, graph: Graph, v: int) -> Wanted:
         """What is wanted of a value."""
-        return self.layout[graph][v] if graph in self.layout else ()
+        return self.layout.of(graph, v)
 
     def specs(self, graph: Graph, v: int, specs: Sequence[Spec]) -> tuple[Spec, ...]:
         """Those of the specs of a value that are as wanted."""
@@ -68,7 +63,7 @@ class Keeping:
     def options(self, graph: Graph, op: Op, options: Options) -> Options:
         """Those of the ways to run an op in which its operands and results are as wanted."""
         wanted = self._around(graph, op)
-        if not any(wanted):
+        if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return options
         key = (id(options), wanted)
         if key not in self._options:
@@ -83,7 +78,7 @@ class Keeping:
     def penalty(self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: Options) -> FloatArray | None:
         """Infinite for each of the `specs` of operand `main` that cannot be followed as wanted; None without any."""
         wanted = self._around(graph, op)
-        if not any(wanted):
+        if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return None
         key = (id(options), wanted)
         if key not in self._penalties:

@@ -2,6 +2,7 @@
 
 from alpa_lite.planners.auto import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.auto import Auto as Auto
+from alpa_lite.planners.convolution_parallel import ConvolutionParallel as ConvolutionParallel
 from alpa_lite.planners.custom import Custom as Custom
 from alpa_lite.planners.data_parallel import DataParallel as DataParallel
 from alpa_lite.planners.deepspeed import DeepSpeed3D as DeepSpeed3D
@@ -11,6 +12,7 @@ from alpa_lite.planners.hybrid import Hybrid as Hybrid
 from alpa_lite.planners.megatron import Megatron as Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow as MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh as OnMesh
+from alpa_lite.planners.one_weird_trick import OneWeirdTrick as OneWeirdTrick
 from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.planner import Planner as Planner
 from alpa_lite.planners.planner import PlanRequest as PlanRequest

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.intra_op.wanted import GivenLayout, Wanted
+from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
 from alpa_lite.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner, PlanRequest
@@ -99,7 +99,8 @@ def full_layout(step: StepGraph, split: Split, sizes: Mapping[str, int]) -> Give
 
     Raises `PlanError` where an axis would split two dims of a value, or one that it does not divide.
     """
-    return {graph: [_wanted(graph, v.id, split, sizes) for v in graph.values] for graph in split.classes.graphs}
+    graphs = split.classes.graphs
+    return GivenLayout(values={g: [_wanted(g, v.id, split, sizes) for v in g.values] for g in graphs})
 
 
 def _wanted(graph: Graph, v: int, split: Split, sizes: Mapping[str, int]) -> Wanted:

@@ -14,7 +14,7 @@ from typing import Any
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.intra_op.wanted import GivenLayout
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
@@ -58,7 +58,7 @@ def plan_on_mesh(
     *,
     restriction: Restriction,
     pins: Pins | None = None,
-    layout: GivenLayout | None = None,
+    layout: GivenLayout = NO_LAYOUT,
 ) -> Plan:
     """One stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
 
@@ -74,7 +74,7 @@ def plan_on_mesh(
         cost_model=request.cost_model,
         restriction=restriction,
         pins=pins_on_mesh(step, pins or {}, axes),
-        layout=layout or {},
+        layout=layout,
         progress=request.progress,
     )
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.intra_op.wanted import GivenLayout, Wanted
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout, Wanted
 from alpa_lite.rules.dim_names import batch_dims_of, contractions, dim_names
 from alpa_lite.rules.dims import DimClasses, major_factor
 from alpa_lite.rules.graph_facts import rule_of_op
@@ -73,7 +73,7 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
     Raises `PlanError` where there is no such dim, or the axis does not divide it.
     """
     if not split:
-        return {}
+        return NO_LAYOUT
     classes, kinds = DimClasses(step), list[Kind]()
     for name, axis in split.items():
         found = list(named_kinds(step, classes, name))
@@ -89,10 +89,10 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
                 )
             kinds.append(Kind(classes=classes.of_value(graph, v), axis=axis, dim=dim))
     wide = [kind for kind in dict.fromkeys(kinds) if kind.axis in sizes]
-    return layout_of_kinds(step, classes, wide)
+    return GivenLayout(values=layout_of_kinds(step, classes, wide))
 
 
-def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[Kind]) -> GivenLayout:
+def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[Kind]) -> dict[Graph, list[Wanted]]:
     """What is wanted of each value without samples that is of one of the kinds."""
     by_size: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
     for kind in kinds:

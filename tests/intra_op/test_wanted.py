@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.intra_op.wanted import Wanted, agrees
+from alpa_lite.intra_op.given_layout import Wanted
+from alpa_lite.intra_op.wanted import agrees
 from alpa_lite.sharding import Spec
 
 
