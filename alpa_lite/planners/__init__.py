@@ -17,5 +17,6 @@ from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.planner import Planner as Planner
 from alpa_lite.planners.planner import PlanRequest as PlanRequest
 from alpa_lite.planners.replay import Replay as Replay
+from alpa_lite.planners.torchgpipe import TorchGPipe as TorchGPipe
 from alpa_lite.planners.zero import FSDP as FSDP
 from alpa_lite.planners.zero import Zero as Zero

@@ -27,7 +27,8 @@ from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
-from alpa_lite.planners.cutting import cut_into_stages
+from alpa_lite.planners.block_partition import cut_into_blocks
+from alpa_lite.planners.cutting import Cut, cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, schedule_for
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
@@ -51,7 +52,8 @@ class Hybrid(Planner):
     split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must split
         the weights that have one along it.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
-    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
+    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written; or
+        "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
     devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
     remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
@@ -69,7 +71,7 @@ class Hybrid(Planner):
     split: Mapping[str, str] = field(default_factory=dict[str, str])
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
-    equal: Literal["flops", "loops"] = "flops"
+    equal: Literal["flops", "loops", "layer_flops", "layer_bytes"] = "flops"
     shares: tuple[float, ...] = ()
     devices: tuple[int, ...] = ()
     remat: Literal["none", "selective", "full"] = "none"
@@ -97,8 +99,7 @@ class Hybrid(Planner):
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
-        by_loops = self.equal == "loops"
-        cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
+        cut = self._cut(request, microbatches)
         step, layers = cut.step, cut.layers
         schedule = schedule_for(step, self.schedule)
         tasks = schedule.tasks(self.num_stages, step.num_microbatches)
@@ -130,6 +131,13 @@ class Hybrid(Planner):
         ]
         plan = assemble(self.name, request, step, layers, stages, schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
+
+    def _cut(self, request: PlanRequest, microbatches: Sequence[int]) -> Cut:
+        """The step and its stages, one layer each."""
+        if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
+            return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
+        by_loops = self.equal == "loops"
+        return cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` where state alone is too large, before the step is cut up to see about the rest."""
