@@ -6,7 +6,7 @@
              nearest layer to q. Again with the same p, until that has given one away
     end      b_p <= b_q + 1
 
-It is not optimal, but as even as one layer allows. Bárány and Grinberg, Block partitions of sequences (Israel Journal of
+It is not optimal, but as even as one layer allows. Bárány and Grinberg, Block partitions of sequences (Israel J. of
 Mathematics, 2015); Kim et al., torchgpipe (2020), which balances its stages so.
 """
 

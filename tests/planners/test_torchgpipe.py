@@ -76,7 +76,7 @@ def _arguments() -> Any:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.2, jnp.float32)  # noqa: E731
     params = {"wide": [draw(16, 16) for _ in range(4)], "large": [draw(16, 128), draw(128, 128)]}
-    return params, draw(16, 64, 16)
+    return params, draw(16, 256, 16)
 
 
 @pytest.mark.parametrize("balance", ["time", "size"])
@@ -88,7 +88,7 @@ def test_stages_are_balanced_by_what_was_asked_for(balance: Any, devices: Any) -
     assert str(plan.schedule) == str(GPipe())
     homes = {name: i for i, stage in enumerate(plan.stages) for name in stage.specs if name.startswith("params")}
     first = sorted(name for name, stage in homes.items() if stage == 0)
-    # 4 · 64 · 16² multiplications per sample against 16 · 128 + 128²; 4 · 16² numbers against 16 · 128 + 128².
+    # 4 · 256 · 16² multiplications per sample against 16 · 128 + 128²; 4 · 16² numbers against 16 · 128 + 128².
     assert "params/wide/1" in first and "params/large/1" not in first
     assert ("params/wide/2" in first) == (balance == "size")
     assert handed_over(compiled) == planned(plan) and emitted(compiled) == planned(plan)
