@@ -7,7 +7,7 @@
     experts      what weights share with all arrays of their contractions
     height, width, depth    spatial dims of what convolutions read: the last is the width, the one before the height
     head_dim     feature dims of what such a contraction reads
-    d_model      the feature dim of most values: the width of the residual stream
+    d_model      the feature dim of most weights, of several the one that is summed over first: the residual stream's
     d_ff         other feature dims that a contraction with a weight makes, and one with a weight sums over
 
 A name may have several classes (`dims.DimClasses`): the hidden units of each layer are one of their own. Weights are
@@ -81,7 +81,8 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
     found: dict[str, set[int]] = {"batch": _batch(step, classes), "sequence": _sequence(step, classes)}
     found["vocab"] = _searched(step, classes)
     found["experts"], found["heads"] = set(), set()
-    made, summed, beside = set[int](), set[int](), set[int]()
+    made, summed, beside = set[int](), dict[int, None](), set[int]()
+    uses = Counter[int]()
     for each in contractions(step):
         rule = rule_of_op(each.graph, each.op.id)
         if rule.work_kind == "convolution":
@@ -94,15 +95,16 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
             found["experts"] |= shared
             weights = frozenset[int]().union(*(each.factors[i] for i in each.weights))
             made |= {of[f] for f in weights & each.factors[-1]}
-            summed |= {of[f] for f in weights - each.factors[-1]}
+            summed |= dict.fromkeys(of[f] for f in weights - each.factors[-1])
+            uses.update(of[f] for f in weights)
         elif all(each.batched):
             found["heads"] |= shared
             beside |= {*of.values()} - shared
-    found["head_dim"] = beside & (made | summed) - found["heads"]
+    found["head_dim"] = beside & (made | summed.keys()) - found["heads"]
     taken = set[int]().union(*found.values())
-    found["d_model"] = _most_frequent(step, classes, (made | summed) - taken)
-    taken |= found["d_model"]
-    found["d_ff"] = (made & summed) - taken
+    widths = [node for node in summed if node not in taken]
+    found["d_model"] = {max(widths, key=uses.__getitem__)} if widths else set()
+    found["d_ff"] = (made & summed.keys()) - taken - found["d_model"]
     return {name: frozenset(nodes) for name, nodes in found.items() if nodes}
 
 
@@ -147,14 +149,3 @@ def _spatial(each: Contraction, classes: DimClasses) -> Iterator[tuple[str, int]
     dims = [int(d) for d in numbers["lhs_spec"][2:]]
     for name, dim in zip(SPATIAL, reversed(dims), strict=False):
         yield name, classes.of(each.graph, each.op.operands[0], dim)
-
-
-def _most_frequent(step: StepGraph, classes: DimClasses, features: set[int]) -> set[int]:
-    """Of some classes the one that most values with samples have."""
-    counts = Counter[int]()
-    for graph in classes.graphs:
-        batch = batch_dims_of(step, graph)
-        for value in graph.values:
-            if batch[value.id] is not None:
-                counts.update(features.intersection(classes.of_value(graph, value.id)))
-    return {max(counts, key=lambda node: (counts[node], -node))} if counts else set()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import alpa_lite as al
 from alpa_lite.rules.dim_names import dim_names
@@ -40,6 +41,26 @@ def test_a_transformer() -> None:
     assert heads <= named["heads"] and not any("mlp" in name for name, _ in named["heads"])
     assert {("token_embedding", 1), (f"{mlp}/w_up", 1), (f"{mlp}/w_down", 2)} <= named["d_model"]
     assert "experts" not in named and "height" not in named
+
+
+def _residual(params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        h = x
+        for layer in params:
+            h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+        return jnp.mean(h**2)
+
+    return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params)), x.sum()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_a_residual_network(num_layers: int) -> None:
+    layer = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+    traced = al.parallelize(_residual, batch_argnums=1).trace([layer] * num_layers, jnp.ones((16, 8)))
+    named = _named(traced.step(1).step)
+    width = {(f"{i}/up", 0) for i in range(num_layers)} | {(f"{i}/down", 1) for i in range(num_layers)}
+    assert named["d_model"] == width | {("x", 1)}
+    assert named["d_ff"] == {(f"{i}/{w}", d) for i in range(num_layers) for w, d in (("up", 1), ("down", 0))}
 
 
 def test_a_mixture_of_experts() -> None:
