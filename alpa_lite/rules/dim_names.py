@@ -3,7 +3,7 @@
     batch        the samples
     sequence     the other dim of integer arguments with two dims, of which one holds the samples: positions of tokens
     vocab        what look-ups of arguments by integers of the samples search: the rows of embedding tables
-    heads        what all arrays of a contraction without weights share beside the batch: attention
+    heads        what all arrays of a contraction without weights share, and weights have: attention
     experts      what weights share with all arrays of their contractions
     height, width, depth    spatial dims of what convolutions read: the last is the width, the one before the height
     head_dim     feature dims of what such a contraction reads
@@ -80,8 +80,8 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
     """The names that a step's dims have, each with its classes; names without any are left out."""
     found: dict[str, set[int]] = {"batch": _batch(step, classes), "sequence": _sequence(step, classes)}
     found["vocab"] = _searched(step, classes)
-    found["experts"], found["heads"] = set(), set()
-    made, summed, beside = set[int](), dict[int, None](), set[int]()
+    found["experts"], found["heads"], found["head_dim"] = set(), set(), set()
+    made, summed, alone = set[int](), dict[int, None](), list[tuple[set[int], set[int]]]()
     uses = Counter[int]()
     for each in contractions(step):
         rule = rule_of_op(each.graph, each.op.id)
@@ -98,9 +98,13 @@ def dim_names(step: StepGraph, classes: DimClasses) -> Names:
             summed |= dict.fromkeys(of[f] for f in weights - each.factors[-1])
             uses.update(of[f] for f in weights)
         elif all(each.batched):
-            found["heads"] |= shared
-            beside |= {*of.values()} - shared
-    found["head_dim"] = beside & (made | summed.keys()) - found["heads"]
+            alone.append((shared, {*of.values()} - shared))
+    features = made | summed.keys()
+    for shared, others in alone:
+        if heads := shared & features:
+            found["heads"] |= heads
+            found["head_dim"] |= others & features
+    found["head_dim"] -= found["heads"]
     taken = set[int]().union(*found.values())
     widths = [node for node in summed if node not in taken]
     found["d_model"] = {max(widths, key=uses.__getitem__)} if widths else set()

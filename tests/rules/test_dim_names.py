@@ -64,10 +64,14 @@ def test_a_residual_network(num_layers: int) -> None:
 
 
 def test_a_mixture_of_experts() -> None:
-    model = replace(TINY, experts=Experts(num_experts=4, top_k=2, group_size=8), num_kv_heads=None)
+    model = replace(TINY, experts=Experts(num_experts=4, top_k=2, group_size=4), num_kv_heads=None)
     named = _named(traced(Training(model=model, batch_size=8)).step(1).step)
     experts = "layers/0/0/experts"
     assert named["experts"] == {(f"{experts}/w_up", 1), (f"{experts}/w_down", 1), (f"{experts}/w_router", 2)}
+    assert named["d_ff"] == {(f"{experts}/w_up", 3), (f"{experts}/w_down", 2)}
+    assert {(f"{experts}/w_up", 2), ("token_embedding", 1)} <= named["d_model"]
+    # Groups of tokens are shared by all arrays where these are sent to experts, too, but no weight has them.
+    assert all("attention" in name for name, _ in named["heads"])
 
 
 def test_a_convolutional_network() -> None:
