@@ -107,6 +107,7 @@ class TracedFunction:
             function=traced.name,
             step_at=step_at,
             num_arguments=len(traced.leaves),
+            arguments=traced.arguments,
             batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=ComposedCostModel,

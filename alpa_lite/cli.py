@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,9 @@ from alpa_lite.intra_op.solve_file import (
     why_infeasible,
 )
 from alpa_lite.intra_op.solvers import Control, Progress
+from alpa_lite.planners.by_name import PLANNERS, planner_by_name
 from alpa_lite.user_step import load_example
 from cost_models import CostModelError
-
-PLANNERS: dict[str, type[al.planners.Planner]] = {
-    "auto": al.planners.Auto,
-    "data_parallel": al.planners.DataParallel,
-    "megatron": al.planners.Megatron,
-    "zero": al.planners.Zero,
-    "fsdp": al.planners.FSDP,
-    "pipeline": al.planners.Pipeline,
-    "hybrid": al.planners.Hybrid,
-}
-"""Planners by their name on the command line."""
-
 
 _SOLVE_SHARE = 0.97
 """The part of `solve --timeout` that is for reading and solving; the rest is for writing the answer and leaving."""
@@ -347,18 +336,7 @@ def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.
     """The planner of that name with `name=value` options, or the plan of a file. Raises `PlanError` for others."""
     if name.endswith(".json"):
         return al.Plan.load(name)
-    planner = PLANNERS.get(name.replace("-", "_"))
-    if planner is None:
-        raise PlanError(f"There is no planner {name!r}. Choose one of {', '.join(PLANNERS)}, or give a saved plan.")
-    known = {field.name for field in fields(planner)}  # type: ignore[arg-type]  # every planner is a dataclass
-    values: dict[str, int] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in known or not value.isdecimal():
-            listed = ", ".join(sorted(known)) or "none"
-            raise PlanError(f"{option!r} is no option of {name!r}: write NAME=NUMBER; its options are {listed}.")
-        values[key] = int(value)
-    return planner(**values)
+    return planner_by_name(name, options)
 
 
 def _count_or_auto(text: str) -> int | str:

@@ -24,7 +24,7 @@ from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
-FORMAT = 4
+FORMAT = 5
 """Version of the plan file."""
 
 INTERRUPTED = "interrupted"
@@ -182,6 +182,8 @@ class Plan:
 
     `remat` says what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
     the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
+
+    `buckets`: gradients that are reduced together, one bucket after the other; () where each is by itself.
     """
 
     name: str
@@ -203,6 +205,7 @@ class Plan:
     averaged: bool = False
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""

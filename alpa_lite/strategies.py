@@ -37,6 +37,8 @@ class AxisRole(Enum):
               the update reads it
     EXPERT    splits the batch, except in contractions whose weights share a dim with all their arrays (experts): there
               that dim; what leads to and from these may be split by any dim
+    DENSE     splits the batch, except in products with weights that are no convolutions: there also their dims; what
+              leads to and from these may be split by any dim
     """
 
     ANY = "any"
@@ -46,6 +48,7 @@ class AxisRole(Enum):
     TENSOR = "tensor"
     CONTEXT = "context"
     EXPERT = "expert"
+    DENSE = "dense"
 
     @property
     def splits_batch(self) -> bool:
@@ -174,7 +177,7 @@ def axis_choices(
 
 
 #: Roles that never leave a sum over a batch unfinished: what has a batch is split by it, or by experts.
-_SPLITS_ANY_BATCH = (AxisRole.BATCH, AxisRole.REPLICA, AxisRole.EXPERT)
+_SPLITS_ANY_BATCH = (AxisRole.BATCH, AxisRole.REPLICA, AxisRole.EXPERT, AxisRole.DENSE)
 
 
 def _loop_choices(
@@ -196,6 +199,9 @@ def _loop_choices(
         case AxisRole.EXPERT if contracts_batch:
             experts = _expert_factors(rule, batch_factors)
             return [*batch, *(f for f in fits if f in experts)] or [None]
+        case AxisRole.DENSE if contracts_batch:
+            weights = frozenset[int]() if rule.work_kind == "convolution" else _tensor_factors(rule, batch_factors)
+            return [*batch, *(f for f in fits if f in weights)] or [None]
         case _:
             return [None, *fits]
 

@@ -28,9 +28,10 @@ BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
 class Traced:
     """A function traced for one set of argument shapes.
 
-    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `batch_leaves[i]` is the dim of
-    leaf i that holds the batch (None: none does), `donated[i]` whether the caller gives it away, `aliases` which output
-    leaf takes the place of which input leaf in the next step.
+    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `arguments` the names of the
+    positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the batch (None: none
+    does), `donated[i]` whether the caller gives it away, `aliases` which output leaf takes the place of which input
+    leaf in the next step.
     """
 
     fun: Callable[..., Any]
@@ -40,6 +41,7 @@ class Traced:
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     out_leaves: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
+    arguments: tuple[str, ...]
     out_names: tuple[str, ...]
     batch_leaves: tuple[int | None, ...]
     batch_size: int | None
@@ -122,6 +124,7 @@ def trace(
         leaves=leaves,
         out_leaves=out_leaves,
         names=names,
+        arguments=tuple(_argument_name(fun, i) for i in dynamic),
         out_names=box["names"],
         batch_leaves=batch,
         batch_size=size,
@@ -169,13 +172,17 @@ def _owner(path: tuple[Any, ...]) -> int | str:
 
 def _leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
+    owner = _argument_name(fun, _owner(path))
+    tail = jax.tree_util.keystr(path[2:], simple=True, separator="/")
+    return f"{owner}/{tail}" if tail else owner
+
+
+def _argument_name(fun: Callable[..., Any], owner: int | str) -> str:
+    if isinstance(owner, str):
+        return owner
     code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
-    owner, rest = _owner(path), path[2:]
-    if isinstance(owner, int):
-        known = code.co_varnames[: code.co_argcount] if code is not None else ()
-        owner = known[owner] if owner < len(known) else f"argument {owner}"
-    tail = jax.tree_util.keystr(rest, simple=True, separator="/")
-    return f"{owner}/{tail}" if tail else str(owner)
+    known = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return known[owner] if owner < len(known) else f"argument {owner}"
 
 
 def _aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

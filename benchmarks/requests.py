@@ -32,6 +32,7 @@ def request_of(
         function=name or traced.traced.name,
         step_at=step_at or cut,
         num_arguments=len(traced.traced.leaves),
+        arguments=traced.traced.arguments,
         batch_size=traced.traced.batch_size,
         cluster=cluster,
         cost_model_for=partial(ComposedCostModel, backend=backend or Backend()),

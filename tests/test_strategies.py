@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -163,6 +164,17 @@ def test_expert_axes_split_the_batch_or_the_experts_that_weights_share_with_toke
     for dense, _, _ in (_product(), _heads()):
         choices = axis_choices(dense, {"x": 2}, _batch_factor(dense), expert, in_loop=True, takes_partial=False)
         assert {c for (c,) in choices} == _batch_factor(dense)
+
+
+def test_dense_axes_split_samples_and_the_weights_of_products_but_not_of_convolutions() -> None:
+    dense = Restriction(roles={"x": AxisRole.DENSE})
+    product, _, _ = _product()
+    choices = axis_choices(product, {"x": 2}, _batch_factor(product), dense, in_loop=True, takes_partial=False)
+    weights = {f for dim in product.operands[1] for f in dim}
+    assert {c for (c,) in choices} == _batch_factor(product) | weights
+    convolution = replace(product, work_kind="convolution")
+    choices = axis_choices(convolution, {"x": 2}, _batch_factor(product), dense, in_loop=True, takes_partial=False)
+    assert {c for (c,) in choices} == _batch_factor(product)
 
 
 def test_gradients_wait_for_all_state_axes_at_once() -> None:

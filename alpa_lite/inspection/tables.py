@@ -6,6 +6,7 @@ Each table is built once as data (`Table`); `plan_text` renders them for a termi
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,9 @@ def headline(plan: Plan) -> tuple[str, str]:
         f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
         f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
         f"{', whose results are averaged' if plan.averaged else ''}, "
-        f"schedule {plan.schedule}" + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        f"schedule {plan.schedule}"
+        + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
@@ -291,7 +294,8 @@ def alternatives_table(plan: Plan) -> Table:
     chosen = plan.prediction.step_seconds
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
-        rows.append((name, show_milliseconds(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""))
+        works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
+        rows.append((name, show_milliseconds(seconds), ratio) if works else (name, "does not work", ""))
     columns = ("plan", "predicted ms per step", "against the chosen one")
     return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
 
@@ -324,7 +328,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             }
             for stage, peak in zip(plan.stages, prediction.peak_bytes, strict=True)
         ],
-        "alternatives": [{"name": name, "step_seconds": seconds} for name, seconds in plan.alternatives],
+        "alternatives": [
+            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}
+            for name, seconds in plan.alternatives
+        ],
         "opaque": [
             {"primitive": use.primitive, "num_ops": use.num_ops, "bytes": use.bytes, "sources": list(use.sources)}
             for use in plan.opaque

@@ -21,7 +21,6 @@ branch of a `cond`, and what the branches make has one spec.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -37,6 +36,7 @@ from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
+from alpa_lite.intra_op.wanted import Keeping
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import free_values, ranked_values, rule_of_op
 from alpa_lite.sharding import Spec, replicated
@@ -58,6 +58,7 @@ class Builder:
         self.arrays = SharedArrays()
         self.costs: list[FloatArray] = [self.arrays.zeros(1)]
         self.edges: dict[tuple[int, int], FloatArray] = {}
+        self.keeping = Keeping(layout=view.layout)
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
@@ -116,15 +117,6 @@ class Builder:
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
-    def held(self, choices: Sequence[int], time: int, *, in_flight: int) -> dict[Key, float]:
-        """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
-        held: dict[Key, float] = {}
-        for usage in self.usages(in_flight):
-            if usage.start <= time < usage.end:
-                size = math.ceil(float(usage.sizes[choices[usage.node]]))
-                held[usage.value] = held.get(usage.value, 0.0) + size
-        return held
-
     def _layout(self) -> Layout:
         return Layout(
             view=self.view,
@@ -154,6 +146,7 @@ class Builder:
         specs = self.catalogue.value_specs(value, self.step.batch_dims[v], split=self._split_of(v))
         if v in self.view.pins:
             specs = (self.view.pins[v],)
+        specs = self.keeping.specs(self.view.graph, v, specs)
         self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
     def _split_of(self, v: int) -> Split:
@@ -221,6 +214,7 @@ class Builder:
             may_wait=self.sums.feeds_sum(scope, op) or self._stacks_sums(scope, op),
             accumulates=(scope, op.id) in self.accumulating,
         )
+        options = self.keeping.options(graph, op, options)
         node = self._node(self.arrays.product(options.seconds, runs))
         self._record(scope, op, node, options)
         self._demand(scope, graph, op, node, options, runs)
@@ -231,6 +225,8 @@ class Builder:
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op) or self._stacks_sums(scope, op)
         options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
         self._charge(offer.node, options.seconds, runs)
+        if (penalty := self.keeping.penalty(graph, op, main, offer.specs, options)) is not None:
+            self._charge(offer.node, penalty, 1.0)
         self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=main)
 
@@ -246,6 +242,7 @@ class Builder:
         """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
         value = self.view.graph.values[v]
         options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
+        options = self.keeping.sums(self.view.graph, v, options)
         node = self._node(options.seconds)
         self._add_edge((0, v), value, node, options.stored, self.step.num_microbatches)
         self.crossings[v] = (node, options)
@@ -280,13 +277,13 @@ class Builder:
                 if r in wiring.stacked:
                     # The loop hands on what its body made, as a stack; what is free is made as it is wanted.
                     offer = self.offers.get((n, v)) or self._add_slot(
-                        body.values[v], self.scopes[n].batch_dims[v], Split.MAY
+                        body, body.values[v], self.scopes[n].batch_dims[v], Split.MAY
                     )
                     results[r] = replace(offer, specs=tuple(map(stacked, offer.specs)))
                     self.deciding.computed.add(offer.node)
                 elif r is not None:
                     if r not in results:
-                        results[r] = self._add_slot(body.values[v], self.scopes[n].batch_dims[v], split)
+                        results[r] = self._add_slot(body, body.values[v], self.scopes[n].batch_dims[v], split)
                     self._add_edge((n, v), body.values[v], results[r].node, results[r].specs, runs * wiring.trips)
         self.offers.update({(scope, v): results[r] for r, v in enumerate(op.results)})
         ordered = tuple(results[r] for r in range(len(op.results)))
@@ -323,7 +320,7 @@ class Builder:
             split = Split.NEVER
         elif split is Split.MUST and number not in wiring.scanned and number not in wiring.carried.values():
             split = Split.MAY
-        offer = self._add_slot(value, self.scopes[n].batch_dims[value.id], split, sums=sums)
+        offer = self._add_slot(self.scopes[n].graph, value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
         return offer
@@ -340,7 +337,9 @@ class Builder:
         outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
         return restriction.parameters if in_loop else outside
 
-    def _add_slot(self, value: Value, batch_dim: int | None, split: Split, *, sums: bool = False) -> Offer:
+    def _add_slot(
+        self, graph: Graph, value: Value, batch_dim: int | None, split: Split, *, sums: bool = False
+    ) -> Offer:
         """A value inside control flow that keeps one spec of its own choice; `sums`: it may be a partial sum."""
         if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
@@ -355,6 +354,7 @@ class Builder:
                 if not spec.axes & set(axes)
             ]
             specs += tuple(sums_of if value.rank == 0 else self.catalogue.restriction.sums_at_once(sums_of))
+        specs = self.keeping.specs(graph, value.id, specs)
         offer = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
         if batch_dim is not None:
             self.deciding.computed.add(offer.node)

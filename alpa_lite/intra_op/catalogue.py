@@ -234,7 +234,7 @@ class Catalogue:
                 return self.restriction.state_split(axis, split) is not Split.NEVER
             if roles[axis].splits_batch:
                 return dim == batch_dim
-            return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT)
+            return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT, AxisRole.DENSE)
 
         specs = all_specs(shape, self.sizes, allowed, self.restriction)
         if batch_dim is None:

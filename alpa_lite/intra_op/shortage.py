@@ -5,16 +5,18 @@ The numbers are those of ``limits.explain_infeasible``; here they get the names 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
+from alpa_lite.intra_op.placed import Key
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.usages import stage_lives
+from alpa_lite.intra_op.usages import UsageOf, stage_lives
 
 _NUM_NAMES = 4
 
@@ -64,7 +66,7 @@ def explain_shortage(
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
-    held = builder.held(explained.choices, explained.time, in_flight=in_flight)
+    held = _held(builder.usages(in_flight), explained.choices, explained.time)
     graphs = [scope.graph for scope in builder.scopes]
     values = [ValueBytes(name=_value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
     return Shortage(
@@ -72,6 +74,16 @@ def explain_shortage(
         when=_moment(builder.view, stage_lives(builder.view, builder.catalogue), explained.time),
         values=tuple(sorted(values, key=lambda each: -each.bytes)),
     )
+
+
+def _held(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> dict[Key, float]:
+    """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
+    held: dict[Key, float] = {}
+    for usage in usages:
+        if usage.start <= time < usage.end:
+            size = math.ceil(float(usage.sizes[choices[usage.node]]))
+            held[usage.value] = held.get(usage.value, 0.0) + size
+    return held
 
 
 def _moment(view: StageView, lives: Lives, time: int) -> str:

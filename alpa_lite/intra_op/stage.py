@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -10,6 +10,7 @@ from itertools import chain
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.kept import kept
 from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.layers import Layers
 from alpa_lite.rules.graph_facts import free_ops, free_values, op_class
 from alpa_lite.sharding import Spec
@@ -18,6 +19,14 @@ from alpa_lite.sharding import Spec
 @kept
 def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
+
+
+def _bodies(op: Op) -> Iterator[Graph]:
+    """The bodies of an op, at any depth."""
+    for body in op.bodies:
+        yield body
+        for _, inner in body.walk():
+            yield from inner.bodies
 
 
 def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
@@ -32,7 +41,8 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
 class StageView:
     """Ops of layers `first..last` of a step, with the invariant ops that they read.
 
-    `pins`: the specs of some inputs of the graph, which are given.
+    `pins`: the specs of some inputs of the graph, which are given. `layout`: of any values, bodies included, the dims
+    that axes must split (`wanted`).
     """
 
     step: StepGraph
@@ -40,6 +50,7 @@ class StageView:
     first: int
     last: int
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    layout: GivenLayout = NO_LAYOUT
 
     @property
     def graph(self) -> Graph:
@@ -178,4 +189,14 @@ class StageView:
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         leaves = tuple(sorted(local(v) for v in self.leaves))
-        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins)
+        return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
+
+    def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
+        """What is wanted of the values with these numbers, and inside the loops of this stage."""
+        layout = self.layout.values
+        if not layout:
+            return ()
+        bodies = [body for o in self.ops for body in _bodies(self.graph.ops[o])]
+        inside = tuple(tuple(layout[body]) for body in bodies if body in layout)
+        own = layout[self.graph]
+        return (tuple((local, own[v]) for v, local in sorted(number.items(), key=lambda item: item[1])), inside)

@@ -25,14 +25,16 @@ from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
+from alpa_lite.lower.buckets import Buckets
 from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.effects import on_first_device
+from alpa_lite.lower.gathered import Gathered
 from alpa_lite.lower.local import LocalOp, bind_local
 from alpa_lite.lower.parts import run_parts
 from alpa_lite.lower.slice import Port, TaskSpec
 from alpa_lite.lower.waiting import once_there
 from alpa_lite.plan import OpPlacement
-from alpa_lite.sharding import Spec, Step
+from alpa_lite.sharding import Spec, Step, num_shards
 from alpa_lite.spmd import Application, Walk, body_walk, sharing_axes
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
@@ -78,10 +80,17 @@ class LocalMachine:
         microbatch: jax.Array | int,
         *,
         barriers_stay: bool = True,
+        buckets: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end."""
+        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end.
+
+        `buckets`: values of the step that are reduced together, one bucket after the other.
+        """
         self.step = step
         self.barriers_stay = barriers_stay
+        self.buckets = Buckets(buckets, barriers_stay=barriers_stay)
+        self.gathered = Gathered(barriers_stay=barriers_stay)
+        self.graph = step.graph  # what runs now: the step or a body
         self.latest: jax.Array | None = None  # of the backward pass so far
         self.sizes = sizes
         self.microbatch = microbatch
@@ -106,12 +115,27 @@ class LocalMachine:
         One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
         by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
         """
+        bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
+        array = self.buckets.held(value.id, array) if bucketed else array
+        if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
+            array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
         times = self.part + self.moved[value, steps]
         self.moved[value, steps] += 1
         array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
         for step in steps:
             array = move(array, step.below(times), self.sizes)
-        return jax.numpy.reshape(array, array.shape[times:])
+        array = jax.numpy.reshape(array, array.shape[times:])
+        if bucketed:
+            self.buckets.reduced(value.id, array)
+        return array
+
+    def _is_parameter(self, value: Value) -> bool:
+        """True for what comes into the loop, or a trip of a loop in it, without a batch."""
+        graph, step = self.graph, self.step
+        scope = step if graph is step.graph else step.bodies.get(graph)
+        producer = graph.producer[value.id]
+        ready = producer is None or (graph is step.graph and step.phases[producer] is Phase.INVARIANT)
+        return ready and (scope is None or scope.batch_dims[value.id] is None)
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
         """Bind the op's primitive on local blocks."""
@@ -148,6 +172,7 @@ class LocalMachine:
         return once_there(array, self.latest, barriers_stay=self.barriers_stay)
 
     def _noted(self, application: Application, results: list[Any]) -> list[Any]:
+        self.gathered.read(results)
         if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
             floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
             self.latest = floats[0] if floats else self.latest
@@ -172,7 +197,11 @@ class LocalMachine:
         """The same control flow on local blocks."""
 
         def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+            around = self.graph, self.gathered
+            self.graph = application.op.bodies[number]
+            self.gathered = Gathered(barriers_stay=self.barriers_stay)
             outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
+            self.graph, self.gathered = around
             return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
 
         return self._noted(application, run_control_flow(application.op, wiring, body, operands))
@@ -274,7 +303,9 @@ def emit_task(
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
-        machine = LocalMachine(step, equations, sizes, microbatch, barriers_stay=platform != "cpu")
+        machine = LocalMachine(
+            step, equations, sizes, microbatch, barriers_stay=platform != "cpu", buckets=task.buckets
+        )
         walk: Walk[Any] = Walk(graph, placements, sizes, machine)
         for port, array in zip(task.inputs, arrays, strict=False):
             walk.put(port.value, port.spec, array[0] if port.spec.partial else array)

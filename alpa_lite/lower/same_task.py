@@ -42,7 +42,8 @@ def task_form(
     for op_id in task.ops:
         form.add(step.graph.ops[op_id])
     resolved = tuple([(form.number(value), stored, wanted) for value, stored, wanted in task.resolved])
-    ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved)
+    buckets = tuple([tuple([form.number(value) for value in bucket]) for bucket in task.buckets])
+    ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
     return tuple(sizes.items()), step.num_microbatches, tuple(donated), ports, tuple(form.ops)
 
 

@@ -5,7 +5,7 @@ Invariant ops and free values are repeated in every task that reads them. Every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Graph
@@ -34,6 +34,7 @@ class TaskSpec:
     inputs, outputs
     sums          values of the loop that are added up over micro-batches, as stored
     resolved      sums that its update reads, of earlier tasks or its own: stored spec → resolved spec
+    buckets       which of these are reduced together, one bucket after the other
     """
 
     stage: int
@@ -44,6 +45,7 @@ class TaskSpec:
     outputs: tuple[Port, ...]
     sums: tuple[Port, ...] = ()
     resolved: tuple[tuple[int, Spec, Spec], ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -172,6 +174,9 @@ class Slicer:
                 resolved.append((v, spec, later))
         if place.kind == "step":
             resolved += [(v, sums.stored, sums.resolved) for v, sums in stage.accumulators.items()]
+        buckets = self._buckets([v for v, _, _ in resolved])
+        order = {v: i for i, v in enumerate(v for bucket in buckets for v in bucket)}
+        resolved.sort(key=lambda sums: order.get(sums[0], len(order)))
         computed = {r for op_id in ordered for r in graph.ops[op_id].results if not self.is_repeated(r)}
         computed.update(self._free_outputs(place))
         in_loop = place.kind not in ("update", "step")
@@ -186,7 +191,13 @@ class Slicer:
             outputs=tuple(outputs),
             sums=tuple(Port(value=v, spec=self.stored_spec(v)) for v in sums),
             resolved=tuple(resolved),
+            buckets=buckets,
         )
+
+    def _buckets(self, resolved: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """The plan's buckets, of the sums that a task resolves."""
+        mine = (tuple(v for v in bucket if v in resolved) for bucket in self.plan.buckets)
+        return tuple(bucket for bucket in mine if bucket)
 
     def _computed_outputs(self, place: Place, computed: Iterable[int]) -> Iterator[Port]:
         """Values computed by a task that others read; sums of the loop leave here only for other tasks of the loop."""

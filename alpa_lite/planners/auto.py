@@ -26,7 +26,7 @@ from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.pipeline import Pipeline
-from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for
+from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.steps import Steps
 from alpa_lite.planners.zero import Zero
@@ -153,7 +153,7 @@ class Auto(Planner):
             return by_prediction[0]
         distinct: dict[str, Plan] = {}  # the stages of a number of micro-batches come unrefined and refined
         for plan in by_prediction:
-            distinct.setdefault(_with_microbatches(plan), plan)
+            distinct.setdefault(with_microbatches(plan), plan)
         return _fastest(request, list(distinct.values())[: self.measure_top])
 
     def _limited(self, cluster: Cluster) -> Cluster:
@@ -217,7 +217,7 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         raise PlanError("measure_top runs plans on devices, but there are none here. Leave it out to only plan.")
     measured, failures = list[tuple[float, Plan]](), list[str]()
     for plan in plans:
-        name = _with_microbatches(plan)
+        name = with_microbatches(plan)
         try:
             seconds = request.measure(plan)
         except RuntimeError as error:  # also what XLA raises, as when memory runs out
@@ -250,15 +250,10 @@ def _others(best: Plan, plans: Sequence[Plan]) -> tuple[tuple[str, float], ...]:
     """The other plans with their seconds, the fastest of each name."""
     found: dict[str, float] = {}
     for plan in plans:
-        name, seconds = _with_microbatches(plan), plan.prediction.step_seconds
+        name, seconds = with_microbatches(plan), plan.prediction.step_seconds
         found[name] = min(seconds, found.get(name, seconds))
-    found.pop(_with_microbatches(best))
+    found.pop(with_microbatches(best))
     return tuple(sorted(found.items(), key=lambda other: other[1]))
-
-
-def _with_microbatches(plan: Plan) -> str:
-    count = plan.num_microbatches
-    return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
 
 
 def _most_telling(problems: Sequence[AlpaLiteError]) -> AlpaLiteError:

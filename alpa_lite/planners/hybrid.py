@@ -27,11 +27,13 @@ from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import subdivided
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
-from alpa_lite.planners.cutting import cut_into_stages
+from alpa_lite.planners.block_partition import cut_into_blocks
+from alpa_lite.planners.cutting import Cut, cut_into_stages
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, schedule_for
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.planners.steps import policies_of
+from alpa_lite.planners.weights import weights_layout
 from alpa_lite.rematerialise import Remat, rematerialise
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
 from alpa_lite.strategies import AxisRole, Restriction, Split
@@ -47,8 +49,11 @@ class Hybrid(Planner):
     context: devices that share the positions of each sequence (context parallelism), beside "data".
     expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a contraction
         that its weights share with all its arrays.
+    split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must split
+        the weights that have one along it.
     sequence_parallel: whether sums over "model" may stay scattered over it between products.
-    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written.
+    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written; or
+        "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
     shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
     devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
     remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
@@ -63,9 +68,10 @@ class Hybrid(Planner):
     replicas: int = 1
     context: int = 1
     expert: int = 1
+    split: Mapping[str, str] = field(default_factory=dict[str, str])
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
-    equal: Literal["flops", "loops"] = "flops"
+    equal: Literal["flops", "loops", "layer_flops", "layer_bytes"] = "flops"
     shares: tuple[float, ...] = ()
     devices: tuple[int, ...] = ()
     remat: Literal["none", "selective", "full"] = "none"
@@ -93,12 +99,7 @@ class Hybrid(Planner):
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
-        by_loops = self.equal == "loops"
-        # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
-        written_out = any(map(splits_backward, self.schedule.tasks(self.num_stages, self.num_stages)))
-        cut = cut_into_stages(
-            request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares, written_out=written_out
-        )
+        cut = self._cut(request, microbatches)
         step, layers = cut.step, cut.layers
         schedule = schedule_for(step, self.schedule)
         tasks = schedule.tasks(self.num_stages, step.num_microbatches)
@@ -117,6 +118,7 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             restriction=self.restriction(),
+            layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
         )
         solved: dict[int, StageSolution] = {}
@@ -129,6 +131,17 @@ class Hybrid(Planner):
         ]
         plan = assemble(self.name, request, step, layers, stages, schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
+
+    def _cut(self, request: PlanRequest, microbatches: Sequence[int]) -> Cut:
+        """The step and its stages, one layer each."""
+        if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
+            return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
+        by_loops = self.equal == "loops"
+        # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
+        written_out = any(map(splits_backward, self.schedule.tasks(self.num_stages, self.num_stages)))
+        return cut_into_stages(
+            request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares, written_out=written_out
+        )
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` where state alone is too large, before the step is cut up to see about the rest."""

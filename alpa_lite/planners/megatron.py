@@ -1,31 +1,61 @@
 """Megatron tensor parallelism: weights split over a "model" axis inside each layer, the batch over a "data" axis.
 
 The split dims are found from the graph by the integer program under the rule that "model" never splits the batch; for
-a transformer that is the column/row pattern of the paper, with one all_reduce per block and direction.
-Shoeybi et al., Megatron-LM (2019), section 3.
+a transformer that is the column/row pattern of the paper. Per layer and pass two sums over `t` devices, each of b·s·h
+elements, so that each device sends and receives
+
+    8 · b · s · h · (t - 1) / t       elements per layer and micro-batch, as all_reduces, or with sequence
+                                      parallelism as reduce_scatters and all_gathers
+
+Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2 (sequence parallelism).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.schedule import OneFOneB, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron(Planner):
-    """`tensor` devices per model replica (default: all of them); the rest is data parallel."""
+    """`tensor` devices share each layer (default: all that `pipeline` and `data` leave); the rest is data parallel.
+
+    pipeline           stages, under `schedule`
+    data               data-parallel replicas; None: what the others leave
+    sequence_parallel  whether sums may stay scattered between products, along positions where norms and dropout work;
+                       they are where that is faster. The bytes are the same
+    vocab_parallel     tables that tokens look up must be split by rows over the tensor-parallel devices, so that
+                       look-ups and logits are, too; else they are where that is faster
+    """
 
     tensor: int | None = None
+    pipeline: int = 1
+    data: int | None = None
+    sequence_parallel: bool = True
+    vocab_parallel: bool = False
+    schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
     def name(self) -> str:
         """For tables."""
-        return "Megatron tensor parallel" + (f" (tp{self.tensor})" if self.tensor else "")
+        degrees = {"tp": self.tensor, "pp": self.pipeline if self.pipeline > 1 else None, "dp": self.data}
+        shown = [f"{name}{degree}" for name, degree in degrees.items() if degree]
+        return "Megatron tensor parallel" + (f" ({' × '.join(shown)})" if shown else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan; raises `PlanError` when the degrees do not divide the cluster."""
-        return renamed(Hybrid(model=self.tensor or request.cluster.num_devices).plan(request), self.name)
+        """Raises `PlanError` when the degrees do not divide the cluster, or rows of tables cannot be split."""
+        left = max(1, request.cluster.num_devices // (self.pipeline * (self.data or 1)))
+        hybrid = Hybrid(
+            pipeline=self.pipeline,
+            data=self.data,
+            model=self.tensor or left,
+            sequence_parallel=self.sequence_parallel,
+            split={"vocab": "model"} if self.vocab_parallel else {},
+            schedule=self.schedule,
+        )
+        return renamed(hybrid.plan(request), self.name)

@@ -7,15 +7,18 @@ axes data × fsdp × model and so on this is the mesh that a GSPMD program would
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
+from alpa_lite.planners.pins import Pins, pins_on_mesh
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB
@@ -27,11 +30,12 @@ class OnMesh(Planner):
     """`axes`: devices per axis, the last one over neighbouring devices; at most four of more than one device.
 
     Axes in `batch` split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
-    split whatever is best, the batch included.
+    split whatever is best, the batch included. `pins`: arguments whose sharding is given, by path; see `pins`.
     """
 
     axes: Mapping[str, int]
     batch: tuple[str, ...] = field(default=())
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
 
     @property
     def name(self) -> str:
@@ -40,44 +44,63 @@ class OnMesh(Planner):
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` when the axes do not cover the cluster, `InfeasibleError` when nothing fits."""
-        started = time.perf_counter()
-        mesh, cluster = self._mesh(request), request.cluster
-        step = request.best_step((1,), loop_parts=0)
-        layers = make_layers(step, 1)
-        roles = {axis: AxisRole.BATCH for axis in self.batch if axis in mesh.axis_sizes}
-        costs = StageCosts(
-            step=step,
-            layers=layers,
-            cost_model=request.cost_model,
-            restriction=Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY),
-            progress=request.progress,
-        )
-        submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
-        solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
-        if solution.choice is None:
-            why = costs.shortage(0, 0, submesh, mesh) if request.advise else None
-            raise InfeasibleError(
-                f"{self.name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
-                f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
-                "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
-            )
-        stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
-        return assemble(self.name, request, step, layers, [stage], OneFOneB(), started)
-
-    def _mesh(self, request: PlanRequest) -> LogicalMesh:
-        unknown = [axis for axis in self.batch if axis not in self.axes]
-        if unknown:
+        if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
-        total = request.cluster.num_devices
-        if not self.axes or prod(self.axes.values()) != total:
-            raise PlanError(
-                f"The axes {dict(self.axes)} have {prod(self.axes.values())} devices, but {request.cluster.name} has "
-                f"{total}. Choose sizes whose product is {total}."
-            )
-        # An axis of one device splits nothing; with none left, the first stands for all.
-        wide = {name: size for name, size in self.axes.items() if size > 1} or dict([*self.axes.items()][:1])
-        if len(wide) > 4:
-            raise PlanError(
-                f"{self.name} has {len(wide)} axes. The strategies grow exponentially with their number: use at most 4."
-            )
-        return LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))
+        roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
+        restriction = Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
+        return plan_on_mesh(self.name, request, self.axes, restriction=restriction, pins=self.pins)
+
+
+def plan_on_mesh(
+    name: str,
+    request: PlanRequest,
+    axes: Mapping[str, int],
+    *,
+    restriction: Restriction,
+    pins: Pins | None = None,
+    layout: GivenLayout = NO_LAYOUT,
+) -> Plan:
+    """One stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
+
+    `layout`: what is wanted of the values of `request.best_step((1,), loop_parts=0)` (`intra_op.wanted`).
+    """
+    started = time.perf_counter()
+    mesh, cluster = _mesh(name, request, axes), request.cluster
+    step = request.best_step((1,), loop_parts=0)
+    layers = make_layers(step, 1)
+    costs = StageCosts(
+        step=step,
+        layers=layers,
+        cost_model=request.cost_model,
+        restriction=restriction,
+        pins=pins_on_mesh(step, pins or {}, axes),
+        layout=layout,
+        progress=request.progress,
+    )
+    submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
+    solution = costs.solution(0, 0, submesh, mesh, in_flight=1)
+    if solution.choice is None:
+        why = costs.shortage(0, 0, submesh, mesh) if request.advise else None
+        raise InfeasibleError(
+            f"{name} does not fit: it needs at least {show_bytes(solution.peak_bytes)} per device, but "
+            f"{cluster.device.name} has {show_bytes(cluster.device.memory_bytes)}. {show_shortage(why)}Use more "
+            "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
+        )
+    stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
+    return assemble(name, request, step, layers, [stage], OneFOneB(), started)
+
+
+def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:
+    total = request.cluster.num_devices
+    if not axes or prod(axes.values()) != total:
+        raise PlanError(
+            f"The axes {dict(axes)} have {prod(axes.values())} devices, but {request.cluster.name} has {total}. Choose "
+            f"sizes whose product is {total}."
+        )
+    # An axis of one device splits nothing; with none left, the first stands for all.
+    wide = {axis: size for axis, size in axes.items() if size > 1} or dict([*axes.items()][:1])
+    if len(wide) > 4:
+        raise PlanError(
+            f"{name} has {len(wide)} axes. The strategies grow exponentially with their number: use at most 4."
+        )
+    return LogicalMesh(axis_names=tuple(wide), shape=tuple(wide.values()))

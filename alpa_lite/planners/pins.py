@@ -5,7 +5,7 @@
 A pin names an argument by its path, or by the end of it (whole components) if that is unique; for each dim None, an
 axis or several axes, as in `jax.sharding.PartitionSpec`. The axes are those of the search: "x" where there is one;
 "replica" and "data" (which split the batch) and "model" where there are several. Only meshes with all pinned axes are
-searched.
+searched. On a mesh of the user's own (`OnMesh`, `Custom`) they are the user's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.sharding import Spec
+from alpa_lite.sharding import Spec, divides
 
 AXES = ("x", "replica", "data", "model")
 
@@ -51,6 +51,30 @@ def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
                     "entry per dim at most."
                 )
             found[v] = Spec((*wanted, *((),) * (value.rank - len(wanted))))
+    return found
+
+
+def pins_on_mesh(step: StepGraph, pins: Pins, axes: Mapping[str, int]) -> dict[int, Spec]:
+    """`pinned_specs` on a mesh with these axes; those of one device split nothing.
+
+    Raises `PlanError` for other axes, one that a spec names twice, and dims that their devices do not divide.
+    """
+    found: dict[int, Spec] = {}
+    for v, spec in pinned_specs(step, pins).items():
+        value, named = step.graph.values[v], [axis for dim in spec.dims for axis in dim]
+        if unknown := [axis for axis in named if axis not in axes]:
+            raise PlanError(f"The pin of {value.name} names the axes {unknown}, but the mesh has {list(axes)}.")
+        if len(set(named)) < len(named):
+            raise PlanError(f"The pin {spec} of {value.name} names an axis twice. Each splits one dim at most.")
+        if not divides(spec, value.shape, axes):
+            raise PlanError(
+                f"The pin {spec} of {value.name} needs dims that its axes divide ({dict(axes)}), but the shape is "
+                f"{list(value.shape)}. Pin other dims, or pad the array."
+            )
+        wide = Spec(tuple(tuple(axis for axis in dim if axes[axis] > 1) for dim in spec.dims))
+        if wide.axes and value.dtype.startswith("key<"):
+            raise PlanError(f"The pin {spec} splits the random keys {value.name}, which every device holds whole.")
+        found[v] = wide
     return found
 
 

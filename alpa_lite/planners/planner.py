@@ -35,6 +35,7 @@ class PlanRequest:
                                         the step cut into phases; with `loop_parts` > 0 loops over layers are cut into
                                         at least so many, with what they scan
     num_arguments                       how many arrays the step takes; the others are captured by the function
+    arguments                           names of its positional arguments, with which the names of their arrays begin
     num_microbatches                    a number, or "auto"
     cost_model_for(cluster)             the cost model to plan with, for this or another cluster
     advise                              whether a planner that finds nothing should look for changes that would help
@@ -49,6 +50,7 @@ class PlanRequest:
     batch_size: int | None
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
+    arguments: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
     advise: bool = True
     on_non_additive: str = "refuse"
@@ -148,6 +150,12 @@ def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
     """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
     forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
     return Inference() if forward_alone else schedule
+
+
+def with_microbatches(plan: Plan) -> str:
+    """The name of a plan, and how many micro-batches it has."""
+    count = plan.num_microbatches
+    return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
 
 
 def relative_gap(seconds: float, bound: float) -> float:

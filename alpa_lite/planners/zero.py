@@ -39,13 +39,37 @@ class Zero(Planner):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Planner):
-    """Fully sharded data parallelism: ZeRO stage 3."""
+    """Fully sharded data parallelism: ZeRO stage 3.
+
+    replicas    groups of devices that each hold one whole copy (hybrid sharding): inside a group gradients are
+                reduce-scattered, and of each only its part is summed over the groups. None: one
+    hybrid      as many replicas as hosts, so that weights are gathered within a host
+
+    A unit, what is gathered at once, is one array of parameters as one op reads it: inside a loop over layers one
+    layer's. It is gathered before its first reader in each pass and freed after its last, so that parameters are
+    gathered twice per step and micro-batch, and gathered parameters never pile up.
+    """
+
+    replicas: int | None = None
+    hybrid: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that the replicas are given once."""
+        if self.hybrid and self.replicas is not None:
+            raise PlanError(
+                f"hybrid=True means one replica per host, but replicas={self.replicas} was given. Give one."
+            )
 
     @property
     def name(self) -> str:
         """For tables."""
-        return "FSDP"
+        return "FSDP" + (
+            ", one replica per host" if self.hybrid else f", {self.replicas} replicas" * bool(self.replicas)
+        )
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan; raises `PlanError` when the batch does not divide."""
-        return renamed(Zero(stage=3).plan(request), self.name)
+        """The plan; raises `PlanError` when the batch or the devices do not divide."""
+        cluster = request.cluster
+        replicas = cluster.num_hosts if self.hybrid else self.replicas or 1
+        hybrid = Hybrid(data=cluster.num_devices, zero=3, replicas=replicas)
+        return renamed(hybrid.plan(request), self.name)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from alpa_lite.planners import Hybrid
+from alpa_lite.planners.grid_search import divisors, factorisations, microbatch_sizes
 from benchmarks.alpa.cases import Case
 from benchmarks.alpa.fixed_plans import FixedPlan, deepspeed, in_loops, megatron
 from benchmarks.alpa.price import Desk, Price
@@ -38,32 +39,26 @@ def degrees(case: Case) -> Iterator[Degrees]:
     """The degrees that the baseline of a case can choose."""
     devices, model = case.num_devices, case.model
     if not isinstance(model, Transformer):
-        for pipeline in _divisors(min(devices, sum(model.stage_sizes))):
+        for pipeline in divisors(min(devices, sum(model.stage_sizes))):
             if devices % pipeline == 0:
                 data = devices // pipeline
                 yield Degrees(case=case, planner=Hybrid(pipeline=pipeline, data=data), data=data)
         return
     if model.experts is not None:
-        for experts in _divisors(gcd(devices, model.experts.num_experts)):
+        for experts in divisors(gcd(devices, model.experts.num_experts)):
             yield Degrees(case=case, planner=deepspeed(devices, experts), data=devices)
         return
     memory = case.cluster.device.memory_bytes
-    for pipeline in _divisors(gcd(devices, model.num_layers)):
-        for tensor in _divisors(gcd(devices // pipeline, case.cluster.devices_per_host)):
-            if _BYTES_PER_WEIGHT * case.parameters / (pipeline * tensor) <= memory:
-                data = devices // pipeline // tensor
-                yield Degrees(case=in_loops(case, pipeline), planner=megatron(data, tensor, pipeline), data=data)
+    for pipeline, data, tensor in factorisations(devices, max_model=case.cluster.devices_per_host):
+        fits = _BYTES_PER_WEIGHT * case.parameters / (pipeline * tensor) <= memory
+        if model.num_layers % pipeline == 0 and case.cluster.devices_per_host % tensor == 0 and fits:
+            yield Degrees(case=in_loops(case, pipeline), planner=megatron(data, tensor, pipeline), data=data)
 
 
 def numbers_of_microbatches(case: Case, data: int) -> Iterator[int]:
     """From the smallest micro-batches on."""
-    if case.num_samples % data:
-        return
-    last = 0.0
-    for size in _divisors(case.num_samples // data):
-        if 1.5 * last <= size <= LARGEST_MICROBATCH:
-            last = size
-            yield case.num_samples // data // size
+    for size in microbatch_sizes(case.num_samples, data, LARGEST_MICROBATCH):
+        yield case.num_samples // data // size
 
 
 def grid_prices(desk: Desk, case: Case) -> Iterator[Price]:
@@ -77,7 +72,3 @@ def grid_prices(desk: Desk, case: Case) -> Iterator[Price]:
             if price.seconds is None or price.seconds > shortest:
                 break
             shortest = price.seconds
-
-
-def _divisors(number: int) -> list[int]:
-    return [i for i in range(1, number + 1) if number % i == 0]

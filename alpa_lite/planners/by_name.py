@@ -1,0 +1,87 @@
+"""Planners by their names on the command line, with options as text: NUMBER, true or false, a word, or NAME:NUMBER;…"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from alpa_lite.errors import PlanError
+from alpa_lite.planners.auto import Auto
+from alpa_lite.planners.convolution_parallel import ConvolutionParallel
+from alpa_lite.planners.data_parallel import DataParallel
+from alpa_lite.planners.deepspeed import DeepSpeed3D
+from alpa_lite.planners.grid_search import GridSearch
+from alpa_lite.planners.gshard import GShard
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow
+from alpa_lite.planners.on_mesh import OnMesh
+from alpa_lite.planners.one_weird_trick import OneWeirdTrick
+from alpa_lite.planners.pipeline import Pipeline
+from alpa_lite.planners.planner import Planner
+from alpa_lite.planners.torchgpipe import TorchGPipe
+from alpa_lite.planners.zero import FSDP, Zero
+
+PLANNERS: Mapping[str, type[Planner]] = {
+    "auto": Auto,
+    "data_parallel": DataParallel,
+    "megatron": Megatron,
+    "zero": Zero,
+    "fsdp": FSDP,
+    "pipeline": Pipeline,
+    "torchgpipe": TorchGPipe,
+    "hybrid": Hybrid,
+    "deepspeed_3d": DeepSpeed3D,
+    "grid_search": GridSearch,
+    "gshard": GShard,
+    "mesh_tensorflow": MeshTensorFlow,
+    "one_weird_trick": OneWeirdTrick,
+    "convolution_parallel": ConvolutionParallel,
+    "on_mesh": OnMesh,
+}
+"""Planners by their name on the command line. `Custom` takes objects of JAX, and has none."""
+
+
+def planner_by_name(name: str, options: Sequence[str]) -> Planner:
+    """The planner of that name with `name=value` options. Raises `PlanError` for others, and for other options."""
+    planner = PLANNERS.get(name.replace("-", "_"))
+    if planner is None:
+        raise PlanError(f"There is no planner {name!r}. Choose one of {', '.join(PLANNERS)}, or give a saved plan.")
+    hints, known = get_type_hints(planner), {field.name for field in fields(planner)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for option in options:
+        key, _, text = option.partition("=")
+        fitting = [value for value in _readings(text) if key in known and _fits(value, hints[key])]
+        if not fitting:
+            listed = ", ".join(sorted(known)) or "none"
+            raise PlanError(
+                f"{option!r} is no option of {name!r}: write NAME=NUMBER, or what else it takes (true, false, a word, "
+                f"name:number;name:number); its options are {listed}."
+            )
+        values[key] = fitting[0]
+    try:
+        return planner(**values)
+    except TypeError as error:
+        raise PlanError(
+            f"The planner {name!r} needs more options: {error}. Give them as --option NAME=VALUE."
+        ) from error
+
+
+def _readings(text: str) -> list[Any]:
+    """What a text may mean, the first that fits counts."""
+    pairs = [pair.partition(":") for pair in text.split(";")]
+    found: list[Any] = [int(text)] if text.isdecimal() else []
+    found += [text == "true"] if text in ("true", "false") else []
+    if all(name and size.isdecimal() for name, _, size in pairs):
+        found.append({name: int(size) for name, _, size in pairs})
+    return [*found, text] if text else found
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, as far as options go."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(value, dict):
+        return Mapping[str, int] in (hint, *get_args(hint))
+    return type(value) in (hint, *get_args(hint))

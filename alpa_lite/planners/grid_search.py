@@ -1,0 +1,130 @@
+"""Grid search: every way to write the devices as pipeline × data × tensor, each with growing micro-batches.
+
+    degrees         pipeline · data · model = devices, model within a host                         (factorisations)
+    micro-batches   from the smallest on, until one does not fit or takes longer than the last     (microbatch_sizes)
+    best            the least predicted time; the others are `plan.alternatives`, with infinite seconds where nothing
+                    fits or divides
+
+What a user of Megatron-LM or DeepSpeed would do by hand: the baseline of Zheng et al., Alpa (OSDI 2022), section 8.1.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.plan import Plan
+from alpa_lite.planners.hybrid import Hybrid
+from alpa_lite.planners.planner import Planner, PlanRequest, with_microbatches
+from alpa_lite.schedule import OneFOneB, Schedule
+
+
+class Degrees(NamedTuple):
+    """Of pipeline, data and tensor parallelism."""
+
+    pipeline: int
+    data: int
+    model: int
+
+
+def factorisations(num_devices: int, *, max_pipeline: int | None = None, max_model: int | None = None) -> list[Degrees]:
+    """All degrees whose product is a number of devices, pipelines and tensor parallelism up to some size."""
+    return [
+        Degrees(pipeline=pipeline, data=num_devices // pipeline // model, model=model)
+        for pipeline in divisors(num_devices)
+        for model in divisors(num_devices // pipeline)
+        if pipeline <= (max_pipeline or num_devices) and model <= (max_model or num_devices)
+    ]
+
+
+def microbatch_sizes(num_samples: int, data: int, largest: int) -> Iterator[int]:
+    """Samples per replica and micro-batch that are tried, from the smallest on and about twice as many each time."""
+    if num_samples % data:
+        return
+    last = 0.0
+    for size in divisors(num_samples // data):
+        if 1.5 * last <= size <= largest:
+            last = size
+            yield size
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, in order."""
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSearch(Planner):
+    """The fastest of all factorisations, as `Hybrid`s.
+
+    max_pipeline, max_model   the largest degrees that are tried; None: as many as there are devices, and as a host has
+    zero                      of all of them
+    largest_microbatch        samples per replica and micro-batch
+    """
+
+    max_pipeline: int | None = None
+    max_model: int | None = None
+    zero: int = 0
+    schedule: Schedule = field(default_factory=OneFOneB)
+    largest_microbatch: int = 64
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "grid search" + (f", zero{self.zero}" if self.zero else "")
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `InfeasibleError` when nothing fits, with the sentence of the first that does not."""
+        started = time.perf_counter()
+        found, failed = list[Plan](), dict[str, AlpaLiteError]()
+        quiet = replace(request, advise=False)
+        cluster = request.cluster
+        most = self.max_model or cluster.devices_per_host
+        for degrees in factorisations(cluster.num_devices, max_pipeline=self.max_pipeline, max_model=most):
+            planner = Hybrid(**degrees._asdict(), zero=self.zero, schedule=self.schedule)
+            try:
+                found += self._plans(planner, quiet)
+            except AlpaLiteError as error:
+                failed[planner.name] = error
+        if not found:
+            raise InfeasibleError(f"Of {len(failed)} grids none works. {next(iter(failed.values()))}")
+        found.sort(key=lambda plan: plan.prediction.step_seconds)
+        best = found[0]
+        return replace(
+            best,
+            name=f"{self.name} ({best.name})",
+            alternatives=(
+                *((with_microbatches(plan), plan.prediction.step_seconds) for plan in found[1:]),
+                *((name, math.inf) for name in failed),
+            ),
+            solver=replace(best.solver, seconds=time.perf_counter() - started),
+        )
+
+    def _plans(self, planner: Hybrid, request: PlanRequest) -> list[Plan]:
+        """The plans of some degrees: at least one, or what the first raises."""
+        if request.num_microbatches != "auto" or request.batch_size is None:
+            return [planner.plan(request)]
+        found, shortest, first = list[Plan](), math.inf, None
+        if planner.pipeline == 1:
+            try:
+                return [planner.plan(replace(request, num_microbatches=1))]
+            except InfeasibleError as error:
+                first = error  # it may fit in parts
+        for size in microbatch_sizes(request.batch_size, planner.data or 1, self.largest_microbatch):
+            count = request.batch_size // (planner.data or 1) // size
+            try:
+                plan = planner.plan(replace(request, num_microbatches=count))
+            except AlpaLiteError as error:
+                first = first or error
+                break
+            found.append(plan)
+            if plan.prediction.step_seconds > shortest:
+                break
+            shortest = plan.prediction.step_seconds
+        if not found:
+            raise first or InfeasibleError(f"{planner.name} does not divide the batch of {request.batch_size}.")
+        return found

@@ -1,0 +1,80 @@
+"""One weird trick: data parallel convolutions and tensor parallel dense layers, on the same devices.
+
+    dense layer of C_in × C_out, batch B      split if that sends less than summing its gradient: about when
+                                              B · (C_in or C_out) < C_in · C_out
+    elements sent                             2 |W_conv| + what passes between the two ways to split     (per device)
+
+All weights of convolutions are whole, and their gradients are summed. Each dense layer is split by the weights' own
+dims or by samples, as is cheaper: a network with one small dense layer (ResNet) comes out data parallel.
+Krizhevsky, One weird trick for parallelizing convolutional neural networks (2014).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alpa_lite.errors import PlanError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
+from alpa_lite.plan import Plan
+from alpa_lite.planners.on_mesh import plan_on_mesh
+from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.rules.dim_names import batch_dims_of, contractions
+from alpa_lite.rules.dims import DimClasses
+from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.strategies import AxisRole, Restriction
+
+AXIS = "x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneWeirdTrick(Planner):
+    """All devices on one axis, which splits samples in convolutions and weights in dense layers."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "one weird trick"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `PlanError` when there are no convolutions, or the devices do not divide the batch."""
+        step, devices = request.best_step((1,), loop_parts=0), request.cluster.num_devices
+        if step.batch_size is None or step.batch_size // step.num_microbatches % devices:
+            raise PlanError(
+                f"{self.name} splits the samples of convolutions over {devices} devices, but the batch is "
+                f"{step.batch_size} in {step.num_microbatches} micro-batches. Use a multiple of {devices} samples."
+            )
+        layout = _whole_but_dense(step)
+        axes, restriction = {AXIS: devices}, Restriction(roles={AXIS: AxisRole.DENSE})
+        return plan_on_mesh(self.name, request, axes, restriction=restriction, layout=layout)
+
+
+def _whole_but_dense(step: StepGraph) -> GivenLayout:
+    """Parameters that are no weights of dense layers, nor are added to what these make, are not split."""
+    classes, dense, kernels = DimClasses(step), set[tuple[int, ...]](), set[tuple[int, ...]]()
+    for each in contractions(step):
+        for i in each.weights:
+            kind = classes.of_value(each.graph, each.op.operands[i])
+            is_kernel = rule_of_op(each.graph, each.op.id).work_kind == "convolution"
+            (kernels if is_kernel else dense).add(kind)
+    transposed = {tuple(sorted(kind)) for kind in dense}  # gradients come so
+    if not kernels:
+        raise PlanError(
+            "One weird trick splits convolutions in one way and dense layers in another, but the step has no "
+            "convolutions. Use al.planners.Megatron or al.planners.DataParallel."
+        )
+    made = {kind[-1] for kind in dense} - {node for kind in kernels for node in kind}
+
+    def wanted(nodes: tuple[int, ...]) -> Wanted:
+        free = tuple(sorted(nodes)) in transposed or (bool(nodes) and set(nodes) <= made)
+        return () if free or not nodes else ((AXIS, None),)
+
+    return GivenLayout(
+        values={
+            graph: [
+                wanted(classes.of_value(graph, v.id)) if batch is None else ()
+                for v, batch in zip(graph.values, batch_dims_of(step, graph), strict=True)
+            ]
+            for graph in classes.graphs
+        }
+    )

@@ -1,0 +1,111 @@
+"""Which dims of a step's values are one dimension: classes of (value, dim), through the ops' rules.
+
+    (v, i) ~ (w, j)     if some rule gives both the same major factor                                    (DimClasses)
+                        if a body reads v as w, or hands w on as v, the leading dim of scanned arrays aside
+                        if w replaces v in the next step
+
+A dim that is a product of factors goes by its major one, along which it can be cut. The classes are the names of a
+program without names: of a transformer the batch, the positions, the width, the heads and the hidden units of each
+layer are one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.graph.wiring import Wiring, wiring_of
+from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.registry import Dims, Rule
+
+
+def major_factor(rule: Rule, factors: Sequence[int]) -> int | None:
+    """The factor along which a dim is cut; None for a dim of size 1."""
+    return next((f for f in factors if rule.sizes[f] > 1), None)
+
+
+class DimClasses:
+    """The classes of a step, bodies included."""
+
+    def __init__(self, step: StepGraph) -> None:
+        """Find them all."""
+        self.graph = step.graph
+        self._first: dict[Graph, list[int]] = {}
+        self._parents: list[int] = []
+        self._add(step.graph)
+        for result, argument in step.aliases.items():
+            self._join_all(step.graph, argument, step.graph, result, 0, 0)
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graph of the step and all bodies."""
+        return tuple(self._first)
+
+    def of(self, graph: Graph, value: int, dim: int) -> int:
+        """The class of a dim, as a number that stands for it."""
+        return self._root(self._first[graph][value] + dim)
+
+    def of_value(self, graph: Graph, value: int) -> tuple[int, ...]:
+        """The classes of the dims of a value."""
+        return tuple(self.of(graph, value, dim) for dim in range(graph.values[value].rank))
+
+    def of_factor(self, graph: Graph, op: Op, factor: int) -> int | None:
+        """The class of the dims that a factor of an op's rule is the major one of; None when there is none."""
+        found = (self.of(graph, v, d) for v, d, f in _majors(graph, op) if f == factor)
+        return next(found, None)
+
+    def _root(self, node: int) -> int:
+        while self._parents[node] != node:
+            self._parents[node] = self._parents[self._parents[node]]
+            node = self._parents[node]
+        return node
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        self._parents[max(a, b)] = min(a, b)
+
+    def _join_all(self, graph: Graph, v: int, other: Graph, w: int, skip: int, skip_other: int) -> None:
+        """Join the dims of two values, without so many leading ones of each."""
+        first, second = self._first[graph][v] + skip, self._first[other][w] + skip_other
+        for dim in range(graph.values[v].rank - skip):
+            self._join(first + dim, second + dim)
+
+    def _add(self, graph: Graph) -> None:
+        if graph in self._first:
+            return
+        places = self._first[graph] = []
+        for value in graph.values:
+            places.append(len(self._parents))
+            self._parents.extend(range(len(self._parents), len(self._parents) + value.rank))
+        for op in graph.ops:
+            wiring = wiring_of(op)
+            if wiring is not None:
+                self._enter(graph, op, wiring)
+                continue
+            seen: dict[int, int] = {}
+            for v, dim, factor in _majors(graph, op):
+                node = places[v] + dim
+                self._join(seen.setdefault(factor, node), node)
+
+    def _enter(self, graph: Graph, op: Op, wiring: Wiring) -> None:
+        for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
+            self._add(body)
+            for inner, i in zip(body.inputs, inputs, strict=True):
+                self._join_all(graph, op.operands[i], body, inner, int(i in wiring.scanned), 0)
+            for inner, r in zip(body.outputs, outputs, strict=True):
+                if r is not None:
+                    self._join_all(graph, op.results[r], body, inner, int(r in wiring.stacked), 0)
+        for r, i in wiring.carried.items():
+            self._join_all(graph, op.operands[i], graph, op.results[r], 0, 0)
+
+
+def _majors(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
+    """Value, dim and major factor of each dim of the operands and results of an op without bodies."""
+    rule = rule_of_op(graph, op.id)
+    tensors: tuple[Dims, ...] = (*rule.operands, *rule.results)
+    for v, dims in zip((*op.operands, *op.results), tensors, strict=True):
+        for dim, factors in enumerate(dims):
+            factor = major_factor(rule, factors)
+            if factor is not None:
+                yield v, dim, factor

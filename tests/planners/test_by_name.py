@@ -1,0 +1,42 @@
+"""Options of planners as text."""
+
+from __future__ import annotations
+
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners.by_name import planner_by_name
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "planner"),
+    [
+        ("megatron", ["tensor=4", "vocab_parallel=true"], al.planners.Megatron(tensor=4, vocab_parallel=True)),
+        (
+            "mesh-tensorflow",
+            ["layout=batch:rows", "mesh=rows:8"],
+            al.planners.MeshTensorFlow(layout="batch:rows", mesh={"rows": 8}),
+        ),
+        ("torchgpipe", ["balance=size", "checkpoint=false"], al.planners.TorchGPipe(balance="size", checkpoint=False)),
+        ("hybrid", ["model=2", "remat=full"], al.planners.Hybrid(model=2, remat="full")),
+        ("data_parallel", ["bucket_bytes=1000"], al.planners.DataParallel(bucket_bytes=1000)),
+        ("on_mesh", ["axes=a:2;b:4"], al.planners.OnMesh(axes={"a": 2, "b": 4})),
+    ],
+)
+def test_options_are_read_by_their_type(name: str, options: list[str], planner: object) -> None:
+    assert planner_by_name(name, options) == planner
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nothing", [], "There is no planner 'nothing'. Choose one of auto, data_parallel"),
+        ("megatron", ["tensor=two"], "'tensor=two' is no option of 'megatron'"),
+        ("torchgpipe", ["balance=luck"], "'balance=luck' is no option"),
+        ("megatron", ["tensors=2"], "its options are data, pipeline, schedule"),
+        ("mesh_tensorflow", ["layout=batch:x"], "needs more options: .*mesh"),
+    ],
+)
+def test_others_are_refused(name: str, options: list[str], message: str) -> None:
+    with pytest.raises(al.errors.PlanError, match=message):
+        planner_by_name(name, options)

@@ -1,0 +1,89 @@
+"""Megatron's plans: how many sums, of how much, and where pipelines and replicas come in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners import Megatron
+from tests.end_to_end.cases import assert_same, eager_cluster
+from tests.end_to_end.collectives import emitted, handed_over, planned
+from tests.end_to_end.transformers import TINY, WIDE, Training, plan
+
+TRAINING = Training(model=WIDE, batch_size=64)
+ACTIVATIONS, TOKENS = 4.0 * 64 * 128 * 256, 4.0 * 64 * 128
+
+
+def _over_model(found: al.Plan, phase: str) -> Counter[tuple[str, float]]:
+    counts = Counter[tuple[str, float]]()
+    for use in found.prediction.collectives:
+        if use.axis == "model" and use.phase == phase:
+            counts[use.kind, use.bytes] += round(use.count)
+    return counts
+
+
+def test_rows_of_tables_are_split_and_logits_never_gathered() -> None:
+    """Embedding 1 sum, cross entropy 3 numbers per token, the projection's input 1 in the backward pass."""
+    found = plan(TRAINING, Megatron(vocab_parallel=True, sequence_parallel=False))
+    assert found.stages[0].specs["state/params/token_embedding"].dims == (("model",), ())
+    once = 2 * WIDE.num_layers + 1
+    assert _over_model(found, "forward") == {("all_reduce", ACTIVATIONS): once, ("all_reduce", TOKENS): 3}
+    assert _over_model(found, "backward") == {("all_reduce", ACTIVATIONS): once}
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_devices_send_per_layer(tensor: int, sequence_parallel: bool) -> None:
+    """8 b s h (t - 1) / t elements (Narayanan et al. 2021, section 3.2), scattered or not."""
+    planner = Megatron(tensor=tensor, sequence_parallel=sequence_parallel)
+    sent = Counter[int]()
+    for num_layers in (2, 4):
+        found = plan(replace(TRAINING, model=replace(WIDE, num_layers=num_layers)), planner)
+        for u in found.prediction.collectives:
+            if u.axis == "model" and u.phase != "update":
+                rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}[u.kind]
+                sent[num_layers] += round(u.count * rounds * (tensor - 1) / tensor * u.bytes)
+    samples = 64 * tensor // 8
+    per_layer = (sent[4] - sent[2]) / 2
+    assert per_layer == pytest.approx(4 * 8 * samples * 128 * 256 * (tensor - 1) / tensor, rel=0.01)
+
+
+SMALL = Training(model=replace(TINY, num_kv_heads=None), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches"),
+    [
+        (Megatron(tensor=4, vocab_parallel=True), 1),
+        (Megatron(tensor=2, pipeline=2, data=2, vocab_parallel=True, sequence_parallel=False), 2),
+        (Megatron(pipeline=2, data=1), 2),
+    ],
+    ids=lambda value: value.name if isinstance(value, Megatron) else "",
+)
+def test_combinations_run_as_planned(planner: Megatron, num_microbatches: int, devices: Any) -> None:
+    step = al.parallelize(SMALL.step, cluster=eager_cluster(), planner=planner, num_microbatches=num_microbatches)
+    compiled = step.compiled(*SMALL.arguments())
+    sizes = compiled.plan.stages[0].mesh_shape.axis_sizes
+    assert len(compiled.plan.stages) == planner.pipeline
+    assert sizes["model"] == (planner.tensor or 4)
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    assert_same(compiled(*SMALL.arguments()), jax.jit(SMALL.step)(*SMALL.arguments()))
+
+
+def test_degrees_are_named() -> None:
+    assert Megatron(tensor=2, pipeline=2, data=2).name == "Megatron tensor parallel (tp2 × pp2 × dp2)"
+    with pytest.raises(al.errors.PlanError, match="devices were asked for"):
+        plan(TRAINING, Megatron(tensor=2, data=2))
+
+
+def test_tables_whose_rows_do_not_divide_are_refused() -> None:
+    odd = replace(TRAINING, model=replace(WIDE, vocab_size=510))
+    with pytest.raises(
+        al.errors.PlanError, match=r"token_embedding.*\[510, 256\].*\(vocab\), which they do not divide"
+    ):
+        plan(odd, Megatron(vocab_parallel=True))

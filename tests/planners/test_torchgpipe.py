@@ -1,0 +1,105 @@
+"""Stages by block partition: as even as one layer allows, and the same function."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners import Pipeline, TorchGPipe
+from alpa_lite.planners.block_partition import block_partition
+from alpa_lite.schedule import GPipe
+from tests.end_to_end.cases import assert_same, eager_cluster
+from tests.end_to_end.collectives import emitted, handed_over, planned
+
+
+def _sums(costs: list[float], sizes: tuple[int, ...]) -> list[float]:
+    ends = np.cumsum([0, *sizes])
+    return [sum(costs[a:b]) for a, b in pairwise(ends)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_differ_by_one_layer_at_most(seed: int) -> None:
+    """max <= min + 1 in costs scaled to [0, 1]; and so not far from the best cut of all."""
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        number = int(rng.integers(2, 11))
+        count = int(rng.integers(1, number + 1))
+        costs = [float(c) for c in rng.choice([rng.random(number), rng.integers(0, 4, number).astype(float)])]
+        sizes = block_partition(costs, count)
+        assert sum(sizes) == number and len(sizes) == count and min(sizes) >= 0
+        low, high = min(costs), max(costs)
+        scaled = [(c - low) / (high - low) if high > low else 0.0 for c in costs]
+        sums = _sums(scaled, sizes)
+        assert max(sums) <= min(sums) + 1 + 1e-6
+        cuts = combinations(range(1, number), count - 1)
+        best = min(max(_sums(scaled, tuple(np.diff([0, *cut, number])))) for cut in cuts)
+        assert max(sums) <= best + 1 + 1e-6
+
+
+def test_equal_layers_stay_where_they_are_put_first() -> None:
+    assert block_partition([3.0] * 7, 3) == (2, 2, 3)
+
+
+def test_one_large_layer_is_alone() -> None:
+    assert block_partition([0.0, 0.0, 0.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) in ((5, 5), (4, 6), (6, 4))
+    assert block_partition([1.0, 1.0, 1.0, 1.0, 9.0, 9.0], 2) == (5, 1)
+
+
+def test_more_blocks_than_layers_are_refused() -> None:
+    with pytest.raises(al.errors.PlanError, match="2 layers cannot be cut into 3 blocks"):
+        block_partition([1.0, 2.0], 3)
+
+
+def _step(params: Any, x: Any) -> Any:
+    """Four cheap layers and two whose weights are large but whose products are small."""
+
+    def loss(p: Any) -> Any:
+        h = x
+        for w in p["wide"]:
+            h = jnp.tanh(h @ w)
+        h = h.sum(1)
+        for w in p["large"]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+def _arguments() -> Any:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.2, jnp.float32)  # noqa: E731
+    params = {"wide": [draw(16, 16) for _ in range(4)], "large": [draw(16, 128), draw(128, 128)]}
+    return params, draw(16, 256, 16)
+
+
+@pytest.mark.parametrize("balance", ["time", "size"])
+def test_stages_are_balanced_by_what_was_asked_for(balance: Any, devices: Any) -> None:
+    options = dict(cluster=eager_cluster(), num_microbatches=2, batch_argnums=1)
+    step = al.parallelize(_step, planner=TorchGPipe(num_stages=2, balance=balance), **options)
+    compiled = step.compiled(*_arguments())
+    plan = compiled.plan
+    assert str(plan.schedule) == str(GPipe())
+    homes = {name: i for i, stage in enumerate(plan.stages) for name in stage.specs if name.startswith("params")}
+    first = sorted(name for name, stage in homes.items() if stage == 0)
+    # 4 · 256 · 16² multiplications per sample against 16 · 128 + 128²; 4 · 16² numbers against 16 · 128 + 128².
+    assert "params/wide/1" in first and "params/large/1" not in first
+    assert ("params/wide/2" in first) == (balance == "size")
+    assert handed_over(compiled) == planned(plan) and emitted(compiled) == planned(plan)
+    assert_same(compiled(*_arguments()), jax.jit(_step)(*_arguments()))
+
+
+def test_layers_compute_again_unless_told_not_to() -> None:
+    options = dict(cluster=eager_cluster(), num_microbatches=2, batch_argnums=1)
+    again, kept, pipeline = (
+        al.plan(_step, *_arguments(), planner=planner, **options)
+        for planner in (TorchGPipe(), TorchGPipe(checkpoint=False), Pipeline(schedule=GPipe()))
+    )
+    assert again.remat and not kept.remat and not pipeline.remat
+    assert again.stages[0].activation_bytes <= kept.stages[0].activation_bytes

@@ -1,0 +1,173 @@
+"""Sharded data parallelism: what is communicated, what devices hold, and how many gathered weights live at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.planners import FSDP, DataParallel, Zero
+from cost_models.cluster import Cluster
+from tests.end_to_end.cases import assert_same, eager_cluster
+from tests.end_to_end.collectives import emitted, handed_over, planned
+
+NUM_LAYERS, WIDTH = 6, 64
+WEIGHT = 4 * WIDTH * WIDTH
+
+
+def _layers(ws: Any, x: Any) -> Any:
+    def loss(ws: Any) -> Any:
+        h = x
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(ws)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+
+def _scanned(ws: Any, x: Any) -> Any:
+    def loss(ws: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(ws)
+    return ws - 0.1 * grads, value
+
+
+def _arguments(step: Any) -> Any:
+    rng = np.random.default_rng(0)
+    ws = jnp.asarray(rng.normal(size=(NUM_LAYERS, WIDTH, WIDTH)) / 8, jnp.float32)
+    return ws if step is _scanned else list(ws), jnp.asarray(rng.normal(size=(64, WIDTH)), jnp.float32)
+
+
+def _compiled(step: Any, planner: Any, cluster: Cluster | None = None, **options: Any) -> Any:
+    cluster = cluster or eager_cluster()
+    return al.parallelize(step, cluster=cluster, planner=planner, **options).compiled(*_arguments(step))
+
+
+def _two_hosts() -> Cluster:
+    """The same eight devices, four on each of two hosts."""
+    cluster = eager_cluster()
+    return dataclasses.replace(cluster, num_hosts=2, devices_per_host=4, inter_host=cluster.intra_host)
+
+
+def _gathered_at_once(text: str) -> dict[str, int]:
+    """Of each computation of a scheduled program the most bytes of gathered arrays that live at a time.
+
+    An array lives from its gather to the last line that reads it or a copy of it in another order.
+    """
+    found: dict[str, int] = {}
+    for block in re.split(r"\n(?=\S)", text):
+        lines = block.splitlines()
+        sizes, ends, of = dict[str, int](), dict[str, int](), dict[str, str]()
+        starts = dict[str, int]()
+        for i, line in enumerate(lines[1:]):
+            match = re.match(r"\s*(?:ROOT )?%(\S+) = (\S+?)(?:\{[\d,]*\})? ([\w\-]+)\((.*)", line)
+            if match is None:
+                continue
+            name, shape, opcode, rest = match.groups()
+            read = {of[o] for o in re.findall(r"%([\w.\-]+)", rest.split("), ")[0]) if o in of}
+            ends.update(dict.fromkeys(read, i))
+            if opcode == "all-gather":
+                sizes[name] = 4 * prod(int(n) for n in re.findall(r"\d+", shape.split("[")[1]))
+                starts[name], of[name] = i, name
+            elif len(read) == 1 and (opcode in ("bitcast", "copy", "transpose") or "copy" in name):
+                of[name] = read.pop()
+        times = range(len(lines))
+        live = [sum(n for name, n in sizes.items() if starts[name] <= t <= ends.get(name, 0)) for t in times]
+        found[lines[0]] = max(live, default=0)
+    return found
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("step", [_layers, _scanned])
+def test_no_more_than_two_units_are_gathered_at_a_time(step: Any, num_microbatches: int, devices: Any) -> None:
+    compiled = _compiled(step, FSDP(), num_microbatches=num_microbatches)
+    texts = [executable.compiled.as_text() for executable in compiled.executor.executables]
+    peak = max(size for text in texts for size in _gathered_at_once(text).values())
+    assert WEIGHT <= peak <= 2 * WEIGHT
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    assert_same(compiled(*_arguments(step)), jax.jit(step)(*_arguments(step)))
+
+
+@pytest.mark.parametrize(("step", "first"), [(_layers, 1), (_scanned, 0)])
+def test_each_layer_is_gathered_in_both_passes_and_its_gradient_scattered(step: Any, first: int) -> None:
+    """3 Ψ elements in all (Rajbhandari et al. 2020, section 7.2.2); whose input needs no gradient is gathered once."""
+    plan = al.plan(step, *_arguments(step), cluster=eager_cluster(), planner=FSDP(), num_microbatches=1)
+    assert planned(plan) == {
+        ("all_gather", WEIGHT, 8): 2 * NUM_LAYERS - first,
+        ("reduce_scatter", WEIGHT, 8): NUM_LAYERS,
+        ("all_reduce", 4, 8): 1,
+    }
+    assert plan.stages[0].state_bytes == NUM_LAYERS * WEIGHT / 8
+
+
+def test_the_memory_model_counts_one_unit_beside_the_parts() -> None:
+    """What a device holds beyond activations does not grow with the number of layers, but for its parts."""
+    peaks = []
+    for num_layers in (4, 8, 12):
+        ws, x = _arguments(_layers)
+        ws = [ws[0]] * num_layers
+        plan = al.plan(_layers, ws, x, cluster=eager_cluster(), planner=FSDP(), num_microbatches=1)
+        peaks.append(plan.prediction.peak_bytes[0])
+    activations, parts = 4 * 8 * WIDTH, 2 * WEIGHT / 8  # of a layer: its output; its weight and gradient
+    grown = np.diff(peaks) / 4
+    assert all(grown <= activations + parts) and all(grown < WEIGHT)
+
+
+@pytest.mark.parametrize("step", [_layers, _scanned])
+def test_hybrid_sharding_gathers_within_hosts_and_sums_parts_across(step: Any, devices: Any) -> None:
+    compiled = _compiled(step, FSDP(hybrid=True), cluster=_two_hosts(), num_microbatches=1)
+    plan = compiled.plan
+    assert plan.stages[0].mesh_shape.axis_sizes == {"replica": 2, "data": 4}
+    # The devices of a replica are those of a host: groups of four neighbours gather.
+    text = "".join(executable.compiled.as_text() for executable in compiled.executor.executables)
+    groups = Counter(re.findall(r" (all-gather|reduce-scatter|all-reduce)\(.*?replica_groups=(\S+?), ", text))
+    assert {g for kind, g in groups if kind != "all-reduce"} == {"{{0,1,2,3},{4,5,6,7}}"}
+    uses = plan.prediction.collectives
+    across = Counter((u.kind, u.bytes) for u in uses for _ in range(round(u.count)) if u.axis == "replica")
+    inside = Counter((u.kind, u.bytes) for u in uses for _ in range(round(u.count)) if u.axis == "data")
+    # What crosses hosts is a part: it was scattered inside before.
+    assert across == {("all_reduce", WEIGHT / 4): NUM_LAYERS, ("all_reduce", 4): 1}
+    assert inside["reduce_scatter", WEIGHT] == NUM_LAYERS
+    assert plan.stages[0].state_bytes == NUM_LAYERS * WEIGHT / 4
+    assert handed_over(compiled) == emitted(compiled) == planned(plan)
+    assert_same(compiled(*_arguments(step)), jax.jit(step)(*_arguments(step)))
+
+
+def test_five_steps_lose_as_data_parallelism_does(devices: Any) -> None:
+    losses = []
+    for planner in (DataParallel(), FSDP(), FSDP(replicas=2), Zero(stage=1), Zero(stage=2)):
+        step = al.parallelize(_layers, cluster=eager_cluster(), planner=planner, num_microbatches=1)
+        ws, x = _arguments(_layers)
+        losses.append([])
+        for _ in range(5):
+            ws, loss = step(ws, x)
+            losses[-1].append(float(loss))
+    assert np.diff(losses[0]).max() < 0
+    np.testing.assert_allclose(losses, [losses[0]] * 5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FSDP(hybrid=True, replicas=2), "replicas=2 was given"),
+        (lambda: Zero(stage=4), "stages 1, 2 and 3"),
+    ],
+)
+def test_options_that_contradict_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(al.errors.PlanError, match=message):
+        make()
+
+
+def test_replicas_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(al.errors.PlanError, match="3 replicas"):
+        al.plan(_layers, *_arguments(_layers), cluster=eager_cluster(), planner=FSDP(replicas=3), num_microbatches=1)
