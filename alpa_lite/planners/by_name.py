@@ -72,7 +72,7 @@ def _readings(text: str) -> list[Any]:
     """What a text may mean, the first that fits counts."""
     pairs = [pair.partition(":") for pair in text.split(";")]
     found: list[Any] = [int(text)] if text.isdecimal() else []
-    found += [text == "true"] if text in ("true", "false") else []
+    found += [text in ("true", "1")] if text in ("true", "false", "1", "0") else []
     if all(name and size.isdecimal() for name, _, size in pairs):
         found.append({name: int(size) for name, _, size in pairs})
     return [*found, text] if text else found
