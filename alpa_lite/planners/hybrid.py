@@ -94,14 +94,15 @@ class Hybrid(Planner):
             self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
         by_loops = self.equal == "loops"
-        # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
-        written_out = any(map(splits_backward, self.schedule.tasks(self.num_stages, self.num_stages)))
-        cut = cut_into_stages(
-            request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares, written_out=written_out
-        )
+        cut = cut_into_stages(request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares)
+        schedule = schedule_for(cut.step, self.schedule)
+        tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
+        if any(map(splits_backward, tasks)) and not by_loops:
+            # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
+            cut = cut_into_stages(
+                request, (cut.step.num_microbatches,), self.num_stages, shares=self.shares, written_out=True
+            )
         step, layers = cut.step, cut.layers
-        schedule = schedule_for(step, self.schedule)
-        tasks = schedule.tasks(self.num_stages, step.num_microbatches)
         for _, mesh in places:
             check_batch(self, step, mesh)
         if self.remat != "none":
