@@ -23,10 +23,10 @@ class AlpaLiteError(Exception):
     """Base of everything that alpa_lite raises on purpose."""
 
 
-Problem = TypeVar("Problem", bound=Exception)
+Kept = TypeVar("Kept", bound=Exception)
 
 
-def without_frames(problem: Problem) -> Problem:
+def without_frames(problem: Kept) -> Kept:
     """An exception to keep for later, with the frames that it passed forgotten.
 
     They hold all that was made on the way, and as one of them holds the exception, only the collector of cycles would

@@ -168,10 +168,8 @@ def test_simulate_and_measure_the_program_of_a_step(plans, capsys, tmp_path):
     code, out, _ = run(capsys, "simulate", plans[1], *step, "--measure", "--trace", str(both))
     assert code == 0 and "stage 1 forward+backward" in out and "measured" in out
     events = json.loads(both.read_text())["traceEvents"]
-    spans = {process: [e for e in events if e["ph"] == "X" and e["pid"] == process] for process in PROCESSES}
-    tasks, sends = ({p: sorted(e["name"] for e in spans[p] if e["cat"] == k) for p in spans} for k in ("RUN", "SEND"))
-    assert tasks["predicted"] == tasks["measured"]
-    assert sends["predicted"] and set(sends["measured"]) <= set(sends["predicted"])  # some end before one looks
+    spans = {process: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == process] for process in PROCESSES}
+    assert sorted(spans["predicted"]) == sorted(name for name in spans["measured"] if not name.startswith(BETWEEN))
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert rows >= {"stage 0", "stage 1", "stage 0 receives", "stage 1 receives"}
     code, _, err = run(capsys, "simulate", plans[1], "--measure")
@@ -179,6 +177,8 @@ def test_simulate_and_measure_the_program_of_a_step(plans, capsys, tmp_path):
 
 
 PROCESSES = ("predicted", "measured")
+BETWEEN = ("PLACE", "ZEROS", "CONCAT")
+"""Instructions that take time on a device, and none in a simulation."""
 
 
 def test_doctor(capsys):

@@ -144,8 +144,8 @@ def chrome_trace(spans: Iterable[SpanLike] | Timeline | PredictedTimeline, proce
     A predicted step has a row per submesh.
     `process` names the group of rows; traces are joined by joining their `traceEvents`.
     """
-    # Of instructions tasks count, and what takes time: buffers come and go in between.
-    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind == "RUN" or s.end_seconds > s.start_seconds]
+    # Tasks and transfers count however short they are, and what else takes time: buffers come and go in between.
+    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
     rows: dict[int, set[int]] = {}
     for span in listed:
         rows.setdefault(_row(span), set()).add(span.stage)
@@ -230,6 +230,9 @@ def _event(process: str, span: Any) -> dict[str, Any]:
         "args": {"stage": span.stage, "microbatch": microbatch},
     }
 
+
+_SHOWN = ("RUN", "SEND")
+"""The instructions that predicted and measured traces have in common."""
 
 _RECEIVING = 10_000
 """Transfers to a stage have a row of their own, as they go on beside its tasks: its number plus this."""

@@ -69,11 +69,13 @@ def placements_of(
     choices: Sequence[int],
 ) -> dict[int, OpPlacement]:
     """The placements of ops of the step, in order, when the nodes of the problem choose so."""
-    return _Chosen(placed, offers, scopes, choices).within(0, ops)
+    return _Chosen(placed=placed, offers=offers, scopes=scopes, choices=choices).within(0, ops)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Chosen:
+    """What ops and values get under some choices. `sums`: specs of the additions that were met."""
+
     placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
     offers: Mapping[Key, Offer]
     scopes: Sequence[Scope]

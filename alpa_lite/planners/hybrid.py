@@ -100,9 +100,12 @@ class Hybrid(Planner):
             self._check_state(request, [mesh for _, mesh in places])
         microbatches = self.default_microbatches(request.batch_size, lcm(*(batch_ways(mesh) for _, mesh in places)))
         cut = self._cut(request, microbatches)
+        schedule = schedule_for(cut.step, self.schedule)
+        tasks = schedule.tasks(self.num_stages, cut.step.num_microbatches)
+        if any(map(splits_backward, tasks)) and self.equal == "flops":
+            # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
+            cut = self._cut(request, (cut.step.num_microbatches,), written_out=True)
         step, layers = cut.step, cut.layers
-        schedule = schedule_for(step, self.schedule)
-        tasks = schedule.tasks(self.num_stages, step.num_microbatches)
         for _, mesh in places:
             check_batch(self, step, mesh)
         if self.remat != "none":
@@ -132,13 +135,11 @@ class Hybrid(Planner):
         plan = assemble(self.name, request, step, layers, stages, schedule, started)
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
-    def _cut(self, request: PlanRequest, microbatches: Sequence[int]) -> Cut:
+    def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> Cut:
         """The step and its stages, one layer each."""
         if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
             return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
         by_loops = self.equal == "loops"
-        # Of a loop over several layers no part of the backward pass can be put off: the loop is one op.
-        written_out = any(map(splits_backward, self.schedule.tasks(self.num_stages, self.num_stages)))
         return cut_into_stages(
             request, microbatches, self.num_stages, by_loops=by_loops, shares=self.shares, written_out=written_out
         )

@@ -232,7 +232,7 @@ class Executor:
                     slots[i] = None
         finally:
             self.flight.observer = None
-            ends = {number: end - began for number, end in watch.finish().items()}
+        ends = {number: end - began for number, end in watch.finish().items()}
         record.extend(spans(self.program, self._groups, launches, ends))
 
     def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:

@@ -6,7 +6,8 @@
              what came before                                                                        `spans`
 
 What launches the step waits for nothing but the beginning of each wait for a copy: the task that reads an array may
-take over its memory, and then there would be nothing left to wait for.
+take over its memory, and then there would be nothing left to wait for. Where the step fails, nobody waits for the
+threads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -36,10 +36,9 @@ class Watch:
         self._tokens: tuple[queue.SimpleQueue[tuple[int, Any] | None], ...] = tuple(
             queue.SimpleQueue() for _ in range(num_groups)
         )
-        self._threads = [threading.Thread(target=self._wait_in_turn, args=(q,), daemon=True) for q in self._tokens]
-        self._copies = ThreadPoolExecutor(thread_name_prefix="alpa_lite watches copies")
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for tokens in self._tokens:
+            self._begin(self._wait_in_turn, tokens)
 
     def launched(self, group: int, instruction: int, token: Any) -> None:
         """A program of an instruction was launched on a group of devices."""
@@ -48,7 +47,7 @@ class Watch:
     def copied(self, instruction: int, array: Any) -> None:
         """An instruction copies an array; returns when somebody waits for it."""
         begun = threading.Event()
-        self._copies.submit(self._wait_for_copy, instruction, array, begun)
+        self._begin(self._wait_for_copy, instruction, array, begun)
         begun.wait()
 
     def finish(self) -> Mapping[int, float]:
@@ -57,8 +56,13 @@ class Watch:
             tokens.put(None)
         for thread in self._threads:
             thread.join()
-        self._copies.shutdown()
         return self.ends
+
+    def _begin(self, wait: Callable[..., None], *what: Any) -> None:
+        """A thread of its own for each wait: with fewer, one more copy would have to wait for another's end."""
+        thread = threading.Thread(target=wait, args=what, name="alpa_lite watches a step", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _wait_in_turn(self, tokens: queue.SimpleQueue[tuple[int, Any] | None]) -> None:
         while (item := tokens.get()) is not None:

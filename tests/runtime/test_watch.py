@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from alpa_lite.errors import HangError
 from alpa_lite.lower.program import Buffer, Instruction
 from alpa_lite.planners import Hybrid
 from alpa_lite.runtime.watch import Watch, spans
@@ -67,6 +70,36 @@ def test_instructions_overlap_but_not_with_what_they_wait_for(schedule: Any, dev
     sends = [span for span in record if span.kind == "SEND"]
     assert sends and all(span.end_seconds >= span.start_seconds for span in sends)
     assert sum(span.end_seconds > span.start_seconds for span in record if span.kind == "RUN") > len(busy)
+
+
+class _Never:
+    """The token of a launch that never ends."""
+
+    def block_until_ready(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_step_that_fails_does_not_wait_for_what_it_launched(devices: Any) -> None:
+    executor = compiled([0.5] * 8, Hybrid(pipeline=2, data=4), 4).executor
+    weights, x = arguments(8)
+
+    def fail(_: list[Any]) -> None:
+        executor.flight.observer(0, 0, _Never())
+        raise HangError("no instruction ends")
+
+    executor.bound = replace(executor.bound, actions=((fail, ()),), instructions=(0,))
+    with pytest.raises(HangError, match="no instruction ends"):
+        executor([*weights, x], [], awaited=False)
+    assert executor.flight.observer is None
+
+
+def test_many_copies_are_waited_for_at_once() -> None:
+    watch, pending = Watch(1), threading.Event()
+    copies: list[Any] = [SimpleNamespace(block_until_ready=pending.wait) for _ in range(64)]
+    for number, copy in enumerate(copies):
+        watch.copied(number, copy)  # none of them has ended
+    pending.set()
+    assert sorted(watch.finish()) == [*range(64)]
 
 
 def test_ends_are_those_of_the_launches() -> None:
