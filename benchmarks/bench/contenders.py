@@ -69,8 +69,10 @@ def _degrees(name: str, cluster: Cluster) -> Sequence[dict[str, Any]]:
     """Options of a planner, each set of which is one contender."""
     total = cluster.num_devices
     ways = [n for n in range(2, total + 1) if total % n == 0]
-    if name == "pipeline":
+    if name in ("pipeline", "torchgpipe"):
         return [{"num_stages": n} for n in ways] or [{}]
+    if name == "convolution_parallel":
+        return [{}, *({dim: ways[0]} for dim in ("height", "width", "channel", "filter") if ways)]
     if name == "megatron":
         return [{"tensor": n} for n in ways if n <= cluster.devices_per_host] or [{}]
     if name == "zero":

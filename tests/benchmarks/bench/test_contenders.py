@@ -7,7 +7,18 @@ import pytest
 import alpa_lite as al
 from alpa_lite.cli import PLANNERS
 from alpa_lite.errors import PlanError
-from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
+from alpa_lite.planners import (
+    Auto,
+    ConvolutionParallel,
+    DataParallel,
+    Hybrid,
+    Megatron,
+    MeshTensorFlow,
+    OnMesh,
+    Pipeline,
+    Planner,
+    TorchGPipe,
+)
 from benchmarks.bench.contenders import named_contenders
 
 HOST = al.cluster("p3.16xlarge")
@@ -22,10 +33,16 @@ def test_a_list_is_taken_in_its_order():
 
 
 def test_all_has_every_planner_and_each_level_alone():
-    planners = [each.planner for each in named_contenders("all", HOST)]
+    found = named_contenders("all", HOST)
+    planners = [each.planner for each in found if each.planner is not None]
     assert planners[:3] == [Auto(), Auto(intra_op_only=True), Auto(inter_op_only=True)]
-    assert {type(planner) for planner in planners} == set(PLANNERS.values())
-    assert all(Pipeline(num_stages=n) in planners for n in (2, 4, 8))
+    assert {each.name: "without options" in each.problem for each in found if each.planner is None} == {
+        "mesh_tensorflow": True,  # layouts and meshes are the user's
+        "on_mesh": True,
+    }
+    assert {type(planner) for planner in planners} == set(PLANNERS.values()) - {MeshTensorFlow, OnMesh}
+    assert all(Pipeline(num_stages=n) in planners and TorchGPipe(num_stages=n) in planners for n in (2, 4, 8))
+    assert ConvolutionParallel(height=2) in planners and ConvolutionParallel(filter=2) in planners
     assert Hybrid(pipeline=2, model=2, data=2) in planners and Hybrid(pipeline=4, model=2, data=1) in planners
     assert all(planners.index(planner) == number for number, planner in enumerate(planners))
 
