@@ -78,7 +78,7 @@ class Auto(Planner):
     intra_op_only: bool = False
     inter_op_only: bool = False
     max_memory_bytes: float | None = None
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
     remat: Literal["auto", "none", "selective", "full"] = "auto"
     schedule: Schedule | None = None
     measure_top: int = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
@@ -44,9 +44,9 @@ class Custom(Planner):
     batch      axes that split nothing but the batch, and state; see `OnMesh`. The others are as free as they can be
     """
 
-    mesh: Any = None
-    in_specs: Any = ()
-    rules: Sequence[tuple[str, Any]] = ()
+    mesh: Any = field(default=None, hash=False)
+    in_specs: Any = field(default=(), hash=False)
+    rules: Sequence[tuple[str, Any]] = field(default=(), hash=False)
     batch: tuple[str, ...] = ()
 
     @property

@@ -68,7 +68,7 @@ class Hybrid(Planner):
     replicas: int = 1
     context: int = 1
     expert: int = 1
-    split: Mapping[str, str] = field(default_factory=dict[str, str])
+    split: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     sequence_parallel: bool = True
     schedule: Schedule = field(default_factory=OneFOneB)
     equal: Literal["flops", "loops", "layer_flops", "layer_bytes"] = "flops"

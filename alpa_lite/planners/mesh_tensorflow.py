@@ -34,9 +34,9 @@ class MeshTensorFlow(Planner):
               are found, and name all that is the same dim
     """
 
-    layout: str | Mapping[str, str]
-    mesh: Mapping[str, int]
-    dims: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    layout: str | Mapping[str, str] = field(hash=False)
+    mesh: Mapping[str, int] = field(hash=False)
+    dims: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]], hash=False)
 
     @property
     def name(self) -> str:

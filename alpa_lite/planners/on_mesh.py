@@ -33,9 +33,9 @@ class OnMesh(Planner):
     split whatever is best, the batch included. `pins`: arguments whose sharding is given, by path; see `pins`.
     """
 
-    axes: Mapping[str, int]
+    axes: Mapping[str, int] = field(hash=False)
     batch: tuple[str, ...] = field(default=())
-    pins: Pins = field(default_factory=dict[str, Sequence[Any]])
+    pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
 
     @property
     def name(self) -> str:

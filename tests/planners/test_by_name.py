@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite.planners.by_name import planner_by_name
+from alpa_lite.planners import Planner
+from alpa_lite.planners.by_name import PLANNERS, planner_by_name
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,21 @@ from alpa_lite.planners.by_name import planner_by_name
 )
 def test_options_are_read_by_their_type(name: str, options: list[str], planner: object) -> None:
     assert planner_by_name(name, options) == planner
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(kind for name, kind in PLANNERS.items() if name not in ("mesh_tensorflow", "on_mesh")),
+        lambda: al.planners.Auto(pins={"w": P("data")}),
+        lambda: al.planners.Hybrid(data=2, model=2, split={"heads": "model"}),
+        lambda: al.planners.MeshTensorFlow(layout={"batch": "rows"}, mesh={"rows": 8}),
+        lambda: al.planners.OnMesh(axes={"a": 2, "b": 4}, pins={"w": P("a")}),
+        lambda: al.planners.Custom(mesh={"x": 8}, in_specs=({"w": P("x")},), rules=[(".*", P())]),
+    ],
+)
+def test_planners_are_values(make: Callable[[], Planner]) -> None:
+    assert make() == make() and len({make(), make()}) == 1
 
 
 @pytest.mark.parametrize(
