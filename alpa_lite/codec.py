@@ -7,6 +7,7 @@ integer keys are written with string keys, as JSON demands. Classes with `to_jso
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -27,9 +28,14 @@ def encode(value: Any) -> Any:
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
-    if isinstance(value, float) and value == int(value) and abs(value) < 2**53:
-        return int(value)
-    return value
+    return _number(value) if isinstance(value, float) else value
+
+
+def _number(value: float) -> int | float | str:
+    """Whole numbers without a point; words for what is no number in JSON, which `float` reads."""
+    if not math.isfinite(value):
+        return str(value)
+    return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:

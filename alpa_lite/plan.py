@@ -244,7 +244,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json()))
+        Path(path).write_text(json.dumps(self.to_json(), allow_nan=False))
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -52,11 +52,12 @@ def _from_file(path: Path) -> ModuleType:
     """The module of a file, which finds its neighbours as `python FILE` does."""
     if not path.is_file():
         raise PlanError(f"There is no file {str(path)!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Under its own name it would stand in for a package that it imports: `jax.py` here, or a second `train.py`.
+    spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.resolve().parent}", path)
     if spec is None or spec.loader is None:
         raise PlanError(f"{str(path)!r} cannot be imported as a module.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look their module up
     with _in_front(str(path.resolve().parent)):
         spec.loader.exec_module(module)
     return module

@@ -78,3 +78,12 @@ def test_what_a_module_lacks_itself_is_its_own_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
         load_example("lacking:f")
+
+
+def test_a_file_does_not_stand_in_for_a_module_of_its_name(tmp_path):
+    import json
+
+    path = tmp_path / "json.py"
+    path.write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n  a: int\ndef f():\n  return A, (1,)")
+    assert load_example(f"{path}:f")[1] == (1,)
+    assert sys.modules["json"] is json
