@@ -74,7 +74,10 @@ def next_numbers(
     if best is not None:
         known = sorted({*open_, *searched})
         place = known.index(best)
-        found = [_first_better(numbers, open_, guess, at_most) for numbers in (known[:place][::-1], known[place + 1 :])]
+        # What the best was guessed too high its neighbours are too.
+        near = max(at_most, guess(best).at_best)
+        sides = (known[:place][::-1], known[place + 1 :])
+        found = [_first_better(numbers, open_, guess, near, at_most) for numbers in sides]
         if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
             return around
         likely = (n for n in open_ if guess(n).likely < at_most * (1 - NEAR))
@@ -94,12 +97,13 @@ def next_numbers(
 
 
 def _first_better(
-    numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], at_most: float
+    numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], near: float, at_most: float
 ) -> int | None:
-    """The first of numbers, up to one that was searched, that may take less: at best if it is the next, else likely."""
+    """The first of numbers, up to one that was searched, that may take less: the next one less than `near` at best,
+    one behind it likely less than `at_most`."""
     for place, number in enumerate(numbers):
         if number not in open_:
             return None
-        if (guess(number).likely if place else guess(number).at_best) < at_most:
+        if guess(number).likely < at_most if place else guess(number).at_best < near:
             return number
     return None
