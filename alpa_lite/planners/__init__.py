@@ -1,6 +1,5 @@
 """Planners: automatic search and the classic manual plans. Each is one class in one file; all return a `Plan`."""
 
-from alpa_lite.planners.auto import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.auto import Auto as Auto
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel as ConvolutionParallel
 from alpa_lite.planners.custom import Custom as Custom
@@ -9,6 +8,7 @@ from alpa_lite.planners.deepspeed import DeepSpeed3D as DeepSpeed3D
 from alpa_lite.planners.grid_search import GridSearch as GridSearch
 from alpa_lite.planners.gshard import GShard as GShard
 from alpa_lite.planners.hybrid import Hybrid as Hybrid
+from alpa_lite.planners.manual import MANUAL_PLANNERS as MANUAL_PLANNERS
 from alpa_lite.planners.megatron import Megatron as Megatron
 from alpa_lite.planners.mesh_tensorflow import MeshTensorFlow as MeshTensorFlow
 from alpa_lite.planners.on_mesh import OnMesh as OnMesh

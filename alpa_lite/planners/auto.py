@@ -1,7 +1,7 @@
 """Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the manual plans too.
 
     search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint.JointSearch`
-    manual       the classic plans, priced alike                                             `Auto._manual`
+    manual       the classic plans, tuned to the best so far, priced alike                   `manual.manual_plans`
     best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
 
 The result is never priced worse than any manual plan that the search knows.
@@ -10,38 +10,26 @@ The result is never priced worse than any manual plan that the search knows.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import islice
 from typing import Any, Literal
 
-from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError, without_frames
+from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
 from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
-from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
-from alpa_lite.planners.megatron import Megatron
+from alpa_lite.planners.manual import MANUAL_PLANNERS, manual_plans
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
-from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.planners.steps import Steps
-from alpa_lite.planners.zero import Zero
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import Cluster
-
-MANUAL_PLANNERS: tuple[Planner, ...] = (
-    DataParallel(),
-    Megatron(),
-    Zero(stage=2),
-    Pipeline(num_stages=2),
-    Pipeline(num_stages=4),
-)
-"""The classic plans that are always priced beside the search."""
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
 """Schedules of pipelines that are tried; stages are searched for the first two, the one with less memory first."""
@@ -99,20 +87,26 @@ class Auto(Planner):
         started = time.perf_counter()
         self._check()
         limited = replace(request, cluster=self._limited(request.cluster))
+        manual = () if self._restricted else self.manual
         problems, manual_problems = list[AlpaLiteError](), list[AlpaLiteError]()
         plans: list[Plan] = []
         interrupted = False
         request.progress.begin("survey", "stages", "refine")
         try:
-            # The manual plans take little time: with them there is something to give back from early on.
             with rare_collection(), request.progress.interrupts():
-                for plan in chain(self._manual(limited, manual_problems), self._search(limited, problems)):
+                search = self._search(limited, problems)
+                for plan in search.plans():
+                    plans.append(plan)
+                best = min(plans, key=_step_seconds, default=None)
+                for plan in manual_plans(manual, limited, best, manual_problems, too_large=search.too_large):
                     plans.append(plan)
         except KeyboardInterrupt:
-            if not plans:
-                raise
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
+            # Manual plans take little time: so there is something to give back from the beginning on.
+            plans += islice(manual_plans(manual, limited, None, manual_problems), 0 if plans else 1)
+            if not plans:
+                raise
         if not plans:
             raise self._advised(limited, _most_telling([*problems, *manual_problems]))
         plans.sort(key=lambda plan: plan.name != self.name)  # of equally fast plans that of the search
@@ -148,7 +142,7 @@ class Auto(Planner):
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         """The plan that is predicted to be the fastest, or that is when the best are run."""
-        by_prediction = sorted(plans, key=lambda plan: plan.prediction.step_seconds)
+        by_prediction = sorted(plans, key=_step_seconds)
         if not self.measure_top:
             return by_prediction[0]
         distinct: dict[str, Plan] = {}  # the stages of a number of micro-batches come unrefined and refined
@@ -174,13 +168,13 @@ class Auto(Planner):
         changes = [*more_microbatches(alone, request, tried)]
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
 
-    def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
+    def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> JointSearch:
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
         space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
         schedules = (self.schedule,) if self.schedule else SCHEDULES
-        yield from JointSearch(
+        return JointSearch(
             request=request,
             schedules=tuple(dict.fromkeys(schedule_for(request.step_at(1, 0), schedule) for schedule in schedules)),
             space=space,
@@ -198,17 +192,7 @@ class Auto(Planner):
             num_stages=1 if self.intra_op_only else self.num_stages,
             equal=self.equal,
             problems=problems,
-        ).plans()
-
-    def _manual(self, request: PlanRequest, problems: list[AlpaLiteError]) -> Iterator[Plan]:
-        for planner in () if self._restricted else self.manual:
-            try:
-                with request.progress.during("manual", planner.name):
-                    plan = planner.plan(replace(request, advise=False))
-            except AlpaLiteError as error:
-                problems.append(without_frames(error))
-            else:
-                yield plan
+        )
 
 
 def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
@@ -233,6 +217,10 @@ def _fastest(request: PlanRequest, plans: Sequence[Plan]) -> Plan:
             "measure_top out to take the plan that is predicted to be the fastest."
         )
     return min(measured, key=lambda each: each[0])[1]
+
+
+def _step_seconds(plan: Plan) -> float:
+    return plan.prediction.step_seconds
 
 
 def _first_line(error: Exception) -> str:

@@ -75,7 +75,8 @@ SAVES = 1.3
 
 @dataclass(kw_only=True)
 class JointSearch:
-    """Searches the plans of a request; what cannot be planned is noted in `problems`.
+    """Searches the plans of a request; what cannot be planned is noted in `problems`, and numbers of micro-batches at
+    which these do not fit in `too_large`.
 
     `schedules`: of pipelines. Stages are searched for the first, which needs the least memory, and for the second where
     transfers take long; then all of them are tried.
@@ -90,6 +91,7 @@ class JointSearch:
     num_stages: int | None = None
     equal: Collection[Equal] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
+    too_large: set[int] = field(default_factory=set[int])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
     _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
 
@@ -140,6 +142,8 @@ class JointSearch:
                     better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
             except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
                 self.problems.append(without_frames(error))
+                if isinstance(error, InfeasibleError):
+                    self.too_large.add(number)
                 continue
             searched.add(number)
             known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-NEAR = 0.03
+NEAR = 0.01
 """Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
 
 FAR_BETTER = 0.75

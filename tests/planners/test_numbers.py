@@ -54,7 +54,7 @@ def test_the_best_is_found_where_times_fall_and_then_rise(
 
 
 def test_of_numbers_that_are_likely_close_the_one_nearest_to_what_was_solved_comes_first() -> None:
-    guesses = _guesses({8: 1.02, 64: 1.0, 256: 1.03}, {8: 1.2, 64: 1.0, 256: 1.03})
+    guesses = _guesses({8: 1.02, 64: 1.0, 256: 1.01}, {8: 1.2, 64: 1.0, 256: 1.01})
     assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 200.0) == [256, 64, 8]
     assert next_numbers(guesses, guesses.__getitem__, (), None, math.inf, 10.0) == [64, 256, 8]
 
@@ -68,7 +68,7 @@ def test_what_fits_at_best_is_not_searched_beyond_what_is_no_better() -> None:
 
 
 def test_beyond_what_was_searched_only_what_is_clearly_better_is_and_at_last() -> None:
-    guesses = _guesses({1: 0.8, 2: 0.9, 8: 0.9, 16: 0.95}, {1: 0.9, 2: 0.98, 8: 0.9, 16: 0.99})
+    guesses = _guesses({1: 0.8, 2: 0.9, 8: 0.9, 16: 0.95}, {1: 0.93, 2: 0.995, 8: 0.9, 16: 0.999})
     assert next_numbers({1, 2, 16}, guesses.__getitem__, (4, 8), 8, 1.0, 8.0) == [16]
     assert next_numbers({1, 2}, guesses.__getitem__, (4, 8, 16), 8, 1.0, 8.0) == [1]
     assert next_numbers({1, 2}, guesses.__getitem__, (4, 8, 16), 8, 0.92, 8.0) == []

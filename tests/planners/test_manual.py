@@ -1,0 +1,97 @@
+"""Manual plans beside the search: with which numbers of micro-batches they are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.plan import Plan
+from alpa_lite.planners import FSDP, Auto, Planner, PlanRequest, Zero
+from alpa_lite.planners.manual import manual_plans
+from benchmarks.requests import request_of
+from tests.end_to_end.cases import MODELS, Training, make_batch
+
+
+def _request(num_microbatches: int | str = "auto") -> PlanRequest:
+    training = Training(model="mlp", optimizer="momentum")
+    args = jax.eval_shape(lambda: (training.start(), make_batch(MODELS["mlp"], 0, 64), jax.random.key(0)))
+    traced = al.parallelize(training.step()).trace(*args)
+    return request_of(traced, al.cluster("p3.16xlarge"), num_microbatches=num_microbatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced(Planner):
+    """A planner whose plans take so long, by their number of micro-batches; "auto" is 3."""
+
+    plan_: Plan = field(repr=False)
+    seconds: Mapping[int | str, float]
+
+    @property
+    def name(self) -> str:
+        return "priced"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        if request.num_microbatches not in self.seconds:
+            raise InfeasibleError(f"{request.num_microbatches} do not fit.")
+        return _lasting(self.plan_, self.seconds[request.num_microbatches], request.num_microbatches)
+
+
+def _lasting(plan: Plan, seconds: float, number: Any) -> Plan:
+    number = 3 if number == "auto" else number
+    return replace(plan, num_microbatches=number, prediction=replace(plan.prediction, step_seconds=seconds))
+
+
+@pytest.fixture(scope="module")
+def some_plan() -> Plan:
+    return FSDP().plan(_request())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "too_large", "tried"),
+    [
+        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}),  # while faster
+        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}),  # while it fits
+        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}),  # nothing fits with 4, nor with fewer
+        ({16: 5.0, 8: 1.0}, (), {16: 5.0}),  # hopeless
+        ({8: 1.0, 32: 1.0}, (), {}),
+        ({"auto": 1.0}, (), {}),
+    ],
+)
+def test_numbers_go_down_from_that_of_the_best(
+    seconds: Mapping[int | str, float], too_large: tuple[int, ...], tried: Mapping[int, float], some_plan: Plan
+) -> None:
+    planner, problems = Priced(plan_=some_plan, seconds=seconds), list[AlpaLiteError]()
+    best = _lasting(some_plan, 1.0, 16)
+    found = manual_plans([planner], _request(), best, problems, too_large=too_large)
+    assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
+    assert not problems or "do not fit" in str(problems[-1])
+
+
+@pytest.mark.parametrize("microbatches", [None, 1])
+def test_beside_one_micro_batch_or_nothing_planners_decide_themselves(
+    microbatches: int | None, some_plan: Plan
+) -> None:
+    best = None if microbatches is None else _lasting(some_plan, 1.0, microbatches)
+    planner = Priced(plan_=some_plan, seconds={"auto": 2.0, 1: 1.5})
+    (found,) = manual_plans([planner], _request(), best, [])
+    assert (found.num_microbatches, found.prediction.step_seconds) == (3, 2.0)
+
+
+def test_a_number_that_was_asked_for_is_the_only_one(some_plan: Plan) -> None:
+    planner = Priced(plan_=some_plan, seconds={4: 1.0, 2: 0.5, 1: 0.5})
+    (found,) = manual_plans([planner], _request(4), _lasting(some_plan, 1.0, 4), [])
+    assert found.num_microbatches == 4
+
+
+def test_the_search_is_no_slower_than_tuned_manual_plans() -> None:
+    found = Auto().plan(_request())
+    for planner in (Zero(stage=2), FSDP()):
+        for number in (1, 2, 4, 8):
+            other = planner.plan(_request(number))
+            assert found.prediction.step_seconds <= other.prediction.step_seconds
