@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import jax
@@ -93,7 +93,7 @@ class TracedFunction:
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
         answer = planned(chosen, request, self.options.cache if cache is None else cache)
-        return PlannedFunction(function=self, last_plan=answer.plan, cached=answer.cached)
+        return PlannedFunction(function=self, last_plan=replace(answer.plan, request=request), cached=answer.cached)
 
     def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
         traced = self.traced

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -184,6 +184,9 @@ class Plan:
     the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
 
     `buckets`: gradients that are reduced together, one bucket after the other; () where each is by itself.
+
+    `request`: what the plan answers (a `planners.PlanRequest`), from which explanations price alternatives. A plan that
+    comes from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
     """
 
     name: str
@@ -206,6 +209,11 @@ class Plan:
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
+    request: Any = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes into files and to other processes: all but the request."""
+        return {**self.__dict__, "request": None}
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that a layer belongs to."""
@@ -229,7 +237,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` gives an equal plan."""
-        return {"format": FORMAT, **{f.name: encode(getattr(self, f.name)) for f in fields(self)}}
+        return {"format": FORMAT, **{name: encode(getattr(self, name)) for name in _decided()}}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
@@ -237,10 +245,10 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
         hints = get_type_hints(Plan)
-        missing = [f.name for f in fields(Plan) if f.name not in data]
+        missing = [name for name in _decided() if name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
-        return Plan(**{f.name: decode(hints[f.name], data[f.name]) for f in fields(Plan)})
+        return Plan(**{name: decode(hints[name], data[name]) for name in _decided()})
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -261,10 +269,22 @@ class Plan:
         return plan_text(self)
 
     def explain(self, subject: str) -> str:
-        """Why something is as it is: a parameter's path, `op 12`, `stage 0`, or part of a source line."""
+        """Why something is as it is: a parameter's path, `op 12`, `layer 3`, `stage 0`, or part of a source line."""
         from alpa_lite.inspection.explain import explain
 
         return explain(self, subject)
+
+    def explain_time(self) -> str:
+        """Where the time of a step goes, the most first, each with the line and what may be done about it."""
+        from alpa_lite.inspection.time_use import time_use
+
+        return str(time_use(self))
+
+    def explain_memory(self) -> str:
+        """When each stage holds the most, and what is alive then."""
+        from alpa_lite.inspection.memory_use import memory_use
+
+        return str(memory_use(self))
 
     def diff(self, other: Plan) -> str:
         """What changes from this plan to another, and what it buys."""
@@ -296,6 +316,11 @@ class Plan:
                 f"This plan is for {self.cluster.num_devices} devices ({self.cluster.name}), but {cluster.name} has "
                 f"{cluster.num_devices}. Make a new plan for this cluster."
             )
+
+
+def _decided() -> list[str]:
+    """The fields that a plan consists of."""
+    return [f.name for f in fields(Plan) if f.compare]
 
 
 def fingerprint(step: StepGraph) -> str:

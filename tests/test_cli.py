@@ -17,6 +17,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import cli, plan_cache
+from alpa_lite.cli import solving
+from alpa_lite.cli.command import Exit
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.user_step import load_example
 from tests.runtime.test_calibrate import simulate
@@ -101,7 +103,17 @@ def run(capsys, *arguments):
 def run_json(capsys, *arguments):
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
-    return json.loads(out)
+    return documented(arguments[0], json.loads(out))
+
+
+def documented(command, found):
+    """Data of a command, checked: they name their schema, and the page on the command line names their keys."""
+    assert (found.pop("schema"), found.pop("version")) == (f"alpa-lite/{command}", 1)
+    page = (Path(cli.__file__).parents[2] / "docs" / "command-line.md").read_text()
+    sections = page.split("\n### ")
+    names = {section.split("`")[1]: set(section.split("`")) for section in sections[1:]}
+    assert set(found) <= names[f"alpa-lite {command}"] | names["alpa-lite plan"], f"{command}: {set(found)}"
+    return found
 
 
 def test_plan_prints_and_saves(plans, capsys):
@@ -185,7 +197,7 @@ def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert "HiGHS" in out and "jaxlib" in out
-    assert run_json(capsys, "doctor")["healthy"] is True
+    assert run_json(capsys, "doctor", "--quick")["self_test"] is None
 
 
 @pytest.fixture
@@ -212,13 +224,13 @@ def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkey
     found = replace(calibrated, fingerprint=fingerprints.fingerprint(devices))
     monkeypatch.setattr(al, "calibrate", lambda **options: found)
     monkeypatch.setattr(fingerprints, "cache_folder", lambda: tmp_path)
-    assert "measured quickly" in run_json(capsys, "doctor")["calibration"]
+    assert "measured quickly" in run_json(capsys, "doctor", "--quick")["calibration"]
     assert run(capsys, "calibrate")[0] == 0
     assert al.local_cluster() == calibrated.cluster
     (path,) = tmp_path.iterdir()
-    assert run_json(capsys, "doctor")["calibration"] == str(path)
+    assert run_json(capsys, "doctor", "--quick")["calibration"] == str(path)
     path.write_text("{")
-    diagnosis = run_json(capsys, "doctor")
+    diagnosis = run_json(capsys, "doctor", "--quick")
     assert "cannot be used" in diagnosis["calibration"] and "Run `alpa-lite calibrate` again" in diagnosis["advice"][0]
 
 
@@ -229,7 +241,7 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
         calls.append((command, env))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(cli.subprocess, "run", fake)
+    monkeypatch.setattr(subprocess, "run", fake)
     assert cli.main(["calibrate", "--devices", "4", "--seconds", "9", "--out", "mine.json", "--json"]) == 0
     command, environment = calls[0]
     rest = ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"]
@@ -251,6 +263,12 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
         (["plan", "users_model:example", "--planner", "magic", "--cluster", "p3.16xlarge"], "no planner 'magic'"),
         (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "its options are"),
         (["plan", "users_model:example", "--num-microbatches", "5", "--cluster", "p3.16xlarge"], "5"),
+        (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--bandwidth-scale", "0"], "above 0"),
+        (
+            ["plan", "users_model:example", "--cluster", "p3.16xlarge", "--cluster", "p3.2xlarge", "--output", "x"],
+            "2 t",
+        ),
+        (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--pins", "nowhere.yaml"], "cannot be read"),
     ],
 )
 def test_errors_are_sentences(at_work, capsys, arguments, words):
@@ -274,17 +292,18 @@ def test_wrong_usage_exits_with_2(capsys, arguments):
     assert "usage" in capsys.readouterr().err
 
 
-def test_demo_runs_in_its_own_process(monkeypatch):
+def test_demo_runs_in_its_own_process(monkeypatch, capsys):
     calls = []
 
-    def fake(command, *, env, check):
+    def fake(command, *, env, check, stdout, text):
         calls.append((command, env))
-        return subprocess.CompletedProcess(command, 3)
+        return subprocess.CompletedProcess(command, 3, stdout='{"steps": 5}\n')
 
-    monkeypatch.setattr(cli.subprocess, "run", fake)
+    monkeypatch.setattr(subprocess, "run", fake)
     assert cli.main(["demo", "--steps", "5", "--json"]) == 3
     command, environment = calls[0]
     assert command == [sys.executable, "-m", "benchmarks.demo", "--steps", "5", "--json"]
+    assert json.loads(capsys.readouterr().out) == {"schema": "alpa-lite/demo", "version": 1, "steps": 5}
     assert "device_count=8" in environment["XLA_FLAGS"] and environment["NPROC"] == "32"
 
 
@@ -312,7 +331,7 @@ def test_an_interrupted_plan_is_the_best_so_far(tmp_path, default_interrupt):
     """A real Ctrl-C on a terminal, once the bar shows that the search is under way."""
     (tmp_path / "large.py").write_text(MODULE + UNEQUAL)
     command = [sys.executable, "-m", "alpa_lite.cli", "plan", "large:unequal", "--cluster", "p3.16xlarge"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "COLUMNS": "120", "TERM": "xterm"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), "COLUMNS": "120", "TERM": "xterm"}
     screen, terminal = os.openpty()
     running = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=terminal)
     try:
@@ -351,7 +370,8 @@ def test_solve(tmp_path, capsys):
     assert cli.main(["solve", str(path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.startswith("optimal  cost")
     assert cli.main(["solve", str(path), "--json", "--solver", "search", "--seed", "3", "--rounds", "4"]) == 0
-    assert json.loads(capsys.readouterr().out)["cost"] == json.loads(out.read_text())["cost"]
+    found = documented("solve", json.loads(capsys.readouterr().out))
+    assert found["cost"] == json.loads(out.read_text())["cost"]
     assert cli.main(["solve", str(tmp_path / "nowhere.json")]) == 1
     assert "cannot be read" in capsys.readouterr().err
 
@@ -365,13 +385,13 @@ def test_solve_explains_and_draws_the_front(tmp_path, capsys):
         path.write_text(json.dumps({"problem": {"nodes": nodes, "edges": edges, "usage_limit": limit}}))
 
     write(6)
-    assert cli.main(["solve", str(path)]) == 1
+    assert cli.main(["solve", str(path)]) == Exit.INFEASIBLE
     printed = capsys.readouterr()
     assert "infeasible" in printed.out
     assert "need at least 7 bytes" in printed.err
     write(100)
     assert cli.main(["solve", str(path), "--pareto", "8", "--json"]) == 0
-    front = json.loads(capsys.readouterr().out)["pareto"]
+    front = documented("solve", json.loads(capsys.readouterr().out))["pareto"]
     assert [(point["peak_bytes"], point["cost"]) for point in front] == [(7, 7), (12, 2), (17, 0)]
     assert cli.main(["solve", str(path), "--pareto", "8"]) == 0
     assert capsys.readouterr().out.count("peak") == 4
@@ -388,8 +408,8 @@ def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
     def solve_file(*args, control, **kwargs):
         return solve_file_of_package(*args, control=replace(control, report=interrupt), **kwargs)
 
-    solve_file_of_package = cli.solve_file
-    monkeypatch.setattr(cli, "solve_file", solve_file)
+    solve_file_of_package = solving.solve_file
+    monkeypatch.setattr(solving, "solve_file", solve_file)
     handler = signal.getsignal(signal.SIGINT)
     assert cli.main(["solve", str(path), "--solver", "search", "--timeout", "600", "--out", str(out)]) == 0
     assert signal.getsignal(signal.SIGINT) is handler

@@ -1,4 +1,4 @@
-"""Is this machine ready: versions, devices, the solver, and settings of virtual CPU devices."""
+"""Is this machine ready: versions, devices, the solver, flags that hurt, virtual CPU devices, and a self-test."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import pulp
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
+from alpa_lite.inspection.self_test import SelfTest, self_test
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
 from alpa_lite.runtime.local_cluster import local_cluster
 
-PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "optax")
+PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "pyyaml", "optax")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _WARN_STUCK = "--xla_cpu_collective_call_warn_stuck_timeout_seconds"
 _TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -31,7 +32,7 @@ class Diagnosis:
     """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences.
 
     `calibration` says where the description of these devices comes from, `compilation_cache` where JAX
-    keeps executables.
+    keeps executables. `self_test` is None where it was left out.
     """
 
     versions: dict[str, str]
@@ -42,11 +43,12 @@ class Diagnosis:
     calibration: str
     compilation_cache: str
     advice: tuple[str, ...]
+    self_test: SelfTest | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether planning works here."""
-        return not self.solver_error
+        """Whether planning works here, and running where that was tested."""
+        return not self.solver_error and not (self.self_test is not None and self.self_test.error)
 
     def __str__(self) -> str:
         solver = self.solver_error or f"solves a tiny integer program in {1e3 * self.solver_seconds:.0f} ms"
@@ -57,6 +59,7 @@ class Diagnosis:
             *self.settings.items(),
             ("calibration", self.calibration),
             ("compilation cache", self.compilation_cache),
+            *([("self-test", str(self.self_test))] if self.self_test is not None else []),
         ]
         table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
         return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
@@ -66,8 +69,11 @@ class Diagnosis:
         return {**asdict(self), "healthy": self.healthy}
 
 
-def diagnose() -> Diagnosis:
-    """Look at this process: its packages, its devices (this starts JAX), the solver and the environment."""
+def diagnose(*, test: bool = True) -> Diagnosis:
+    """Look at this process: its packages, its devices (this starts JAX), the solver and the environment.
+
+    `test`: also plan and run a small step, which takes some seconds.
+    """
     devices = tuple(f"{device.platform} {device.device_kind}" for device in jax.devices())
     start = time.perf_counter()
     error = solver_error()
@@ -81,8 +87,67 @@ def diagnose() -> Diagnosis:
         settings={name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if name in os.environ},
         calibration=calibration,
         compilation_cache=compilation_cache(),
-        advice=(*filter(None, [error, unusable]), *device_advice(devices, os.environ)),
+        advice=(
+            *filter(None, [error, unusable]),
+            *device_advice(devices, os.environ),
+            *flag_advice(os.environ, {name: getattr(jax.config, name, None) for name in _HARMFUL_CONFIG}),
+        ),
+        self_test=self_test() if test else None,
     )
+
+
+_HARMFUL_CONFIG: Mapping[str, tuple[Sequence[object], str]] = {
+    "jax_disable_jit": ((True,), "nothing is compiled, so that steps cannot be parallelized"),
+    "jax_debug_nans": ((True,), "every step waits for its values and keeps its inputs"),
+    "jax_debug_infs": ((True,), "every step waits for its values and keeps its inputs"),
+    "jax_check_tracer_leaks": ((True,), "tracing takes many times as long"),
+    "jax_enable_x64": ((True,), "numbers without a type take 8 bytes, and matrix units do not multiply float64"),
+    "jax_default_matmul_precision": (
+        ("highest", "float32", "BF16_BF16_F32_X9", "F32_F32_F32"),
+        "matrix products of float32 run at a fraction of the speed",
+    ),
+    "jax_transfer_guard": (
+        ("disallow", "disallow_explicit", "log", "log_explicit"),
+        "moving arrays is refused or told",
+    ),
+}
+"""Options of JAX that hurt: their values that do, and how."""
+
+_HARMFUL_FLAGS: Mapping[str, str] = {
+    "--xla_backend_optimization_level=0": "code is not optimised",
+    "--xla_disable_hlo_passes": "code is not optimised as it should be",
+    "--xla_dump_to": "every program is written to disk",
+    "--xla_gpu_deterministic_ops=true": "faster kernels are left out",
+    "--xla_gpu_exclude_nondeterministic_ops=true": "faster kernels are left out",
+    "--xla_gpu_autotune_level=0": "kernels are not chosen by measuring them",
+    "--xla_gpu_enable_latency_hiding_scheduler=false": "collectives are not hidden behind work",
+    "--xla_cpu_multi_thread_eigen=false": "each program runs on one core",
+}
+"""Flags in XLA_FLAGS that hurt, and how."""
+
+_HARMFUL_VARIABLES: Mapping[str, tuple[str, str]] = {
+    "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every array is allocated by the driver, which is slow"),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": ("false", "memory fragments, so that plans near the limit may not fit"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "NCCL_P2P_DISABLE": ("1", "devices of a host exchange data through its memory"),
+}
+"""Environment variables that hurt: their value that does, and how."""
+
+
+def flag_advice(environment: Mapping[str, str], config: Mapping[str, object]) -> tuple[str, ...]:
+    """Settings of JAX, of XLA and of the environment that cost time or memory, each with how and what to do."""
+    found = [
+        f"{name} is {config[name]!r}: {how}. Leave it out unless you are after a fault."
+        for name, (values, how) in _HARMFUL_CONFIG.items()
+        if config.get(name) in values
+    ]
+    flags = environment.get("XLA_FLAGS", "").split()
+    for flag, how in _HARMFUL_FLAGS.items():
+        found += [f"XLA_FLAGS has {given}: {how}. Take it out." for given in flags if given.startswith(flag)]
+    for name, (value, how) in _HARMFUL_VARIABLES.items():
+        if environment.get(name, "").lower() == value:
+            found.append(f"{name} is {value}: {how}. Unset it.")
+    return tuple(found)
 
 
 def compilation_cache() -> str:

@@ -1,9 +1,12 @@
-"""Why something in a plan is as it is: a parameter, a stage, an op, or a line of the user's code.
+"""Why something in a plan is as it is: a parameter, a stage, a layer, an op, or a line of the user's code.
 
 stage 1                          its layers, devices, times, memory and collectives
+layer 3                          its stage, the arguments that live in it, how many ops it has
 op 12                            its layer, how its factors are split, the specs of its results
 layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
 model.py:31, (attention)         the collectives that arise on a source line
+
+Where the step is known (`Plan.request`), each comes with what else it could have been, priced (`alternatives`).
 """
 
 from __future__ import annotations
@@ -11,11 +14,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from alpa_lite.errors import PlanError
+from alpa_lite.inspection.alternatives import (
+    Alternatives,
+    of_layer,
+    of_op,
+    of_parameters,
+    of_stage,
+    without_memory_limit,
+)
 from alpa_lite.inspection.parameters import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
 from alpa_lite.inspection.tables import CollectiveGroup, Table, collective_rows, group_collectives, render
 from alpa_lite.inspection.units import (
@@ -27,21 +38,34 @@ from alpa_lite.inspection.units import (
     show_range,
     show_seconds,
 )
+from alpa_lite.intra_op.placed import Key, Placed
 from alpa_lite.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.planners.reprice import Repricing
+from alpa_lite.rules.graph_facts import rule_of_op
 
-_NUMBERED = re.compile(r"^(?P<what>stage|op)\s+(?P<number>\d+)$")
+_NUMBERED = re.compile(r"^(?P<what>stage|layer|op)\s+(?P<number>\d+)$")
 _MAX_COLLECTIVES = 12
 _MAX_HINTS = 6
+
+_NEARLY_FULL = 0.8
+"""From this part of a device's memory on it is asked whether the limit costs time."""
+
+_NEEDS_THE_STEP = (
+    "What else it could be, and at what cost, is priced with the step: replay the plan with"
+    " al.plan(step, *args, planner=plan), or give alpa-lite explain the option --step."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of a subject: a sentence or more, and the collectives that have to do with it."""
+    """What is known of a subject: a sentence or more, the collectives that have to do with it, and what else it could
+    be (None where there is no choice, or the step is not known)."""
 
     subject: str
     kind: str
     sentences: tuple[str, ...]
     collectives: tuple[CollectiveGroup, ...] = ()
+    alternatives: Alternatives | None = None
 
     def __str__(self) -> str:
         columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
@@ -53,8 +77,11 @@ class Explanation:
             numeric=frozenset(columns[4:7]),
             note=f"… and {len(rest)} more, {show_seconds(sum(c.seconds for c in rest))} in all" if rest else "",
         )
-        lines = (self.subject, *(f"  {sentence}" for sentence in self.sentences))
-        return render((*lines, ""), [table]) if table.rows else render(lines)
+        more = () if self.alternatives is None else self.alternatives.sentences
+        lines = (self.subject, *(f"  {sentence}" for sentence in (*self.sentences, *more)))
+        tables = [] if self.alternatives is None else [self.alternatives.table()]
+        tables += [table] if table.rows else []
+        return render((*lines, ""), tables) if tables else render(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -64,6 +91,7 @@ class Explanation:
             "kind": self.kind,
             "sentences": list(self.sentences),
             "collectives": [{name: getattr(group, name) for name in fields} for group in self.collectives],
+            "alternatives": None if self.alternatives is None else self.alternatives.to_json(),
         }
 
 
@@ -75,19 +103,26 @@ def explain(plan: Plan, subject: str) -> str:
 def explanation(plan: Plan, subject: str) -> Explanation:
     """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
     wanted = subject.strip()
+    repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
     if (match := _NUMBERED.match(wanted)) is not None:
-        number = int(match["number"])
-        return _explain_stage(plan, number) if match["what"] == "stage" else _explain_op(plan, number)
+        explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
+        return _noted(plan, explained(plan, int(match["number"]), repricing))
     arguments = arguments_of(plan)
     if (group := _find_group(arguments, wanted)) is not None:
-        return _explain_parameter(plan, arguments, group)
+        return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
-    if uses:
-        return _explain_source(plan, wanted, uses)
+    key = _deciding_op(repricing, wanted) if repricing is not None and wanted else None
+    if uses or key is not None:
+        return _noted(plan, _explain_source(plan, wanted, uses, repricing, key))
     raise PlanError(_unknown(plan, arguments, wanted))
 
 
-def _explain_stage(plan: Plan, number: int) -> Explanation:
+def _noted(plan: Plan, found: Explanation) -> Explanation:
+    """With a word on what is missing where the step is not known."""
+    return found if plan.request is not None else replace(found, sentences=(*found.sentences, _NEEDS_THE_STEP))
+
+
+def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
     if number >= len(plan.stages):
         raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
     stage = plan.stages[number]
@@ -104,9 +139,44 @@ def _explain_stage(plan: Plan, number: int) -> Explanation:
             f"update {show_seconds(stage.update_seconds)} per step.",
             f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
             *_memory_sentences(plan, number, stage),
+            *_limit_sentences(plan, number, repricing),
         ),
         collectives=group_collectives(uses),
+        alternatives=None if repricing is None else of_stage(repricing, number),
     )
+
+
+def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
+    """Whether the memory limit of a stage costs time; asked where the stage comes near to it."""
+    nearly = _NEARLY_FULL * plan.cluster.device.memory_bytes
+    if repricing is None or plan.prediction.peak_bytes[number] < nearly:
+        return []
+    return [*filter(None, [without_memory_limit(repricing, number)])]
+
+
+def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
+    if number >= plan.num_layers:
+        raise PlanError(f"There is no layer {number}: this plan has layer 0 to layer {plan.num_layers - 1}.")
+    home = plan.stage_of_layer(number)
+    stage, count = plan.stages[home], plan.op_layers.count(number)
+    sentences = [
+        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), whose layers are "
+        f"{show_range(*stage.layers)}."
+    ]
+    policy = plan.remat[number] if plan.remat else None
+    if policy is not None:
+        sentences.append(f"In the backward pass it computes again: {policy}.")
+    if repricing is not None:
+        graph = repricing.step.graph
+        mine = [graph.values[v] for v, h in zip(graph.inputs, plan.input_layers, strict=True) if h == number]
+        named = [value for value in mine if value.name in stage.specs]
+        listed = ", ".join(f"{value.name} {stage.specs[value.name]}" for value in named[:_MAX_HINTS])
+        more = f", … and {len(named) - _MAX_HINTS} more" if len(named) > _MAX_HINTS else ""
+        sentences.append(f"{show_count(len(named), 'argument')} live in it{f': {listed}{more}' if listed else ''}.")
+    found = None if repricing is None else of_layer(repricing, number)
+    if repricing is not None and found is None:
+        sentences.append("It is not at a border of its stage with others in it: no single layer can move from here.")
+    return Explanation(subject=f"layer {number}", kind="layer", sentences=tuple(sentences), alternatives=found)
 
 
 def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
@@ -127,13 +197,16 @@ def _others_on_its_devices(plan: Plan, number: int) -> list[str]:
     return [f"The peak counts what its devices hold of stage {listed} too."] if listed else []
 
 
-def _explain_op(plan: Plan, number: int) -> Explanation:
+def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
     homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
     if not homes:
         raise PlanError(f"There is no op {number} in this plan: its ops are {show_numbers(_op_numbers(plan))}.")
     layer = plan.op_layers[number] if number < len(plan.op_layers) else None
     where = f"It belongs to layer {layer}." if layer is not None else "It is repeated wherever its result is read."
     sentences = [where]
+    if repricing is not None:
+        op = repricing.step.graph.ops[number]
+        sentences.insert(0, f"{op.primitive}{f' at {short_source(op.source)}' if op.source else ''}.")
     for index, stage in homes:
         placement = stage.ops[number]
         split = [f"factor {i} over {' × '.join(axes)}" for i, axes in enumerate(placement.factors) if axes]
@@ -141,10 +214,15 @@ def _explain_op(plan: Plan, number: int) -> Explanation:
         sums = f"its operands are partial sums over {', '.join(placement.partial)}; " if placement.partial else ""
         results = ", ".join(map(str, placement.results)) or "none"
         sentences.append(f"On stage {index} ({stage.mesh_shape}) {splits}; {sums}results {results}.")
-    return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences))
+    found = None if repricing is None else of_op(repricing, homes[0][0], (0, number))
+    if repricing is not None and found is None:
+        sentences.append("It has no choice of its own: loops are decided by what is in them, scalars by nothing.")
+    return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences), alternatives=found)
 
 
-def _explain_parameter(plan: Plan, arguments: Arguments, group: ArgumentGroup) -> Explanation:
+def _explain_parameter(
+    plan: Plan, arguments: Arguments, group: ArgumentGroup, repricing: Repricing | None
+) -> Explanation:
     first, spec = group.members[0], group.spec
     same = f"{show_count(len(group.members), 'array')} of this path" if len(group.members) > 1 else "The array"
     axes = sorted(spec.axes)
@@ -168,7 +246,12 @@ def _explain_parameter(plan: Plan, arguments: Arguments, group: ArgumentGroup) -
         kind="parameter",
         sentences=tuple(sentences),
         collectives=group_collectives(related),
+        alternatives=None if repricing is None else of_parameters(repricing, _names_by_stage(group)),
     )
+
+
+def _names_by_stage(group: ArgumentGroup) -> dict[int, list[str]]:
+    return {number: [m.name for m in group.members if m.stage == number] for number in group.stages}
 
 
 def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUse]) -> str:
@@ -196,11 +279,38 @@ def _optimizer_sentences(arguments: Arguments, first: Argument) -> list[str]:
     return [f"Optimizer state: {listed}."]
 
 
-def _explain_source(plan: Plan, wanted: str, uses: Sequence[CollectiveUse]) -> Explanation:
+def _deciding_op(repricing: Repricing, wanted: str) -> tuple[int, Key] | None:
+    """The op with the most work among those of a source line that have a choice, and its stage."""
+    for number, stage in enumerate(repricing.stages):
+        found: list[tuple[float, Key]] = []
+        for key, placed in stage.builder.placed.items():
+            if isinstance(placed, Placed) and len(placed.options) > 1:
+                graph, op = stage.op(key)
+                if wanted in op.source or wanted in short_source(op.source):
+                    found.append((rule_of_op(graph, op.id).flops, key))
+        if found:
+            return number, max(found, key=lambda each: each[0])[1]
+    return None
+
+
+def _explain_source(
+    plan: Plan,
+    wanted: str,
+    uses: Sequence[CollectiveUse],
+    repricing: Repricing | None,
+    where: tuple[int, Key] | None,
+) -> Explanation:
     groups = group_collectives(uses)
     total = sum(group.seconds for group in groups)
     moved = sum(group.bytes for group in groups)
     lines = sorted({short_source(use.source) for use in uses if use.source})
+    found, chosen = None, list[str]()
+    if repricing is not None and where is not None:
+        number, key = where
+        found = of_op(repricing, number, key)
+        _, op = repricing.stages[number].op(key)
+        name = f"op {op.id}" if key[0] == 0 else "in a loop"
+        chosen = [f"What decides there is {op.primitive} at {short_source(op.source)} ({name}, stage {number})."]
     return Explanation(
         subject=wanted,
         kind="source",
@@ -208,8 +318,10 @@ def _explain_source(plan: Plan, wanted: str, uses: Sequence[CollectiveUse]) -> E
             f"{show_count(sum(g.count for g in groups), 'collective')} per step, {show_bytes(moved)}, "
             f"{show_seconds(total)} of a step of {show_seconds(plan.prediction.step_seconds)}.",
             *([f"Arising on {show_count(len(lines), 'line')}: {', '.join(lines[:_MAX_HINTS])}."] if lines else []),
+            *chosen,
         ),
         collectives=groups,
+        alternatives=found,
     )
 
 
@@ -259,8 +371,8 @@ def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
     known = list(dict.fromkeys(close or names[:3]))[:_MAX_HINTS]
     label = "Close to it" if close else "For example"
     return (
-        f"The plan of {plan.function!r} has no argument, stage, op or line with collectives that {wanted!r} names. "
-        f"{label}: {', '.join(known) or 'nothing'}. It also knows {_stage_names(plan)}, and `op N`."
+        f"The plan of {plan.function!r} has no argument, stage, layer, op or line that {wanted!r} names. "
+        f"{label}: {', '.join(known) or 'nothing'}. It also knows {_stage_names(plan)}, `layer N` and `op N`."
     )
 
 

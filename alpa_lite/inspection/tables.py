@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -36,6 +36,9 @@ WIDTH = 120
 
 MAX_PARAMETER_ROWS = 25
 MAX_COLLECTIVE_ROWS = 10
+
+SCREEN_ROWS = {"stages": 16, "parameters": 8, "collectives": 6, "opaque": 4, "undivided": 4, "alternatives": 5}
+"""Rows of each table of a plan in a terminal; all of them are in `plan_tables`, on pages and in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,24 @@ class CollectiveGroup:
 
 def plan_text(plan: Plan) -> str:
     """The plan on one screen: `WIDTH` columns, no colour codes."""
-    return render([*headline(plan), ""], plan_tables(plan))
+    tables = (
+        shortened(stages_table(plan), SCREEN_ROWS["stages"]),
+        parameters_table(plan, SCREEN_ROWS["parameters"]),
+        collectives_table(plan, SCREEN_ROWS["collectives"]),
+        shortened(opaque_table(plan), SCREEN_ROWS["opaque"]),
+        shortened(undivided_table(plan), SCREEN_ROWS["undivided"]),
+        shortened(alternatives_table(plan), SCREEN_ROWS["alternatives"]),
+    )
+    return render([*headline(plan), ""], [table for table in tables if table.rows])
+
+
+def shortened(table: Table, max_rows: int) -> Table:
+    """The first rows of a table, and how many more there are."""
+    rest = len(table.rows) - max_rows
+    if rest <= 0:
+        return table
+    note = "; ".join(filter(None, (f"… and {rest} more rows", table.note)))
+    return replace(table, rows=table.rows[:max_rows], note=note)
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
@@ -104,7 +124,7 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 
 def stages_table(plan: Plan) -> Table:
-    """A row per stage: where it runs, how long it takes, what it holds, what it communicates."""
+    """A row per stage: where it runs, what it holds, how long it takes, communication too."""
     capacity = plan.cluster.device.memory_bytes
     rows = [_stage_row(plan, number, stage, capacity) for number, stage in enumerate(plan.stages)]
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
@@ -113,19 +133,20 @@ def stages_table(plan: Plan) -> Table:
         "layers",
         "devices",
         "mesh",
+        "parameters",
         "forward",
         "backward",
+        "communication",
         "update",
         "peak memory",
-        "collectives",
     )
     return Table(
         title="Stages",
         columns=columns,
         rows=tuple(rows),
         numeric=frozenset(columns[4:]),
-        note=f"forward, backward: ms {per}; update: ms per step; collectives per step; memory per device, "
-        f"of {show_bytes(capacity)}" + shared_note(plan),
+        note=f"per device, of {show_bytes(capacity)}{shared_note(plan)}; parameters with their optimizer state; "
+        f"forward and backward: ms {per}; communication (all collectives, hidden ones too) and update: ms per step",
     )
 
 
@@ -138,17 +159,17 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tu
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     peak = plan.prediction.peak_bytes[number]
     devices = stage.submesh.devices
-    moved, count = sum(use.bytes * use.count for use in uses), sum(use.count for use in uses)
     return (
         str(number),
         show_range(*stage.layers),
         show_range(devices[0], devices[-1]),
         str(stage.mesh_shape),
+        show_bytes(stage.state_bytes),
         show_milliseconds(stage.forward_seconds),
         show_milliseconds(stage.backward_seconds),
+        show_milliseconds(sum(use.seconds * use.count for use in uses)) if uses else "none",
         show_milliseconds(stage.update_seconds),
         f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
-        f"{show_number(count)} × {show_bytes(moved / count)}" if uses else "none",
     )
 
 
@@ -323,10 +344,13 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
                 "forward_seconds": stage.forward_seconds,
                 "backward_seconds": stage.backward_seconds,
                 "update_seconds": stage.update_seconds,
+                "communication_seconds": sum(u.seconds * u.count for u in prediction.collectives if u.stage == number),
+                "state_bytes": stage.state_bytes,
                 "peak_bytes": peak,
+                "capacity_bytes": plan.cluster.device.memory_bytes,
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
             }
-            for stage, peak in zip(plan.stages, prediction.peak_bytes, strict=True)
+            for number, (stage, peak) in enumerate(zip(plan.stages, prediction.peak_bytes, strict=True))
         ],
         "alternatives": [
             {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+_BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 _LOCATION = re.compile(r"^(?P<path>.*?):(?P<line>\d+)(?::\d+)?(?P<rest>.*)$")
 
 
@@ -16,6 +17,15 @@ def show_bytes(num_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.{_decimals(size)}f} {unit}"
         size /= 1024.0
     return f"{size:.{_decimals(size)}f} TiB"
+
+
+def read_bytes(text: str) -> float:
+    """`40GB` → 4e10, `40GiB` → 40 × 2³⁰, `1e9` and `16000` as they are. Raises `ValueError` for other text."""
+    match = _BYTES.match(text.strip())
+    if match is None:
+        return float(text)
+    power = "kmgt".find(match["prefix"].lower()) + 1 if match["prefix"] else 0
+    return float(match["number"]) * (1024.0 if match["binary"] else 1000.0) ** power
 
 
 def show_seconds(seconds: float) -> str:

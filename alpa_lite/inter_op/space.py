@@ -182,6 +182,12 @@ def _matrix_rate(cluster: Cluster) -> float:
     return device.peak("bfloat16") * device.efficiencies[device.format("bfloat16")]
 
 
+def meshes_of(submesh: Submesh, cluster: Cluster) -> tuple[LogicalMesh, ...]:
+    """The logical meshes over a submesh that the search considers."""
+    shape = SubmeshKind(num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host)
+    return _meshes(shape, cluster)
+
+
 def _meshes(kind: SubmeshKind, cluster: Cluster) -> tuple[LogicalMesh, ...]:
     """The logical meshes over a submesh; the last axis of several stays inside a host."""
     hosts, per_host = kind.num_hosts, kind.devices_per_host

@@ -14,6 +14,7 @@ from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
 from alpa_lite.intra_op.liveness import Lives
 from alpa_lite.intra_op.placed import Key
+from alpa_lite.intra_op.problem import Problem
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.usages import UsageOf, stage_lives
@@ -63,20 +64,32 @@ def explain_shortage(
 ) -> Shortage:
     """What a stage needs at least; see ``solve_stage`` for the arguments."""
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
+    return shortage_of(builder, problem, in_flight=in_flight, solver=solver, time_limit_seconds=time_limit_seconds)
+
+
+def shortage_of(
+    builder: Builder,
+    problem: Problem,
+    *,
+    in_flight: int = 1,
+    solver: Solver | None = None,
+    time_limit_seconds: float = 5.0,
+) -> Shortage:
+    """What a problem of the stage needs at least: its own, or one in which nodes may not take all of its strategies."""
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
-    held = _held(builder.usages(in_flight), explained.choices, explained.time)
+    held = held_bytes(builder.usages(in_flight), explained.choices, explained.time)
     graphs = [scope.graph for scope in builder.scopes]
-    values = [ValueBytes(name=_value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
+    values = [ValueBytes(name=value_name(graphs[s], v), bytes=size) for (s, v), size in held.items() if size > 0.0]
     return Shortage(
         explained=explained,
-        when=_moment(builder.view, stage_lives(builder.view, builder.catalogue), explained.time),
+        when=moment_name(builder.view, stage_lives(builder.view, builder.catalogue), explained.time),
         values=tuple(sorted(values, key=lambda each: -each.bytes)),
     )
 
 
-def _held(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> dict[Key, float]:
+def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> dict[Key, float]:
     """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
     held: dict[Key, float] = {}
     for usage in usages:
@@ -86,7 +99,7 @@ def _held(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> dict[
     return held
 
 
-def _moment(view: StageView, lives: Lives, time: int) -> str:
+def moment_name(view: StageView, lives: Lives, time: int) -> str:
     """When it is: the innermost op that starts at a time."""
     if time not in lives.running:
         return "at the end"
@@ -101,7 +114,8 @@ def _op_name(op: Op) -> str:
     return f"{op.primitive} at {op.source}" if op.source else op.primitive
 
 
-def _value_name(graph: Graph, v: int) -> str:
+def value_name(graph: Graph, v: int) -> str:
+    """An argument's name, or what made the value and where; with its type."""
     value, producer = graph.values[v], graph.producer[v]
     made = value.name if producer is None else f"the result of {_op_name(graph.ops[producer])}"
     return f"{made or 'an argument'} {value.dtype}[{','.join(map(str, value.shape))}]"

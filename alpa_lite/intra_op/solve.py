@@ -17,7 +17,7 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan import CollectiveUse
 from alpa_lite.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.sharding import Spec, replicated
-from alpa_lite.spmd import Walk
+from alpa_lite.spmd import Machine, Walk
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
 RELATIVE_GAP = 5e-3
@@ -188,17 +188,29 @@ def _walk(
     view: StageView, pricer: Pricer, choice: Choice, phase: Phase, part: frozenset[int] | None = None
 ) -> Estimator:
     """Price the ops of one phase, or a part of them, as a task of its own."""
-    phases = view.step.phases
     runs = view.step.num_microbatches if phase.in_loop else 1
     estimator = Estimator(pricer, stage=0, phase=phase.value, runs=runs)
-    walk = Walk(view.graph, choice.ops, pricer.sizes, estimator)
+    drive(view, pricer, choice, phase, estimator, part)
+    return estimator
+
+
+def drive(
+    view: StageView,
+    pricer: Pricer,
+    choice: Choice,
+    phase: Phase,
+    machine: Machine[int],
+    part: frozenset[int] | None = None,
+) -> None:
+    """Have a machine do the ops of one phase, or a part of them, as a task of its own; see `Estimator`."""
+    phases = view.step.phases
+    walk = Walk(view.graph, choice.ops, pricer.sizes, machine)
     mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
     repeated = _invariant_needs(view, mine)
     run = repeated.union(mine)
     _enter(walk, view, choice, phase, run)
     walk.run(o for o in view.ops if o in run)
     _leave(walk, view, choice, phase, run)
-    return estimator
 
 
 def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:

@@ -2,15 +2,16 @@
 
 import json
 import os
+from dataclasses import replace
 
 import jax
 import pytest
 
-from alpa_lite.inspection import doctor
+from alpa_lite.inspection import doctor, self_test
 
 
 def test_this_harness_is_healthy(devices):
-    found = doctor.diagnose()
+    found = doctor.diagnose(test=False)
     assert found.healthy
     assert len(found.devices) == len(devices)
     assert found.versions["jax"] and found.versions["highspy"] != "not installed"
@@ -57,3 +58,43 @@ def test_the_compilation_cache_is_on_or_off(tmp_path):
         assert str(tmp_path) in doctor.compilation_cache()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_self_test_plans_and_runs(devices):
+    found = self_test.self_test()
+    assert not found.error
+    assert "8 described devices" in str(found) and f"on {len(devices)} devices as jax.jit does" in str(found)
+
+
+def test_a_wrong_answer_fails_the_self_test(monkeypatch):
+    right = self_test.parallelize
+    monkeypatch.setattr(self_test, "parallelize", lambda f, **options: lambda *args: wrong(right(f, **options)(*args)))
+    found = self_test.self_test()
+    assert "differs from jax.jit" in found.error
+    assert not replace(doctor.diagnose(test=False), self_test=found).healthy
+
+
+def wrong(result):
+    params, loss = result
+    return params, loss + 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "words"),
+    [
+        ({}, {"jax_debug_nans": True}, "jax_debug_nans is True"),
+        ({}, {"jax_enable_x64": True}, "8 bytes"),
+        ({}, {"jax_default_matmul_precision": "highest"}, "fraction of the speed"),
+        ({"XLA_FLAGS": "--a=1 --xla_dump_to=/tmp/x"}, {}, "written to disk"),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, {}, "allocated by the driver"),
+    ],
+)
+def test_flags_that_hurt(environment, config, words):
+    (sentence,) = doctor.flag_advice(environment, config)
+    assert words in sentence
+
+
+def test_harmless_settings_are_left_alone():
+    assert (
+        doctor.flag_advice({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, {"jax_debug_nans": False}) == ()
+    )

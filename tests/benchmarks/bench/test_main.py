@@ -130,8 +130,9 @@ def started(monkeypatch):
 
     class Done:
         returncode = 7
+        stdout = ""
 
-    def start(command, *, env, check):
+    def start(command, *, env, check, **options):
         found.append((command, env))
         return Done()
 

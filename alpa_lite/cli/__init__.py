@@ -1,0 +1,18 @@
+"""The command line: parse, call one public function, print. `alpa-lite COMMAND --help` tells the options.
+
+plan       plan a train step for a cluster, or compare clusters   alpa_lite.plan                        `planning`
+explain    a saved plan, or why something in it is so             Plan.explain, explain_time, …         `reading`
+diff       what changes from one plan to another                  inspection.diff.compare               `reading`
+simulate   the timeline of a plan, predicted or measured          LoweredFunction.simulate              `reading`
+solve      a file with an intra-op problem                        intra_op.solve_file.solve_file        `solving`
+calibrate  measure this machine's devices                         alpa_lite.calibrate                   `machine`
+doctor     is this machine ready                                  inspection.doctor.diagnose            `machine`
+bench      planners against each other                            benchmarks.bench, in its own process  `benchmark`
+demo       plan, train and compare on this machine                benchmarks.demo, in its own process   `benchmark`
+completion what a shell needs to complete these                   `completion`
+"""
+
+from alpa_lite.cli.entry import build_parser as build_parser
+from alpa_lite.cli.entry import main as main
+from alpa_lite.cli.planning import make_planner as make_planner
+from alpa_lite.planners.by_name import PLANNERS as PLANNERS

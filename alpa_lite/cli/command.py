@@ -1,0 +1,115 @@
+"""What the commands have in common: how one is described, how it answers, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, cast
+
+from alpa_lite.errors import AlpaLiteError
+
+VERSION = 1
+"""Of what `--json` prints; it grows when something that was there before goes or means something else."""
+
+
+class Exit(IntEnum):
+    """Exit codes of all commands; docs/command-line.md tells them to users."""
+
+    DONE = 0
+    ERROR = 1
+    USAGE = 2
+    INFEASIBLE = 3
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One subcommand.
+
+    example          its options in a line that works, as `--help` shows it
+    add_arguments    adds what it takes to its parser
+    run              does it and returns the exit code
+    passes_on        options that it does not know, `--help` among them, go to another program
+    """
+
+    name: str
+    about: str
+    example: str
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    passes_on: bool = False
+
+    def add_to(self, commands: Any) -> None:
+        """Make its parser; each has `--json`."""
+        parser = commands.add_parser(
+            self.name,
+            help=self.about,
+            description=f"{self.about[0].upper()}{self.about[1:]}.",
+            epilog=self.example_text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=not self.passes_on,
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        self.add_arguments(parser)
+        parser.set_defaults(run=self.run, passes_on=self.passes_on)
+
+    @property
+    def example_text(self) -> str:
+        """The example, as it stands below the options."""
+        return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
+
+
+def suggests(action: argparse.Action, words: Sequence[str]) -> None:
+    """Note what a shell may propose for the value of an option; other values are allowed too."""
+    setattr(action, SUGGESTIONS, tuple(words))
+
+
+SUGGESTIONS = "suggestions"
+"""The attribute of an argparse action that holds what `suggests` noted."""
+
+
+def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, Any]]) -> None:
+    """Print text, or with `--json` data in the envelope that all commands share."""
+    print(json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text)
+
+
+def enveloped(command: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Data under the name and version of their schema; numbers that are not finite become null."""
+    return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, Any]", _finite(data))}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def complain(error: object) -> None:
+    """A sentence for people, where it does not get between the data."""
+    print(error, file=sys.stderr)
+
+
+class OutputError(AlpaLiteError, OSError):
+    """A file that was to be written cannot be."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is written, as a sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{path} cannot be written: {reason}. Give a file in a folder that is there.") from error

@@ -1,0 +1,182 @@
+"""`alpa-lite completion SHELL`: what a shell needs to complete commands, options and the values that are known.
+
+    source <(alpa-lite completion bash)                    # in ~/.bashrc
+    source <(alpa-lite completion zsh)                     # in ~/.zshrc, after compinit
+    alpa-lite completion fish | source                     # in config.fish
+
+The scripts are made from the parser of the commands, so that they never lack an option (`words_of`). Where nothing is
+known about a value, files are proposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.cli.command import SUGGESTIONS, Command, Exit, answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option as shells see it: its flags, whether a value follows, and the values to propose."""
+
+    flags: tuple[str, ...]
+    about: str
+    takes_value: bool
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """A command as shells see it; `values`: what may come first, where that is not a file."""
+
+    about: str
+    options: tuple[Option, ...]
+    values: tuple[str, ...] = ()
+
+
+def words_of(parser: argparse.ArgumentParser) -> dict[str, Words]:
+    """The commands of a parser by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+    return {name: _words(about.get(name, ""), sub) for name, sub in commands.choices.items()}
+
+
+def _words(about: str, parser: argparse.ArgumentParser) -> Words:
+    listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    options = [
+        Option(
+            flags=tuple(action.option_strings),
+            about=_short(action.help or ""),
+            takes_value=action.nargs != 0,
+            values=_values(action),
+        )
+        for action in listed
+        if action.option_strings
+    ]
+    first = next((action for action in listed if not action.option_strings), None)
+    return Words(about=about, options=tuple(options), values=_values(first) if first is not None else ())
+
+
+def _values(action: argparse.Action) -> tuple[str, ...]:
+    return tuple(map(str, action.choices or getattr(action, SUGGESTIONS, ())))
+
+
+def _short(text: str) -> str:
+    """The help of an option on one line, without what shells would read as more than text."""
+    return re.sub(r"[\[\]:'\"`$\\]", " ", text.replace("%%", "%")).split(";")[0].strip()
+
+
+def bash(words: Mapping[str, Words]) -> str:
+    """A script for bash."""
+    cases: list[str] = []
+    for name, command in words.items():
+        flags = " ".join(flag for option in command.options for flag in option.flags)
+        arms = [
+            f"        {'|'.join(option.flags)}) {_bash_reply(option.values)} ;;"
+            for option in command.options
+            if option.takes_value
+        ]
+        inner = [
+            "      case $previous in",
+            *arms,
+            f"        *) if [[ $word == -* ]]; then {_bash_reply(flags.split())}",
+            f"           else {_bash_reply(command.values)}; fi ;;",
+            "      esac ;;",
+        ]
+        cases.append("\n".join([f"    {name})", *inner]))
+    return "\n".join(
+        [
+            "# Completion of alpa-lite for bash: source <(alpa-lite completion bash)",
+            "_alpa_lite() {",
+            "  local word=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]}",
+            "  COMPREPLY=()",
+            f"  if ((COMP_CWORD == 1)); then {_bash_reply([*words, '--help', '--version'])}; return; fi",
+            "  case ${COMP_WORDS[1]} in",
+            *cases,
+            "  esac",
+            "}",
+            "complete -F _alpa_lite alpa-lite",
+        ]
+    )
+
+
+def _bash_reply(values: Sequence[str]) -> str:
+    """Assign what fits the word: of some values, or files."""
+    how = f"-W {shlex.quote(' '.join(values))}" if values else "-f"
+    return f'COMPREPLY=($(compgen {how} -- "$word"))'
+
+
+def zsh(words: Mapping[str, Words]) -> str:
+    """A script for zsh."""
+    lines = [
+        "#compdef alpa-lite",
+        "# Completion of alpa-lite for zsh: source <(alpa-lite completion zsh), after compinit",
+        "_alpa_lite() {",
+        "  if ((CURRENT == 2)); then",
+        f"    local -a commands=({' '.join(shlex.quote(f'{name}:{_short(c.about)}') for name, c in words.items())})",
+        "    _describe command commands",
+        "    return",
+        "  fi",
+        "  local command=$words[2]",
+        "  shift words; ((CURRENT--))",
+        "  case $command in",
+    ]
+    for name, command in words.items():
+        specs = [_zsh_option(flag, option) for option in command.options for flag in option.flags]
+        rest = f"*:value:({' '.join(command.values)})" if command.values else "*:file:_files"
+        lines.append(f"    {name}) _arguments {' '.join(map(shlex.quote, [*specs, rest]))} ;;")
+    return "\n".join([*lines, "  esac", "}", "compdef _alpa_lite alpa-lite"])
+
+
+def _zsh_option(flag: str, option: Option) -> str:
+    value = ""
+    if option.takes_value:
+        value = f":value:({' '.join(option.values)})" if option.values else ":value:_files"
+    return f"*{flag}[{option.about}]{value}"
+
+
+def fish(words: Mapping[str, Words]) -> str:
+    """A script for fish."""
+    lines = [
+        "# Completion of alpa-lite for fish: alpa-lite completion fish | source",
+        "complete -c alpa-lite -n __fish_use_subcommand -f",
+    ]
+    for name, command in words.items():
+        lines.append(
+            f"complete -c alpa-lite -n __fish_use_subcommand -a {name} -d {shlex.quote(_short(command.about))}"
+        )
+        here = f"complete -c alpa-lite -n {shlex.quote(f'__fish_seen_subcommand_from {name}')}"
+        if command.values:
+            lines.append(f"{here} -f -a {shlex.quote(' '.join(command.values))}")
+        for option in command.options:
+            flags = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in option.flags)
+            value = f" -x -a {shlex.quote(' '.join(option.values))}" if option.values else " -r"
+            lines.append(f"{here} {flags}{value if option.takes_value else ''} -d {shlex.quote(option.about)}")
+    return "\n".join(lines)
+
+
+SHELLS: Mapping[str, Callable[[Mapping[str, Words]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+
+
+def run_completion(given: argparse.Namespace) -> int:
+    """The script of a shell."""
+    script = SHELLS[given.shell](words_of(given.parser))
+    answer(given, script, lambda: {"shell": given.shell, "script": script})
+    return Exit.DONE
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell to complete in")
+
+
+COMPLETION = Command(
+    name="completion",
+    about="what a shell needs to complete these commands",
+    example="bash >> ~/.bashrc",
+    run=run_completion,
+    add_arguments=_arguments,
+)

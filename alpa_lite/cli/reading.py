@@ -1,0 +1,142 @@
+"""`alpa-lite explain`, `alpa-lite diff` and `alpa-lite simulate`: plans that were saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import alpa_lite as al
+from alpa_lite.api import PlannedFunction
+from alpa_lite.cli.command import Command, Exit, answer, writing
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.diff import compare
+from alpa_lite.inspection.explain import explanation
+from alpa_lite.inspection.memory_use import memory_use
+from alpa_lite.inspection.tables import plan_summary
+from alpa_lite.inspection.time_use import time_use
+from alpa_lite.inspection.timeline import chrome_trace, compared, comparison_text, overlaid, predicted_timeline
+from alpa_lite.user_step import load_example
+
+_STEP_HELP = "the step that was planned: the plan is checked against it, and what only the step tells is shown too"
+
+
+def run_explain(given: argparse.Namespace) -> int:
+    """`Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
+    if sum((given.subject is not None, given.time, given.memory)) > 1:
+        given.parser.error("give one of a subject, --time and --memory")
+    plan = al.Plan.load(given.plan)
+    if given.step is not None:
+        plan = _planned(plan, given.step).last_plan
+    if given.html is not None:
+        with writing(given.html):
+            plan.to_html(given.html)
+    if given.time:
+        found = time_use(plan)
+    elif given.memory:
+        found = memory_use(plan)
+    elif given.subject is not None:
+        found = explanation(plan, given.subject)
+    else:
+        answer(given, plan, lambda: {"kind": "plan", **plan_summary(plan)})
+        return Exit.DONE
+    answer(given, found, found.to_json)
+    return Exit.DONE
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument(
+        "subject", nargs="?", help="a parameter's path, `stage 0`, `layer 2`, `op 12`, or part of a source line"
+    )
+    parser.add_argument("--time", action="store_true", help="where a step's time goes, and what to do about it")
+    parser.add_argument("--memory", action="store_true", help="the peak of each stage, and what is alive then")
+    parser.add_argument("--step", metavar="MODULE:FUNCTION", help=_STEP_HELP)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+
+
+def run_diff(given: argparse.Namespace) -> int:
+    """`inspection.diff.compare`."""
+    found = compare(al.Plan.load(given.before), al.Plan.load(given.after))
+    answer(given, found, found.to_json)
+    return Exit.DONE
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A.json")
+    parser.add_argument("after", metavar="B.json")
+
+
+def run_simulate(given: argparse.Namespace) -> int:
+    """`inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    plan = al.Plan.load(given.plan)
+    if given.step is None:
+        if given.measure:
+            raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
+        timeline = predicted_timeline(plan)
+        _write_trace(given.trace, chrome_trace(timeline, "predicted"))
+        answer(given, timeline, timeline.to_json)
+        return Exit.DONE
+    lowered = _planned(plan, given.step).lower()
+    simulated = lowered.simulate()
+    if not given.measure:
+        _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
+        answer(given, simulated, simulated.to_json)
+        return Exit.DONE
+    measured = lowered.compile().measure()
+    rows = compared(simulated.times, measured)
+    _write_trace(given.trace, overlaid(simulated.times, measured))
+    tasks = [asdict(row) for row in rows]
+    answer(given, f"{simulated}\n{comparison_text(rows)}", lambda: {**simulated.to_json(), "tasks": tasks})
+    return Exit.DONE
+
+
+def _planned(plan: al.Plan, name: str) -> PlannedFunction:
+    """The plan for the step that a function returns. Raises `MismatchError` when it was made for another."""
+    step, args, kwargs = load_example(name)
+    return al.parallelize(step, planner=plan).trace(*args, **kwargs).plan(cluster=plan.cluster)
+
+
+def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
+    if path is not None:
+        with writing(path):
+            path.write_text(json.dumps(trace))
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument(
+        "--step", metavar="MODULE:FUNCTION", help="the step that was planned: simulate each instruction of its program"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+
+
+EXPLAIN = Command(
+    name="explain",
+    about="show a plan, or why something in it is so",
+    example='plan.json "params/layers/0/w" --step train.py:example',
+    run=run_explain,
+    add_arguments=_explain_arguments,
+)
+
+DIFF = Command(
+    name="diff",
+    about="what changes from one plan to another",
+    example="plan.json other.json",
+    run=run_diff,
+    add_arguments=_diff_arguments,
+)
+
+SIMULATE = Command(
+    name="simulate",
+    about="the timeline of a plan, predicted or measured",
+    example="plan.json --step train.py:example --trace timeline.json",
+    run=run_simulate,
+    add_arguments=_simulate_arguments,
+)

@@ -1,0 +1,199 @@
+"""When each stage of a plan holds the most, and what is alive then.
+
+    predicted    state + sums + micro-batches in flight × saved values + temporaries, as the plan has them
+    alive        the usages of the stage's problem at the time of its peak, under the plan's choices      (`_alive`)
+
+Without the step (`Plan.request`) the four parts are known, but not the values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.inspection.parameters import is_optimizer_state
+from alpa_lite.inspection.tables import Table, render
+from alpa_lite.inspection.units import show_bytes, show_percent
+from alpa_lite.intra_op.placed import Key
+from alpa_lite.intra_op.problem import usage_over_time
+from alpa_lite.intra_op.shortage import held_bytes, moment_name, value_name
+from alpa_lite.intra_op.usages import stage_lives
+from alpa_lite.plan import Plan
+from alpa_lite.planners.reprice import Repricing, StageProblem
+
+MAX_ROWS = 8
+"""Values of a stage in the text; the data hold all."""
+
+MAX_DETAILED = 3
+"""Stages of which the text lists the values."""
+
+_SOURCE = re.compile(r"(?:[^\s()]*/)?([^\s/()]+/[^\s/()]+:\d+)(?::\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Values of one kind with one name (up to numbers in it), alive at the peak: bytes per device of all of them."""
+
+    kind: str
+    name: str
+    count: int
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """One stage at its peak, in bytes per device. `peak_bytes` is what the plan predicts for its devices; `alive`, in
+    order of size, adds up to `alive_bytes`. `moment` is empty where the step is not known."""
+
+    stage: int
+    peak_bytes: float
+    capacity_bytes: float
+    state_bytes: float
+    accumulator_bytes: float
+    saved_bytes: float
+    temporary_bytes: float
+    in_flight: int
+    moment: str = ""
+    alive: tuple[Alive, ...] = ()
+
+    @property
+    def alive_bytes(self) -> float:
+        """What is known by name."""
+        return sum(each.bytes for each in self.alive)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """The peaks of all stages."""
+
+    plan: str
+    stages: tuple[StageMemory, ...]
+
+    def __str__(self) -> str:
+        columns = ("stage", "peak", "of the memory", "arguments", "gradient sums", "saved", "temporaries")
+        rows = tuple(
+            (
+                str(each.stage),
+                show_bytes(each.peak_bytes),
+                show_percent(each.peak_bytes / each.capacity_bytes),
+                show_bytes(each.state_bytes),
+                show_bytes(each.accumulator_bytes),
+                f"{each.in_flight} × {show_bytes(each.saved_bytes)}",
+                show_bytes(each.temporary_bytes),
+            )
+            for each in self.stages
+        )
+        summary = Table(
+            title="Peak memory per device",
+            columns=columns,
+            rows=rows,
+            numeric=frozenset(columns[1:]),
+            note="saved: micro-batches in flight × what each keeps for its backward pass",
+        )
+        fullest = sorted(self.stages, key=lambda each: -each.peak_bytes / each.capacity_bytes)
+        details = [_details(each) for each in fullest[:MAX_DETAILED] if each.alive]
+        lines = [f"{self.plan}: what devices hold at most (predicted)."]
+        if not details:
+            lines.append("Which values these are is known with the step: al.plan(step, *args, planner=plan).")
+        return render([*lines, ""], [summary, *details])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"kind": "memory", **asdict(self)}
+
+
+def _details(stage: StageMemory) -> Table:
+    shown, rest = stage.alive[:MAX_ROWS], stage.alive[MAX_ROWS:]
+    columns = ("bytes", "of the peak", "kind", "what")
+    rows = tuple(
+        (
+            show_bytes(each.bytes),
+            show_percent(each.bytes / stage.peak_bytes if stage.peak_bytes > 0 else 0.0),
+            each.kind,
+            each.name if each.count == 1 else f"{each.name} ×{each.count}",
+        )
+        for each in shown
+    )
+    note = f"… and {len(rest)} more, {show_bytes(sum(each.bytes for each in rest))} in all" if rest else ""
+    return Table(
+        title=f"Alive on stage {stage.stage} {stage.moment}",
+        columns=columns,
+        rows=rows,
+        numeric=frozenset(columns[:2]),
+        note=note,
+    )
+
+
+def memory_use(plan: Plan) -> MemoryUse:
+    """The peak of each stage, with what is alive then where the step is known."""
+    problems: Sequence[StageProblem | None] = [None] * len(plan.stages)
+    if plan.request is not None:
+        problems = Repricing.of(plan, plan.request).stages
+    found: list[StageMemory] = []
+    for number, (stage, problem) in enumerate(zip(plan.stages, problems, strict=True)):
+        moment, alive = "", tuple[Alive, ...]()
+        if problem is not None:
+            moment, alive = _at_peak(problem)
+        here = plan.cluster.at(stage.submesh.first_device, stage.submesh.num_devices)
+        found.append(
+            StageMemory(
+                stage=number,
+                peak_bytes=plan.prediction.peak_bytes[number],
+                capacity_bytes=float(here.device.memory_bytes),
+                state_bytes=stage.state_bytes,
+                accumulator_bytes=stage.accumulator_bytes,
+                saved_bytes=stage.activation_bytes,
+                temporary_bytes=stage.temporary_bytes,
+                in_flight=plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches),
+                moment=moment,
+                alive=alive,
+            )
+        )
+    return MemoryUse(plan=f"{plan.function} on {plan.cluster.name}, {plan.name}", stages=tuple(found))
+
+
+def _at_peak(stage: StageProblem) -> tuple[str, tuple[Alive, ...]]:
+    """When a stage holds the most under the plan's choices, and what."""
+    times, used = usage_over_time(stage.problem(limited=False), stage.choices)
+    if used.size == 0:
+        return "", ()
+    time = int(times[int(np.argmax(used))])
+    builder = stage.builder
+    lives = stage_lives(builder.view, builder.catalogue)
+    held = held_bytes(builder.usages(stage.in_flight), stage.choices, time)
+    saved = {life.value for life in lives.lives if life.saved and not life.path}
+    groups: dict[tuple[str, str], list[float]] = {}
+    for key, size in held.items():
+        if size > 0:
+            groups.setdefault((_kind(stage, key, saved), _name(stage, key)), []).append(size)
+    alive = (Alive(kind=k, name=n, count=len(sizes), bytes=sum(sizes)) for (k, n), sizes in groups.items())
+    moment = _SOURCE.sub(r"\1", moment_name(builder.view, lives, time))
+    return moment, tuple(sorted(alive, key=lambda each: -each.bytes))
+
+
+def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
+    scope, v = key
+    step = stage.view.step
+    if scope:
+        return "temporary"
+    if v in stage.builder.crossings:
+        return "gradient sum" if step.num_microbatches > 1 else "gradient"
+    if step.graph.producer[v] is None:
+        if step.batch_dims[v] is not None:
+            return "batch"
+        return "optimizer state" if is_optimizer_state(step.graph.values[v].name) else "parameter"
+    return "saved for backward" if v in saved else "temporary"
+
+
+def _name(stage: StageProblem, key: Key) -> str:
+    """The name of a value without the numbers of layers in it, and without the folders of its source."""
+    graph = stage.builder.scopes[key[0]].graph
+    name = value_name(graph, key[1])
+    if graph.producer[key[1]] is None:
+        path, blank, kind = name.rpartition(" ")
+        return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path) + blank + kind
+    return _SOURCE.sub(r"\1", name)

@@ -1,0 +1,53 @@
+"""What commands share: the envelope of their JSON, files that cannot be written, help with examples."""
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from alpa_lite import cli
+from alpa_lite.cli.command import Exit, OutputError, answer, writing
+from alpa_lite.cli.entry import COMMANDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
+
+
+def test_json_has_schema_and_version_and_no_nan(capsys):
+    given = argparse.Namespace(command="plan", json=True)
+    answer(given, "text", lambda: {"bound": math.inf, "rows": ({"x": math.nan}, 1.5)})
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"schema": "alpa-lite/plan", "version": 1, "bound": None, "rows": [{"x": None}, 1.5]}
+
+
+def test_text_makes_no_data(capsys):
+    answer(argparse.Namespace(command="plan", json=False), "text", lambda: pytest.fail("not asked for"))
+    assert capsys.readouterr().out == "text\n"
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
+    path = tmp_path / "nowhere" / "plan.json"
+    with pytest.raises(OutputError, match=r"plan\.json cannot be written: No such file"), writing(path):
+        path.write_text("{}")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_has_an_example_that_parses(command, capsys):
+    parser = cli.build_parser()
+    if not command.passes_on:
+        with pytest.raises(SystemExit) as left:
+            parser.parse_args([command.name, "--help"])
+        assert left.value.code == 0
+        assert f"alpa-lite {command.name} {command.example}" in capsys.readouterr().out
+    words = [word for word in command.example.replace('"', "").split() if word != ">>" and not word.startswith("~")]
+    given, rest = parser.parse_known_args([command.name, *words])
+    assert given.command == command.name and (not rest or command.passes_on)
+
+
+def test_the_page_tells_every_command_and_exit_code():
+    text = PAGE.read_text()
+    assert set(re.findall(r"^### `alpa-lite ([a-z]+)", text, re.MULTILINE)) == {command.name for command in COMMANDS}
+    table = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", text, re.MULTILINE))
+    assert {int(code) for code in table} == {code.value for code in Exit}
