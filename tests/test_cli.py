@@ -265,7 +265,7 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
         (["plan", "users_model:example", "--num-microbatches", "5", "--cluster", "p3.16xlarge"], "5"),
         (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--bandwidth-scale", "0"], "above 0"),
         (
-            ["plan", "users_model:example", "--cluster", "p3.16xlarge", "--cluster", "p3.2xlarge", "--output", "x"],
+            ["plan", "users_model:example", "--cluster", "p3.16xlarge", "--cluster", "p4d.24xlarge", "--output", "x"],
             "2 t",
         ),
         (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--pins", "nowhere.yaml"], "cannot be read"),

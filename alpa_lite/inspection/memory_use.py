@@ -1,7 +1,7 @@
 """When each stage of a plan holds the most, and what is alive then.
 
     predicted    state + sums + micro-batches in flight × saved values + temporaries, as the plan has them
-    alive        the usages of the stage's problem at the time of its peak, under the plan's choices      (`_alive`)
+    alive        the usages of the stage at the time of its peak, copies that readers need among them     (`_at_peak`)
 
 Without the step (`Plan.request`) the four parts are known, but not the values.
 """
@@ -19,8 +19,7 @@ from alpa_lite.inspection.parameters import is_optimizer_state
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.inspection.units import show_bytes, show_percent
 from alpa_lite.intra_op.placed import Key
-from alpa_lite.intra_op.problem import usage_over_time
-from alpa_lite.intra_op.shortage import held_bytes, moment_name, value_name
+from alpa_lite.intra_op.shortage import moment_name, value_name
 from alpa_lite.intra_op.usages import stage_lives
 from alpa_lite.plan import Plan
 from alpa_lite.planners.reprice import Repricing, StageProblem
@@ -28,8 +27,14 @@ from alpa_lite.planners.reprice import Repricing, StageProblem
 MAX_ROWS = 8
 """Values of a stage in the text; the data hold all."""
 
+_NOTED = 0.02
+"""From this part of the peak on a difference to what is alive is told."""
+
 MAX_DETAILED = 3
 """Stages of which the text lists the values."""
+
+COPY = "copy for a reader"
+"""What lies in another spec than it is kept in, while something reads it."""
 
 _SOURCE = re.compile(r"(?:[^\s()]*/)?([^\s/()]+/[^\s/()]+:\d+)(?::\d+)?")
 
@@ -119,6 +124,12 @@ def _details(stage: StageMemory) -> Table:
         for each in shown
     )
     note = f"… and {len(rest)} more, {show_bytes(sum(each.bytes for each in rest))} in all" if rest else ""
+    over = stage.alive_bytes - stage.peak_bytes
+    if over > _NOTED * stage.peak_bytes:
+        counted = (
+            f"{show_bytes(over)} of the copies are not in the predicted peak, which counts those that every choice"
+        )
+        note = f"{note}; {counted} makes" if note else f"{counted} makes"
     return Table(
         title=f"Alive on stage {stage.stage} {stage.moment}",
         columns=columns,
@@ -158,21 +169,34 @@ def memory_use(plan: Plan) -> MemoryUse:
 
 def _at_peak(stage: StageProblem) -> tuple[str, tuple[Alive, ...]]:
     """When a stage holds the most under the plan's choices, and what."""
-    times, used = usage_over_time(stage.problem(limited=False), stage.choices)
-    if used.size == 0:
+    usages = stage.usages
+    if not usages:
         return "", ()
-    time = int(times[int(np.argmax(used))])
+    changes = np.zeros(1 + max(usage.end for usage in usages))
+    for usage in usages:
+        changes[usage.start] += usage.sizes[0]
+        changes[usage.end] -= usage.sizes[0]
+    time = int(np.argmax(np.cumsum(changes)))
     builder = stage.builder
     lives = stage_lives(builder.view, builder.catalogue)
-    held = held_bytes(builder.usages(stage.in_flight), stage.choices, time)
+    owned = {((), life.value): (life.start, life.end) for life in lives.lives if not life.path}
     saved = {life.value for life in lives.lives if life.saved and not life.path}
+    whole = {(0, lives.end), (0, lives.loop_end)}
     groups: dict[tuple[str, str], list[float]] = {}
-    for key, size in held.items():
-        if size > 0:
-            groups.setdefault((_kind(stage, key, saved), _name(stage, key)), []).append(size)
+    for usage in usages:
+        size, times = float(usage.sizes[0]), (usage.start, usage.end)
+        if size > 0 and usage.start <= time < usage.end:
+            is_itself = times in whole or usage.value[0] > 0 or owned.get(((), usage.value[1])) == times
+            kind = _kind(stage, usage.value, saved) if is_itself else _kind_of_other(stage, usage.value)
+            groups.setdefault((kind, _name(stage, usage.value)), []).append(size)
     alive = (Alive(kind=k, name=n, count=len(sizes), bytes=sum(sizes)) for (k, n), sizes in groups.items())
     moment = _SOURCE.sub(r"\1", moment_name(builder.view, lives, time))
     return moment, tuple(sorted(alive, key=lambda each: -each.bytes))
+
+
+def _kind_of_other(stage: StageProblem, key: Key) -> str:
+    """Of what takes memory besides a value itself: sums on their way, and copies in the spec that a reader wants."""
+    return _kind(stage, key, set()) if key[1] in stage.builder.crossings and key[0] == 0 else COPY
 
 
 def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:

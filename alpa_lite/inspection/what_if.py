@@ -9,6 +9,7 @@ from alpa_lite.inspection.diff import PlanDiff, compare
 from alpa_lite.inspection.tables import Table, plan_summary, render
 from alpa_lite.inspection.units import show_bytes, show_milliseconds, show_percent, show_ratio, show_seconds
 from alpa_lite.plan import Plan
+from alpa_lite.planners.planner import with_microbatches
 from cost_models.cluster import Cluster
 from cost_models.varied import with_bandwidth, with_memory
 
@@ -46,14 +47,14 @@ class Comparison:
         return min(plans, key=lambda plan: plan.prediction.step_seconds, default=None)
 
     def __str__(self) -> str:
-        columns = ("cluster", "devices", "plan", "stages", "micro-batches", "ms per step", "against the fastest",
-                   "device-seconds", "bubble", "peak memory")  # fmt: skip
+        columns = ("cluster", "devices", "plan", "stages", "ms", "slower", "device-s", "bubble", "peak memory")
         table = Table(
             title="Clusters",
             columns=columns,
             rows=tuple(map(self._row, self.candidates)),
             numeric=frozenset({"devices", *columns[3:]}),
-            note="predicted; device-seconds: devices × seconds per step, what a step costs at equal prices per device",
+            note="ms: per step, predicted; slower: against the fastest; device-s: devices × seconds per step, what a "
+            "step costs where each device costs the same",
         )
         problems = [f"{each.cluster.name}: {each.problem}" for each in self.candidates if each.problem]
         return "\n\n".join([render([], [table]), *([render(problems)] if problems else [])])
@@ -62,14 +63,13 @@ class Comparison:
         cluster, plan, fastest = candidate.cluster, candidate.plan, self.fastest
         head = (cluster.name, str(cluster.num_devices))
         if plan is None or fastest is None:
-            return (*head, "none", *[""] * 7)
+            return (*head, "none", *[""] * 6)
         seconds = plan.prediction.step_seconds
         peak, capacity = max(plan.prediction.peak_bytes, default=0.0), cluster.device.memory_bytes
         return (
             *head,
-            plan.name,
+            with_microbatches(plan),
             str(len(plan.stages)),
-            str(plan.num_microbatches),
             show_milliseconds(seconds),
             show_ratio(seconds / fastest.prediction.step_seconds),
             f"{seconds * cluster.num_devices:.3g}",

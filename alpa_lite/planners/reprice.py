@@ -21,13 +21,15 @@ from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.intra_op.build import Builder
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
 from alpa_lite.intra_op.choice import Choice, remap
-from alpa_lite.intra_op.placed import Key, Placed, PlacedBodies
+from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
+from alpa_lite.intra_op.sharing import SharedArrays
 from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import OpPlacement, Plan, Prediction, StagePlan
@@ -188,6 +190,40 @@ class StageProblem:
                 for inner, body in zip(placed.scopes, placement.bodies, strict=True):
                     self._vote_ops(votes, inner, body)
 
+    @cached_property
+    def usages(self) -> tuple[UsageOf, ...]:
+        """What is alive when under the plan's choices, each in one way: copies count wherever the plan makes them."""
+        builder, choices = self.builder, self.choices
+
+        def chosen(offer: Offer) -> Offer:
+            return Offer(node=offer.node, specs=(offer.specs[choices[offer.node]],))
+
+        placed = dict[Key, Placed | PlacedSum | PlacedBodies]()
+        for key, op in builder.placed.items():
+            if isinstance(op, Placed):
+                placed[key] = Placed(node=op.node, options=(op.options[choices[op.node]],))
+            elif isinstance(op, PlacedBodies):
+                operands, results = tuple(map(chosen, op.operands)), tuple(map(chosen, op.results))
+                placed[key] = PlacedBodies(scopes=op.scopes, operands=operands, results=results)
+            else:
+                placed[key] = op
+        demanded = {
+            key: _only(options, choices[op.node])
+            for key, options in builder.demanded.items()
+            if isinstance(op := builder.placed[key], Placed)
+        }
+        crossings = {v: (node, _only_sum(sums, choices[node])) for v, (node, sums) in builder.crossings.items()}
+        layout = Layout(
+            view=self.view,
+            catalogue=builder.catalogue,
+            scopes=builder.scopes,
+            offers={key: chosen(offer) for key, offer in builder.offers.items()},
+            placed=placed,
+            demanded=demanded,
+            crossings=crossings,
+        )
+        return usages_of(layout, SharedArrays(), in_flight=self.in_flight)
+
     def single_change_seconds(self, node: int) -> np.ndarray:
         """What each strategy of a node costs while all others stay as planned."""
         problem = self.problem(limited=False)
@@ -198,6 +234,26 @@ class StageProblem:
             elif edge.target == node:
                 costs += edge.costs[self.choices[edge.source], :]
         return costs
+
+
+def _only(options: Options, i: int) -> Options:
+    """One strategy of several."""
+    return Options(
+        placements=options.placements[i : i + 1],
+        seconds=options.seconds[i : i + 1],
+        demanded=tuple(specs[i : i + 1] for specs in options.demanded),
+        results=tuple(specs[i : i + 1] for specs in options.results),
+        made=tuple(specs[i : i + 1] for specs in options.made),
+    )
+
+
+def _only_sum(options: SumOptions, i: int) -> SumOptions:
+    return SumOptions(
+        accumulators=options.accumulators[i : i + 1],
+        seconds=options.seconds[i : i + 1],
+        stored=options.stored[i : i + 1],
+        resolved=options.resolved[i : i + 1],
+    )
 
 
 def _grouped(node: int, options: Sequence[Option]) -> dict[Option, Given]:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inspection.memory_use import memory_use
+from alpa_lite.inspection.memory_use import COPY, memory_use
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from tests.inspection.conftest import BATCH_SIZE, MODEL
 
@@ -37,8 +37,11 @@ def test_the_peak_is_that_of_the_simulated_program(planned):
 
 
 def test_what_is_alive_adds_up_to_the_peak(planned):
+    """The prediction counts a copy only where no choice of its reader could do without, so that it may lack some."""
     for stage in memory_use(planned.last_plan).stages:
-        assert stage.alive_bytes == pytest.approx(stage.peak_bytes, rel=0.05)
+        copies = sum(each.bytes for each in stage.alive if each.kind == COPY)
+        assert stage.alive_bytes > 0.98 * stage.peak_bytes
+        assert stage.alive_bytes - copies < 1.02 * stage.peak_bytes
         assert stage.moment.startswith(("when ", "at the end"))
         sizes = [each.bytes for each in stage.alive]
         assert sizes == sorted(sizes, reverse=True)
