@@ -25,7 +25,8 @@ from alpa_lite.intra_op.shortage import shortage_of
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.mesh import LogicalMesh
 from alpa_lite.plan import OpPlacement
-from alpa_lite.planners.reprice import Given, Repricing, StageProblem, placed_stage
+from alpa_lite.planners.reprice import Repricing, placed_stage
+from alpa_lite.planners.stage_problem import Given, StageProblem
 from alpa_lite.sharding import Spec
 from alpa_lite.spmd import placed_specs
 
@@ -124,25 +125,31 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
     return _priced(repricing, "spec", str(chosen), _promising(repricing, changes))
 
 
-def of_op(repricing: Repricing, number: int, key: Key) -> Alternatives | None:
-    """The placements of an op of a stage. None where there is no choice."""
-    stage = repricing.stages[number]
-    options = stage.strategies_of_op(key)
-    if len(options) < 2:
+def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
+    """The placements of an op, or of the ops of several stages that do the same, all of them the same; by stage.
+
+    None where there is no choice.
+    """
+    tables = {number: repricing.stages[number].strategies_of_op(key) for number, key in keys.items()}
+    first, *_ = keys
+    common = [placement for placement in tables[first] if all(placement in table for table in tables.values())]
+    if len(common) < 2:
         return None
-    chosen = _chosen_placement(stage, key, options)
+    stage = repricing.stages[first]
+    chosen = _chosen_placement(stage, tables[first])
     changes = [
         _Change(
-            what=_placement_text(stage, key, placement),
+            what=_placement_text(stage, keys[first], placement),
             chosen=placement == chosen,
-            stages={number: (stage, given)},
+            stages={number: (repricing.stages[number], table[placement]) for number, table in tables.items()},
         )
-        for placement, given in options.items()
+        for placement in common
     ]
-    return _priced(repricing, "reads → makes", _placement_text(stage, key, chosen), _promising(repricing, changes))
+    text = _placement_text(stage, keys[first], chosen)
+    return _priced(repricing, "reads → makes", text, _promising(repricing, changes))
 
 
-def _chosen_placement(stage: StageProblem, key: Key, options: Mapping[OpPlacement, Given]) -> OpPlacement:
+def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
     node = next(iter(next(iter(options.values()))))
     return next(p for p, given in options.items() if stage.choices[node] in given[node])
 
@@ -267,16 +274,17 @@ def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternati
 
 
 def _alternative(repricing: Repricing, change: _Change) -> Alternative:
-    solved = {number: repricing.solve(stage, given) for number, (stage, given) in change.stages.items()}
-    for number, solution in solved.items():
-        if solution.choice is None:
-            return Alternative(
-                what=change.what,
-                chosen=change.chosen,
-                step_seconds=None,
-                peak_bytes=None,
-                decides=_why_not(*change.stages[number], solution),
-            )
+    solved = repricing.solve_all(change.stages)
+    failed = [number for number, solution in solved.items() if solution.choice is None]
+    if failed:
+        worst = max(failed, key=lambda number: change.stages[number][0].in_flight)
+        return Alternative(
+            what=change.what,
+            chosen=change.chosen,
+            step_seconds=None,
+            peak_bytes=None,
+            decides=_why_not(*change.stages[worst], solved[worst]),
+        )
     changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
     before, after = repricing.as_planned, repricing.predicted(changed)
     step = repricing.plan.prediction.step_seconds + after.step_seconds - before.step_seconds
@@ -286,7 +294,12 @@ def _alternative(repricing: Repricing, change: _Change) -> Alternative:
         chosen=change.chosen,
         step_seconds=step,
         peak_bytes=max((after.peak_bytes[number] for number in solved), default=None),
-        decides=_decides(planned, solved, slower=after.step_seconds >= before.step_seconds),
+        decides=_decides(
+            planned,
+            solved,
+            stacks_seconds=repricing.stacks_seconds(changed) - repricing.stacks_seconds({}),
+            slower=after.step_seconds >= before.step_seconds,
+        ),
     )
 
 
@@ -302,9 +315,11 @@ def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     return f"memory: {show_bytes(over)} too much {why.when}{largest}"
 
 
-def _decides(before: Mapping[int, StageSolution], after: Mapping[int, StageSolution], *, slower: bool) -> str:
+def _decides(
+    before: Mapping[int, StageSolution], after: Mapping[int, StageSolution], *, stacks_seconds: float, slower: bool
+) -> str:
     """What grows the most, or shrinks the most where the change is for the better: a collective, or the compute."""
-    changes: dict[str, float] = {}
+    changes = {"stacked arrays are brought together, as stages no longer hold their rows alike": stacks_seconds}
     for number, solution in after.items():
         for sign, which in ((-1.0, before[number]), (1.0, solution)):
             changes["compute"] = changes.get("compute", 0.0) + sign * which.compute_seconds

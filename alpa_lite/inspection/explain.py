@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,6 +27,7 @@ from alpa_lite.inspection.alternatives import (
     of_stage,
     without_memory_limit,
 )
+from alpa_lite.inspection.deciding_ops import deciding_ops
 from alpa_lite.inspection.parameters import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
 from alpa_lite.inspection.tables import CollectiveGroup, Table, collective_rows, group_collectives, render
 from alpa_lite.inspection.units import (
@@ -38,10 +39,9 @@ from alpa_lite.inspection.units import (
     show_range,
     show_seconds,
 )
-from alpa_lite.intra_op.placed import Key, Placed
+from alpa_lite.intra_op.placed import Key
 from alpa_lite.plan import CollectiveUse, Plan, StagePlan
 from alpa_lite.planners.reprice import Repricing
-from alpa_lite.rules.graph_facts import rule_of_op
 
 _NUMBERED = re.compile(r"^(?P<what>stage|layer|op)\s+(?P<number>\d+)$")
 _MAX_COLLECTIVES = 12
@@ -111,9 +111,9 @@ def explanation(plan: Plan, subject: str) -> Explanation:
     if (group := _find_group(arguments, wanted)) is not None:
         return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
-    key = _deciding_op(repricing, wanted) if repricing is not None and wanted else None
-    if uses or key is not None:
-        return _noted(plan, _explain_source(plan, wanted, uses, repricing, key))
+    keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
+    if uses or keys:
+        return _noted(plan, _explain_source(plan, wanted, uses, repricing, keys))
     raise PlanError(_unknown(plan, arguments, wanted))
 
 
@@ -214,7 +214,7 @@ def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explana
         sums = f"its operands are partial sums over {', '.join(placement.partial)}; " if placement.partial else ""
         results = ", ".join(map(str, placement.results)) or "none"
         sentences.append(f"On stage {index} ({stage.mesh_shape}) {splits}; {sums}results {results}.")
-    found = None if repricing is None else of_op(repricing, homes[0][0], (0, number))
+    found = None if repricing is None else of_op(repricing, {homes[0][0]: (0, number)})
     if repricing is not None and found is None:
         sentences.append("It has no choice of its own: loops are decided by what is in them, scalars by nothing.")
     return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences), alternatives=found)
@@ -279,38 +279,25 @@ def _optimizer_sentences(arguments: Arguments, first: Argument) -> list[str]:
     return [f"Optimizer state: {listed}."]
 
 
-def _deciding_op(repricing: Repricing, wanted: str) -> tuple[int, Key] | None:
-    """The op with the most work among those of a source line that have a choice, and its stage."""
-    for number, stage in enumerate(repricing.stages):
-        found: list[tuple[float, Key]] = []
-        for key, placed in stage.builder.placed.items():
-            if isinstance(placed, Placed) and len(placed.options) > 1:
-                graph, op = stage.op(key)
-                if wanted in op.source or wanted in short_source(op.source):
-                    found.append((rule_of_op(graph, op.id).flops, key))
-        if found:
-            return number, max(found, key=lambda each: each[0])[1]
-    return None
-
-
 def _explain_source(
     plan: Plan,
     wanted: str,
     uses: Sequence[CollectiveUse],
     repricing: Repricing | None,
-    where: tuple[int, Key] | None,
+    keys: Mapping[int, Key],
 ) -> Explanation:
     groups = group_collectives(uses)
     total = sum(group.seconds for group in groups)
     moved = sum(group.bytes for group in groups)
     lines = sorted({short_source(use.source) for use in uses if use.source})
     found, chosen = None, list[str]()
-    if repricing is not None and where is not None:
-        number, key = where
-        found = of_op(repricing, number, key)
+    if repricing is not None and keys:
+        found = of_op(repricing, keys)
+        number, key = next(iter(keys.items()))
         _, op = repricing.stages[number].op(key)
         name = f"op {op.id}" if key[0] == 0 else "in a loop"
-        chosen = [f"What decides there is {op.primitive} at {short_source(op.source)} ({name}, stage {number})."]
+        where = f"{name}, stage {show_numbers(keys)}"
+        chosen = [f"What decides there is {op.primitive} at {short_source(op.source)} ({where})."]
     return Explanation(
         subject=wanted,
         kind="source",
@@ -338,8 +325,9 @@ def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
         return group_arguments([arguments.by_name[wanted]])[0]
     if not wanted:
         return None
+    pattern = wanted.replace("[*]", "[[]*]")  # the parts of a stack, as they are printed
     tests = (
-        lambda name: fnmatchcase(name, wanted) or fnmatchcase(name, f"*/{wanted}"),
+        lambda name: fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}"),
         lambda name: name.endswith(f"/{wanted}"),
         lambda name: f"/{wanted}/" in f"/{name}/",
         lambda name: wanted in name,

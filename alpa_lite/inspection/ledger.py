@@ -10,7 +10,7 @@ from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.inspection.units import short_source
 from alpa_lite.intra_op.solve import drive
-from alpa_lite.planners.reprice import StageProblem
+from alpa_lite.planners.stage_problem import StageProblem
 from alpa_lite.pricing import Estimator
 from alpa_lite.sharding import Step
 from alpa_lite.spmd import Application, Walk

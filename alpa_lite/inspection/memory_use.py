@@ -22,10 +22,11 @@ from alpa_lite.intra_op.placed import Key
 from alpa_lite.intra_op.shortage import moment_name, value_name
 from alpa_lite.intra_op.usages import stage_lives
 from alpa_lite.plan import Plan
-from alpa_lite.planners.reprice import Repricing, StageProblem
+from alpa_lite.planners.reprice import Repricing
+from alpa_lite.planners.stage_problem import StageProblem
 
-MAX_ROWS = 8
-"""Values of a stage in the text; the data hold all."""
+MAX_NAMES = 2
+"""Values of each kind that the text names; the data hold all."""
 
 _NOTED = 0.02
 """From this part of the peak on a difference to what is alive is told."""
@@ -112,29 +113,31 @@ class MemoryUse:
 
 
 def _details(stage: StageMemory) -> Table:
-    shown, rest = stage.alive[:MAX_ROWS], stage.alive[MAX_ROWS:]
-    columns = ("bytes", "of the peak", "kind", "what")
+    """A row per kind of value, with the largest of them by name."""
+    kinds: dict[str, list[Alive]] = {}
+    for each in stage.alive:
+        kinds.setdefault(each.kind, []).append(each)
+    columns = ("bytes", "of the peak", "kind", "arrays", "the largest")
     rows = tuple(
         (
-            show_bytes(each.bytes),
-            show_percent(each.bytes / stage.peak_bytes if stage.peak_bytes > 0 else 0.0),
-            each.kind,
-            each.name if each.count == 1 else f"{each.name} ×{each.count}",
+            show_bytes(sum(each.bytes for each in members)),
+            show_percent(sum(each.bytes for each in members) / stage.peak_bytes if stage.peak_bytes > 0 else 0.0),
+            kind,
+            str(sum(each.count for each in members)),
+            "; ".join(f"{show_bytes(each.bytes)} of {each.name}" for each in members[:MAX_NAMES]),
         )
-        for each in shown
+        for kind, members in sorted(kinds.items(), key=lambda item: -sum(each.bytes for each in item[1]))
     )
-    note = f"… and {len(rest)} more, {show_bytes(sum(each.bytes for each in rest))} in all" if rest else ""
-    over = stage.alive_bytes - stage.peak_bytes
+    over, note = stage.alive_bytes - stage.peak_bytes, ""
     if over > _NOTED * stage.peak_bytes:
-        counted = (
-            f"{show_bytes(over)} of the copies are not in the predicted peak, which counts those that every choice"
+        note = (
+            f"{show_bytes(over)} of the copies are not in the predicted peak, which counts those that no choice avoids"
         )
-        note = f"{note}; {counted} makes" if note else f"{counted} makes"
     return Table(
         title=f"Alive on stage {stage.stage} {stage.moment}",
         columns=columns,
         rows=rows,
-        numeric=frozenset(columns[:2]),
+        numeric=frozenset({*columns[:2], "arrays"}),
         note=note,
     )
 

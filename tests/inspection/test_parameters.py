@@ -22,6 +22,14 @@ def test_layers_of_two_specs_become_two_groups_side_by_side():
     assert [group.pattern for group in group_arguments(arguments(**specs))] == ["layers/{0, 2}/w", "layers/1/w", "z"]
 
 
+def test_the_parts_of_a_stack_are_one_group():
+    parts = {f"layers/w[{i}:{i + 6}]": SPLIT for i in (0, 6, 12, 18)}
+    (group,) = group_arguments(arguments(**parts))
+    assert group.pattern == "layers/w[*]" and len(group.members) == 4
+    found = group_arguments(arguments(**{**parts, "layers/w[6:12]": WHOLE}))
+    assert [group.pattern for group in found] == ["layers/w[0:6, 12:18, 18:24]", "layers/w[6:12]"]
+
+
 def test_numbers_that_do_not_vary_stay():
     found = group_arguments(arguments(**{"opt/0/mu/layer_0/w": SPLIT, "opt/0/mu/layer_1/w": SPLIT}))
     assert [group.pattern for group in found] == ["opt/0/mu/layer_*/w"]
