@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from alpa_lite.inspection.tables import Table, group_collectives
-from alpa_lite.inspection.units import show_bytes, show_milliseconds, show_percent, show_seconds
+from alpa_lite.inspection.units import short_sources, show_bytes, show_milliseconds, show_percent, show_seconds
 from alpa_lite.inter_op.space import meshes_of
 from alpa_lite.intra_op.placed import Key
 from alpa_lite.intra_op.problem import Status
@@ -311,8 +311,8 @@ def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     if why.explained.impossible:
         return "no sharding of its neighbours goes with it"
     over = why.explained.over_bytes
-    largest = f", {show_bytes(why.values[0].bytes)} of it {why.values[0].name}" if why.values else ""
-    return f"memory: {show_bytes(over)} too much {why.when}{largest}"
+    largest = f", {show_bytes(why.values[0].bytes)} of it {short_sources(why.values[0].name)}" if why.values else ""
+    return f"memory: {show_bytes(over)} too much {short_sources(why.when)}{largest}"
 
 
 def _decides(

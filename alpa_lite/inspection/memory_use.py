@@ -17,7 +17,7 @@ import numpy as np
 
 from alpa_lite.inspection.parameters import is_optimizer_state
 from alpa_lite.inspection.tables import Table, render
-from alpa_lite.inspection.units import show_bytes, show_percent
+from alpa_lite.inspection.units import short_sources, show_bytes, show_percent
 from alpa_lite.intra_op.placed import Key
 from alpa_lite.intra_op.shortage import moment_name, value_name
 from alpa_lite.intra_op.usages import stage_lives
@@ -36,8 +36,6 @@ MAX_DETAILED = 3
 
 COPY = "copy for a reader"
 """What lies in another spec than it is kept in, while something reads it."""
-
-_SOURCE = re.compile(r"(?:[^\s()]*/)?([^\s/()]+/[^\s/()]+:\d+)(?::\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +191,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[Alive, ...]]:
             kind = _kind(stage, usage.value, saved) if is_itself else _kind_of_other(stage, usage.value)
             groups.setdefault((kind, _name(stage, usage.value)), []).append(size)
     alive = (Alive(kind=k, name=n, count=len(sizes), bytes=sum(sizes)) for (k, n), sizes in groups.items())
-    moment = _SOURCE.sub(r"\1", moment_name(builder.view, lives, time))
+    moment = short_sources(moment_name(builder.view, lives, time))
     return moment, tuple(sorted(alive, key=lambda each: -each.bytes))
 
 
@@ -223,4 +221,4 @@ def _name(stage: StageProblem, key: Key) -> str:
     if graph.producer[key[1]] is None:
         path, blank, kind = name.rpartition(" ")
         return re.sub(r"(?<![^/_])\d+(?![^/])", "*", path) + blank + kind
-    return _SOURCE.sub(r"\1", name)
+    return short_sources(name)

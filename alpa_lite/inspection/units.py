@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 _BYTES = re.compile(r"^(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
+_PLACE = re.compile(r"(?:[^\s()]*/)?([^\s/():]+/[^\s/():\[\]]+\.\w+:\d+)(?::\d+)?(?: \([^)]*\))?")
 _LOCATION = re.compile(r"^(?P<path>.*?):(?P<line>\d+)(?::\d+)?(?P<rest>.*)$")
 
 
@@ -93,6 +94,11 @@ def short_source(source: str) -> str:
         return source
     path = "/".join(match["path"].replace("\\", "/").split("/")[-2:])
     return f"{path}:{match['line']}{match['rest']}"
+
+
+def short_sources(text: str) -> str:
+    """The same for every place of code within a text, without its function."""
+    return _PLACE.sub(r"\1", text)
 
 
 def _decimals(size: float) -> int:

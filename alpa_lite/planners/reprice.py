@@ -111,11 +111,40 @@ class Repricing:
 
     def solve(self, stage: StageProblem, given: Given | None = None) -> StageSolution:
         """`StageProblem.solve`, remembered."""
-        return self.solve_all({0: (stage, given or {})})[0]
+        return self._solve_each({0: (stage, given or {})})[0]
 
     def solve_all(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
-        """Stages with something given. Those that are alike are solved for the most memory, and once more for the least
-        if that does not fit all of them; what is known already counts."""
+        """Stages with something given; a stage without a choice does not fit.
+
+        Where stages no longer hold stacked arguments alike, also with the forms of the last one given to all (or those
+        of the others to the ones that change), if that is better.
+        """
+        found = self._solve_each(stages)
+        after = self._as_placed(stages, found)
+        if after is None or self.stacks_seconds(after) <= self.stacks_seconds({}):
+            return found
+        others = sorted(set(range(len(self.stages))) - set(stages))
+        number = others[-1] if others else max(stages)
+        choice = self.placed[number].solution.choice if others else found[number].choice
+        assert choice is not None
+        forms = {leaf: choice.inputs[v] for leaf, v in self.stages[number].rows if v in choice.inputs}
+        agreed = self._solve_each({n: (stage, stage.with_forms(given, forms)) for n, (stage, given) in stages.items()})
+        then = self._as_placed(stages, agreed)
+        if then is None or self.predicted(then).step_seconds > self.predicted(after).step_seconds:
+            return found
+        return agreed
+
+    def _as_placed(
+        self, stages: Mapping[int, tuple[StageProblem, Given]], found: Mapping[int, StageSolution]
+    ) -> dict[int, PlacedStage] | None:
+        """The stages with their solutions; None where one does not fit."""
+        if any(solution.choice is None for solution in found.values()):
+            return None
+        return {number: placed_stage(stages[number][0], solution) for number, solution in found.items()}
+
+    def _solve_each(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
+        """Those that are alike are solved for the most memory, and once more for the least if that does not fit all of
+        them; what is known already counts."""
         alike: dict[object, list[int]] = {}
         for number, (stage, given) in stages.items():
             submesh = (stage.submesh.num_hosts, stage.submesh.devices_per_host)

@@ -135,6 +135,22 @@ class StageProblem:
         offer = self.builder.offers[(0, value)]
         return _grouped(offer.node, offer.specs)
 
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Of each stacked argument that the stage holds rows of: its number, and the input of the graph."""
+        step = self.view.step
+        inputs = zip(step.input_parts, step.graph.inputs, strict=True)
+        return [(part.leaf, v) for part, v in inputs if part.rows is not None and self.view.lives_here(v)]
+
+    def with_forms(self, given: Given, forms: Mapping[int, Spec]) -> Given:
+        """What is given, and besides the forms of stacked arguments, by number, of which nothing is given."""
+        found = dict(given)
+        for leaf, v in self.rows:
+            if leaf in forms:
+                for node, allowed in self.strategies_of_input(v).get(forms[leaf], {}).items():
+                    found.setdefault(node, allowed)
+        return found
+
     def strategies_of_op(self, key: Key) -> dict[OpPlacement, Given]:
         """The same for the placements of an op that is neither a loop nor an addition of scalars."""
         placed = self.builder.placed.get(key)

@@ -61,3 +61,22 @@ def test_count_and_range():
     assert units.show_count(1, "micro-batch") == "1 micro-batch"
     assert units.show_count(2, "micro-batch") == "2 micro-batches"
     assert (units.show_range(2, 2), units.show_range(2, 5)) == ("2", "2–5")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("40GB", 4e10), ("40 GiB", 40 * 2.0**30), ("1.5kB", 1500), ("512m", 5.12e8), ("16000", 16000), ("1e9", 1e9)],
+)
+def test_sizes_are_read(text, expected):
+    assert units.read_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "40 parsecs", "-"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError):
+        units.read_bytes(text)
+
+
+def test_places_within_a_text():
+    text = "when dot at /long/way/models/gpt.py:12:3 (mlp.<locals>.f) runs on float32[2,3]"
+    assert units.short_sources(text) == "when dot at models/gpt.py:12 runs on float32[2,3]"
