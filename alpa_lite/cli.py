@@ -37,7 +37,14 @@ from alpa_lite.inspection.doctor import diagnose, steady_memory_environment, vir
 from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.inspection.tables import plan_summary
-from alpa_lite.inspection.timeline import chrome_trace, compared, comparison_text, overlaid, predicted_timeline
+from alpa_lite.inspection.timeline import (
+    SpanLike,
+    chrome_trace,
+    compared,
+    comparison_text,
+    overlaid,
+    predicted_timeline,
+)
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import solution_data
 from alpa_lite.intra_op.solve_file import (
@@ -124,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
     )
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+    simulate.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with this timeline")
 
     solve = _command(commands, "solve", run_solve, "solve a file with an intra-op problem")
     solve.add_argument("file", type=Path, metavar="FILE", help="the contest's format, .json or .json.gz")
@@ -225,6 +233,7 @@ def run_simulate(given: argparse.Namespace) -> int:
             raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
         timeline = predicted_timeline(plan)
         _write_trace(given.trace, chrome_trace(timeline, "predicted"))
+        _write_page(given.html, plan)
         _print(timeline.to_json() if given.json else timeline)
         return 0
     step, args, kwargs = load_example(given.step)
@@ -232,11 +241,13 @@ def run_simulate(given: argparse.Namespace) -> int:
     simulated = lowered.simulate()
     if not given.measure:
         _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
+        _write_page(given.html, plan, simulated=simulated.times)
         _print(simulated.to_json() if given.json else simulated)
         return 0
     measured = lowered.compile().measure()
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
+    _write_page(given.html, plan, simulated=simulated.times, measured=measured)
     _print({**simulated.to_json(), "tasks": [asdict(row) for row in rows]} if given.json else simulated)
     if not given.json:
         _print(comparison_text(rows))
@@ -246,6 +257,11 @@ def run_simulate(given: argparse.Namespace) -> int:
 def _write_trace(path: Path | None, trace: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(trace))
+
+
+def _write_page(path: Path | None, plan: al.Plan, **spans: Sequence[SpanLike]) -> None:
+    if path is not None:
+        plan.to_html(path, **spans)
 
 
 def run_solve(given: argparse.Namespace) -> int:
