@@ -40,7 +40,7 @@ def cluster_svg(plan: Plan) -> str:
     across = min(devices, _MAX_PER_LINE)
     width = 2 * _PAD + across * (cell + _GAP) - _GAP
     height = _HEAD + ceil(devices / across) * (cell + _GAP) - _GAP + _PAD
-    columns = min(hosts, max(1, ceil(sqrt(hosts * height / width * 2.6))))
+    columns = _columns(hosts, sqrt(hosts * height / width * 2.6))
     runs = _stages_by_device(plan)
     drawn: list[str] = []
     for host in range(hosts):
@@ -56,10 +56,17 @@ def cluster_svg(plan: Plan) -> str:
     # At most as large as it is drawn: a single device would else fill the page.
     return (
         f'<svg class="cluster" viewBox="-1 -1 {total_width + 2:.5g} {total_height + 2:.5g}" '
-        f'style="width:{1.4 * total_width:.0f}px; max-width:100%" role="img" aria-label="{escape(label)}">\n'
+        f'style="width:{1.15 * total_width:.0f}px; max-width:100%" role="img" aria-label="{escape(label)}">\n'
         + "\n".join(drawn)
         + "\n</svg>"
     )
+
+
+def _columns(hosts: int, about: float) -> int:
+    """How many hosts stand side by side: if need be somewhat more or less, so that all lines are full."""
+    usual = max(1, min(hosts, ceil(about)))
+    full = [number for number in range(1, hosts + 1) if hosts % number == 0 and usual / 2 <= number <= 2 * usual]
+    return min(full, key=lambda number: abs(number - usual), default=usual)
 
 
 def _stages_by_device(plan: Plan) -> Mapping[int, tuple[int, ...]]:

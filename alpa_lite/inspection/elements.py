@@ -13,11 +13,11 @@ STYLE = """
   --ink: light-dark(#1f2328, #e6edf3); --soft: light-dark(#59636e, #9ba4ae); --line: light-dark(#d1d9e0, #3d444d);
   --page: light-dark(#ffffff, #0d1117); --raised: light-dark(#f6f8fa, #161b22); --good: light-dark(#1a7f5a, #3fb68b);
   --bad: light-dark(#b3261e, #ff7b72); --block: light-dark(#dbe7f6, #22344d); --own: light-dark(#2f6fc4, #6aa3ec);
-  color: var(--ink); background: var(--page); font: 14px/1.45 system-ui, sans-serif; }
+  color: var(--ink); background: var(--page); padding: .5rem; font: 14px/1.45 system-ui, sans-serif; }
 .alpa-lite h1 { font-size: 1.25rem; margin: 0 0 .25rem; } .alpa-lite h2 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
 .alpa-lite p { margin: .25rem 0; color: var(--soft); }
 .alpa-lite .scroll { overflow-x: auto; }
-.alpa-lite table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.alpa-lite table { border-collapse: collapse; color: inherit; font-size: inherit; font-variant-numeric: tabular-nums; }
 .alpa-lite th, .alpa-lite td { padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 .alpa-lite thead th { color: var(--soft); font-weight: 600; } .alpa-lite tbody th { font-weight: 400; }
@@ -64,12 +64,15 @@ def fragment_html(*parts: str, style: str = STYLE) -> str:
 Cell = Callable[[str], str]
 
 
-def table_html(table: Table, *, cells: Mapping[str, Cell] | None = None, search: bool = False) -> str:
+def table_html(
+    table: Table, *, heading: str = "h2", cells: Mapping[str, Cell] | None = None, search: bool = False
+) -> str:
     """A table under its title, with its note.
 
-    `cells` draws the text of a column in another way than as it is; `search`: the page's search hides rows of it.
+    `heading` is the element of its title ("": none is shown); `cells` draws the text of a column in another way than as
+    it is; `search`: the page's search hides rows of it.
     """
-    title = f"<h2>{escape(table.title)}</h2>" if table.title else ""
+    title = f"<{heading}>{escape(table.title)}</{heading}>" if heading else ""
     head = "".join(_cell("th", column, column in table.numeric, escape) for column in table.columns)
     draw = cells or {}
     rows = "\n".join(
@@ -82,10 +85,10 @@ def table_html(table: Table, *, cells: Mapping[str, Cell] | None = None, search:
         for row in table.rows
     )
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
-    name = f' aria-label="{escape(table.title)}"' if table.title else ""
+    search_in = " data-search" if search else ""
     return (
-        f'{title}<div class="scroll"><table{name}{" data-search" if search else ""}>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>{note}"
+        f'{title}<div class="scroll"><table aria-label="{escape(table.title)}"{search_in}>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>{note}"
     )
 
 

@@ -51,15 +51,17 @@ def timeline_figure(
     all_axes: Any = figure.subplots(len(given), 1, sharex=True, squeeze=False)[:, 0]
     kinds: dict[str, None] = {}
     longest = max(span.end_seconds for spans in given.values() for span in spans)
+    scale, unit = _seconds_unit(longest)
     for axes, (name, spans) in zip(all_axes, given.items(), strict=True):
         kinds |= dict.fromkeys(_draw_spans(axes, plan, spans, longest))
+        axes.tick_params(labelsize=8)
         axes.set_yticks(range(count), [f"stage {row_name(stages)}" for stages in plan.stages_together], fontsize=8)
         axes.set_ylim(count - 0.5, -0.5)
-        axes.set_xlim(0.0, 1e3 * longest)
+        axes.set_xlim(0.0, longest / scale)
         end = show_seconds(max(span.end_seconds for span in spans))
         axes.set_title(f"{name}: {end}", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1].set_xlabel("ms", fontsize=9)
+    all_axes[-1].set_xlabel(unit, fontsize=9)
     _legend(figure, [kind for kind in KINDS if kind in kinds])
     return figure
 
@@ -68,16 +70,17 @@ def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> 
     """Draws what keeps devices busy, transfers as thin lines below; returns the kinds that occur."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    scale, _ = _seconds_unit(longest)
     for span in spans:
         length = span.end_seconds - span.start_seconds
         if length <= 0:
             continue
         kind = kind_class(str(getattr(span, "name", span.kind)) if span.kind == "RUN" else str(span.kind))
         row = row_of[span.stage]
-        bars.setdefault((kind, row), []).append((1e3 * span.start_seconds, 1e3 * length))
+        bars.setdefault((kind, row), []).append((span.start_seconds / scale, length / scale))
         microbatch = getattr(span, "microbatch", None)
         if microbatch is not None and kind != "receive" and length > _SMALL * longest:
-            middle = 1e3 * (span.start_seconds + span.end_seconds) / 2
+            middle = (span.start_seconds + span.end_seconds) / 2 / scale
             axes.text(middle, row, str(microbatch), ha="center", va="center", fontsize=6, color="white")
     for (kind, row), found in bars.items():
         place = (row + 0.36, 0.1) if kind == "receive" else (row - 0.34, 0.68)
@@ -114,6 +117,7 @@ def submesh_figure(plan: Plan) -> Figure:
     below.set_xlim(0, plan.num_layers)
     below.set_ylim(0, 1)
     below.set_yticks([])
+    below.set_xticks([])
     below.set_xlabel(f"{show_count(plan.num_layers, 'layer')}, numbers of stages", fontsize=9)
     for axes in (above, below):
         axes.spines[:].set_visible(False)
@@ -122,28 +126,36 @@ def submesh_figure(plan: Plan) -> Figure:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """Bytes per device over time, a line per submesh, the capacity dashed. Raises `FigureError`."""
-    figure = _figure(2.6)
-    axes: Any = figure.subplots()
+    """Bytes per device over time, a row per submesh, the capacity dashed where it is near. Raises `FigureError`."""
     tracks = memory_over_time(plan)
+    figure = _figure(0.6 + max(0.9, 0.55 * len(tracks)))
+    all_axes: Any = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     end = max(track.seconds[-1] for track in tracks)
-    for track in tracks:
-        times = [1e3 * seconds for seconds in (*track.seconds, end)]
-        held = [size / 2**30 for size in (*track.bytes, track.bytes[-1])]
-        label = f"stage {row_name(track.stages)}: {show_bytes(track.peak_bytes)}"
-        axes.step(times, held, where="post", color=stage_colour(track.stages[0]), linewidth=1.0, label=label)
     capacity = min(track.capacity_bytes for track in tracks)
     top = max(track.peak_bytes for track in tracks)
-    if capacity < 3 * top:
-        axes.axhline(capacity / 2**30, color="#b3261e", linestyle="dashed", linewidth=1.0)
-    axes.set_xlim(0.0, 1e3 * end)
-    axes.set_ylim(bottom=0.0)
-    axes.set_xlabel("ms", fontsize=9)
-    axes.set_ylabel("GiB per device", fontsize=9)
-    axes.set_title(f"memory, of {show_bytes(capacity)}", fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    time_scale, time_unit = _seconds_unit(end)
+    scale, unit = next(((2.0**p, u) for p, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if top >= 2.0**p), (1.0, "B"))
+    for axes, track in zip(all_axes, tracks, strict=True):
+        times = [seconds / time_scale for seconds in (*track.seconds, end)]
+        held = [size / scale for size in (*track.bytes, track.bytes[-1])]
+        colour = stage_colour(track.stages[0])
+        axes.fill_between(times, held, step="post", facecolor=colour, alpha=0.35, edgecolor=colour, linewidth=0.6)
+        if capacity < 3 * top:
+            axes.axhline(capacity / scale, color="#b3261e", linestyle="dashed", linewidth=0.8)
+        axes.set_ylabel(f"stage {row_name(track.stages)}\n{show_bytes(track.peak_bytes)}", fontsize=7, rotation=0)
+        axes.yaxis.set_label_coords(-0.1, 0.3)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_xlim(0.0, end / time_scale)
+    all_axes[0].set_ylim(bottom=0.0)
+    all_axes[0].set_title(f"{unit} per device, of {show_bytes(capacity)}", fontsize=9, loc="left")
+    all_axes[-1].set_xlabel(time_unit, fontsize=9)
     return figure
+
+
+def _seconds_unit(longest: float) -> tuple[float, str]:
+    """How many seconds the unit of an axis has, and its name."""
+    return next(((s, name) for s, name in ((1.0, "s"), (1e-3, "ms")) if longest >= 2 * s), (1e-6, "µs"))
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:

@@ -177,7 +177,7 @@ def timeline_section(
             f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
         )
     if simulated and measured:
-        body += table_html(comparison_table(compared(simulated, measured)))
+        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
     return Section(id="step", title="One step", body=body)
 
 
@@ -201,12 +201,7 @@ def stages_section(plan: Plan) -> Section:
     """The table of stages."""
     table = stages_table(plan)
     cells = {"stage": lambda text: stage_names([int(text)])}
-    return Section(id="stages", title="Stages", body=_untitled(table_html(table, cells=cells, search=True)))
-
-
-def _untitled(html: str) -> str:
-    """A table without its own heading, as the section has one."""
-    return html[html.index('<div class="scroll">') :]
+    return Section(id="stages", title="Stages", body=table_html(table, heading="", cells=cells, search=True))
 
 
 def parameters_section(plan: Plan) -> Section:
@@ -279,8 +274,7 @@ def communication_section(plan: Plan) -> Section:
         f"</thead><tbody>\n{rows}</tbody></table></div>"
         "<p>Per step, summed over the stages; bytes as each device hands them to the collective.</p>"
     )
-    table = table_html(collectives_table(plan, MAX_COLLECTIVES), search=True).replace("<h2>", "<h3>", 1)
-    listed = table.replace("</h2>", "</h3>", 1)
+    listed = table_html(collectives_table(plan, MAX_COLLECTIVES), heading="h3", search=True)
     body = (axes if uses else "") + between + (listed if uses else "")
     return Section(id="communication", title="Communication", body=body)
 
@@ -321,6 +315,6 @@ def notes_sections(plan: Plan) -> list[Section]:
     """What stays whole: for want of a rule, or of a divisor."""
     tables = {"opaque": opaque_table(plan), "undivided": undivided_table(plan)}
     return [
-        Section(id=name, title=table.title, body=_untitled(table_html(table, search=True)) if table.rows else "")
+        Section(id=name, title=table.title, body=table_html(table, heading="", search=True) if table.rows else "")
         for name, table in tables.items()
     ]

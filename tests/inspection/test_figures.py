@@ -30,7 +30,22 @@ def test_a_bar_per_task(pipeline_plan):
     bars = predicted_timeline(pipeline_plan).bars
     assert len(bars_of(axes)) == len(bars)
     ends = [float(path.get_extents().x1) for path in bars_of(axes)]
+    assert axes.get_xlabel() == "ms"
     assert max(ends) == pytest.approx(1e3 * max(bar.end_seconds for bar in bars))
+
+
+def test_memory_is_drawn_up_to_the_predicted_peak(pipeline_plan):
+    pytest.importorskip("matplotlib")
+    figure = memory_figure(pipeline_plan)
+    tops = [float(bars_of(axes)[0].get_extents().y1) for axes in figure.axes]
+    assert figure.axes[0].get_title(loc="left").startswith("MiB per device")
+    assert tops == pytest.approx([peak / 2**20 for peak in pipeline_plan.prediction.peak_bytes])
+
+
+def test_devices_and_layers_are_all_drawn(pipeline_plan):
+    pytest.importorskip("matplotlib")
+    above, below = submesh_figure(pipeline_plan).axes
+    assert len(bars_of(above)) == 8 and len(bars_of(below)) == pipeline_plan.num_layers
 
 
 def test_measured_below_predicted(pipeline_plan):

@@ -257,7 +257,7 @@
 
   // The line of what is held; of the points within a pixel the highest and the last count.
   const outline = (track, scale, level, base, width) => {
-    const right = Math.min(width - RIGHT, scale.x(end));
+    const right = Math.max(LEFT, Math.min(width - RIGHT, scale.x(data.end)));
     const part = [];
     let now = 0, column = null;
     for (let i = 0; i < track.times.length && track.times[i] <= view.to; i++) {
@@ -271,6 +271,7 @@
         part.push(column);
       }
     }
+    if (view.from >= data.end) return "";
     let path = `M${LEFT} ${number(base)}V${number(level(now))}`;
     for (const { x, high, last } of part) {
       path += `H${number(x)}V${number(level(high))}` + (last < high ? `H${number(x + 0.7)}V${number(level(last))}` : "");
