@@ -5,8 +5,9 @@ They take their colours from the classes of `palette` and need no script, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from math import ceil, prod, sqrt
 
 from alpa_lite.inspection.palette import stage_class
@@ -47,10 +48,10 @@ def cluster_svg(plan: Plan) -> str:
         x, y = (host % columns) * (width + 8), (host // columns) * (height + 8)
         drawn.append(f'<rect class="host" x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" rx="4"/>')
         drawn.append(f'<text class="small" x="{x + _PAD:.4g}" y="{y + 11:.4g}">host {host}</text>')
-        for place in range(devices):
-            left = x + _PAD + (place % across) * (cell + _GAP)
-            top = y + _HEAD + (place // across) * (cell + _GAP)
-            drawn.append(_device(plan, host * devices + place, runs, left, top, cell))
+        for first, length in _runs(plan, host * devices, across, runs):
+            line, place = divmod(first - host * devices, across)
+            corner = x + _PAD + place * (cell + _GAP), y + _HEAD + line * (cell + _GAP)
+            drawn.append(_devices(plan, first, length, runs, corner, cell))
     total_width, total_height = columns * (width + 8) - 8, ceil(hosts / columns) * (height + 8) - 8
     label = f"{show_count(hosts, 'host')} with {show_count(devices, 'device')} each, in the colours of their stages"
     # At most as large as it is drawn: a single device would else fill the page.
@@ -77,10 +78,33 @@ def _stages_by_device(plan: Plan) -> Mapping[int, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _device(plan: Plan, device: int, runs: Mapping[int, Sequence[int]], x: float, y: float, cell: float) -> str:
-    stages = runs.get(device, ())
-    title = f"device {device}: no stage"
-    if stages:
+def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """First and number of the devices of a host that are drawn as one: of many in a line those of one stage."""
+    devices = plan.cluster.devices_per_host
+    if plan.cluster.num_devices <= _BIG:
+        yield from ((first + place, 1) for place in range(devices))
+        return
+    for line in range(0, devices, across):
+        listed = range(first + line, first + min(line + across, devices))
+        for _, run in groupby(listed, key=lambda device: stages.get(device)):
+            members = list(run)
+            yield members[0], len(members)
+
+
+def _devices(
+    plan: Plan,
+    device: int,
+    count: int,
+    runs: Mapping[int, Sequence[int]],
+    corner: tuple[float, float],
+    cell: float,
+) -> str:
+    (x, y), stages = corner, runs.get(device, ())
+    name = f"device {device}" if count == 1 else f"devices {device}–{device + count - 1}"
+    title = f"{name}: no stage"
+    if stages and count > 1:
+        title = f"{name}: {_stages(stages)}, {plan.stages[stages[0]].mesh_shape}"
+    elif stages:
         stage = plan.stages[stages[0]]
         place = device - stage.submesh.first_device
         where = ", ".join(f"{axis} {at}" for axis, at in _coordinates(place, stage.mesh_shape.axis_sizes).items())
@@ -89,7 +113,7 @@ def _device(plan: Plan, device: int, runs: Mapping[int, Sequence[int]], x: float
     number = f'<text class="on" x="{x + cell / 2:.4g}" y="{y + cell / 2 + 3.5:.4g}">{device}</text>'
     return (
         f'<g class="device {colour}" data-stages="{" ".join(map(str, stages))}"><title>{escape(title)}</title>'
-        f'<rect x="{x:.5g}" y="{y:.5g}" width="{cell:.4g}" height="{cell:.4g}" rx="2"/>'
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{count * (cell + _GAP) - _GAP:.4g}" height="{cell:.4g}" rx="2"/>'
         f"{number if cell >= _CELL else ''}</g>"
     )
 

@@ -256,7 +256,10 @@ def _parameter_row(plan: Plan, group: ArgumentGroup, unlike: set[str]) -> str:
 def _members(group: ArgumentGroup) -> str:
     if len(group.members) == 1:
         return ""
-    listed = "".join(f"<li>{escape(member.name)} <small>stage {member.stage}</small></li>" for member in group.members)
+    listed = "\n".join(
+        f'<li data-stage="{member.stage}">{escape(member.name)} <small>stage {member.stage}</small></li>'
+        for member in group.members
+    )
     return f"<details><summary>{len(group.members)} arrays</summary><ul>{listed}</ul></details>"
 
 

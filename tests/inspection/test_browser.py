@@ -6,10 +6,12 @@ Needs playwright (which only drives the browser) and a Chromium that is installe
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from alpa_lite.mesh import LogicalMesh, Submesh
 from tests.inspection.test_html import HOSTILE, with_hostile_name
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -126,6 +128,30 @@ def test_search_for_a_stage(opened, pipeline_plan):
     assert shown.page.locator("#arrays tbody tr:visible").count() > 0
     for chips in shown.page.locator("#arrays tbody tr:visible td:nth-child(6)").all_inner_texts():
         assert "1" in chips
+
+
+def test_search_for_a_stage_of_many(opened, tensor_plan):
+    (only,) = tensor_plan.stages
+    mesh = LogicalMesh(axis_names=only.mesh_shape.axis_names, shape=(1, 1))
+    stages = tuple(
+        replace(
+            only,
+            layers=(number, number),
+            submesh=Submesh(first_device=number, num_hosts=1, devices_per_host=1),
+            mesh_shape=mesh,
+            specs={f"{name}[{number}:{number + 1}]": spec for name, spec in only.specs.items()},
+        )
+        for number in range(8)
+    )
+    peaks = replace(tensor_plan.prediction, peak_bytes=8 * tensor_plan.prediction.peak_bytes)
+    shown = opened(replace(tensor_plan, stages=stages, num_layers=8, num_microbatches=4, prediction=peaks))
+    shown.search("stage 5")
+    assert shown.rows("#stages table") == ["5"]
+    names = shown.page.locator("#arrays li:visible").all_inner_texts()
+    assert len(names) == sum("opt_state" not in name for name in only.specs) > 5
+    assert all("[5:6] stage 5" in name for name in names)
+    shown.search("stage 8")
+    assert shown.page.inner_text("#found").startswith("0 of ")
 
 
 def test_filter_by_kind_and_optimizer(opened, tensor_plan):

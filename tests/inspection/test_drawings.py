@@ -85,6 +85,19 @@ def test_devices_that_do_nothing(pipeline_plan):
     assert svg.count("unused") == 4 and svg.count('class="device stage-0"') == 4
 
 
+def test_of_very_many_devices_those_of_a_stage_are_drawn_together(pipeline_plan):
+    halves = [
+        replace(stage, submesh=replace(stage.submesh, first_device=2048 * number, num_hosts=256, devices_per_host=8))
+        for number, stage in enumerate(pipeline_plan.stages)
+    ]
+    cluster = replace(pipeline_plan.cluster, num_hosts=512)
+    svg = cluster_svg(replace(pipeline_plan, stages=tuple(halves), cluster=cluster))
+    parse(svg)
+    assert svg.count('class="device stage-0"') == svg.count('class="device stage-1"') == 256
+    assert "devices 4088–4095: stage 1" in svg
+    assert len(svg) < 300_000
+
+
 def test_layers(pipeline_plan):
     svg = layers_svg(pipeline_plan)
     parse(svg)

@@ -29,27 +29,35 @@
   // ---- search --------------------------------------------------------------------------------------------------
 
   const search = $("search"), kind = $("kind"), open = $("open"), optimizer = $("optimizer");
+  // The stages of a row, from its cell below "stage" or "stages": chips, or text like "0–3, 6".
+  const stagesOf = (row) => {
+    const heads = [...row.closest("table").tHead.rows[0].cells].map((cell) => cell.textContent);
+    const cell = row.cells[heads.findIndex((head) => head === "stage" || head === "stages")];
+    const runs = (cell ? cell.textContent.match(/\d+(–\d+)?/g) || [] : []).map((run) => run.split("–").map(Number));
+    return (stage) => runs.some(([first, last = first]) => first <= stage && stage <= last);
+  };
   const rows = [...document.querySelectorAll("table[data-search] > tbody > tr")].map((row) => ({
     row,
+    onStage: stagesOf(row),
     text: row.textContent.toLowerCase().replace(/\s+/g, " "),
-    names: [...row.querySelectorAll("li")].map((item) => ({ item, text: item.textContent.toLowerCase() })),
+    names: [...row.querySelectorAll("li")].map((item) => ({
+      item,
+      text: item.textContent.toLowerCase(),
+      stage: Number(item.dataset.stage),
+    })),
     head: (row.querySelector("code") || row).textContent.toLowerCase(),
     details: row.querySelector("details"),
   }));
 
-  // "stage 2" finds the rows of stage 2 by their chips, whose text is the bare number.
   const wanted = () => {
     const stages = [], text = search.value.toLowerCase()
-      .replace(/\bstage (\d+)\b/g, (_, number) => { stages.push(number); return " "; });
+      .replace(/\bstage (\d+)\b/g, (_, number) => { stages.push(Number(number)); return " "; });
     return { stages, words: text.split(/\s+/).filter(Boolean) };
   };
-  const onStage = (entry, stage) =>
-    [...entry.row.querySelectorAll(".chip")].some((chip) => chip.textContent === stage) ||
-    new RegExp(`\\bstages? ${stage}\\b`).test(entry.text);
   const has = (text, words) => words.every((word) => text.includes(word));
 
   const shows = (entry, { stages, words }) => {
-    if (!has(entry.text, words) || !stages.every((stage) => onStage(entry, stage))) return false;
+    if (!has(entry.text, words) || !stages.every(entry.onStage)) return false;
     if (entry.row.dataset.kind === undefined) return true;
     if (kind && kind.value && entry.row.dataset.kind !== kind.value) return false;
     return !("optimizer" in entry.row.dataset) || words.length > 0 || optimizer.checked;
@@ -62,10 +70,10 @@
       entry.row.hidden = !visible;
       shown += visible;
       if (!visible || !entry.details) continue;
-      // Where a name matches and not the pattern, only the names that match are listed.
-      const some = query.words.length > 0 && !has(entry.head, query.words) &&
-        entry.names.some((name) => has(name.text, query.words));
-      for (const name of entry.names) name.item.hidden = some && !has(name.text, query.words);
+      // Where names match and not the pattern, or a stage is asked for, only the names that match are listed.
+      const fits = (name) => has(name.text, query.words) && query.stages.every((stage) => name.stage === stage);
+      const some = asked && !(has(entry.head, query.words) && query.stages.length === 0) && entry.names.some(fits);
+      for (const name of entry.names) name.item.hidden = some && !fits(name);
       entry.details.open = open.checked || some;
     }
     $("found").textContent = asked ? `${shown} of ${rows.length} rows` : "";
