@@ -1,7 +1,7 @@
 """The specs of a plan's arguments, grouped: repeated layers become one row, optimizer state one line.
 
 layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
-mlp/w[0:6], mlp/w[6:12], …: rows of one stack   →   mlp/w[*] ×n
+layers/w[0:6], layers/w[6:12] (rows of a stack) →   layers/w[*] ×2             (`group_arguments`)
 opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
 """
 
@@ -23,7 +23,9 @@ OPTIMIZER_NAMES = frozenset(
 
 _NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
 _ROWS = re.compile(r"^(?P<stem>.+)\[(?P<rows>\d+:\d+)\]$")
-"""Of stacked layers each stage has its own rows."""
+
+_MOST_ROWS = 3
+"""Parts of a stack that are listed; of more the rest of the row has to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +138,14 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
 
 def _stems(name: str) -> tuple[str, ...]:
     """The path with its numbers taken out."""
-    return tuple(_stem(part) for part in name.split("/"))
+    return tuple(map(_stem, name.split("/")))
 
 
 def _stem(part: str) -> str:
-    if (match := _ROWS.match(part)) is not None:
-        return f"{_stem(match['stem'])}[*]"
-    return part if (match := _NUMBER.match(part)) is None else f"{match['stem']}*"
+    if (rows := _ROWS.match(part)) is not None:
+        return f"{_stem(rows['stem'])}[*]"
+    match = _NUMBER.match(part)
+    return part if match is None else f"{match['stem']}*"
 
 
 def _pattern(members: Sequence[Argument], *, whole: bool) -> str:
@@ -156,8 +159,9 @@ def _column(parts: Sequence[str], *, whole: bool) -> str:
         return parts[0]
     rows = [match for part in parts if (match := _ROWS.match(part)) is not None]
     if rows:
-        listed = "*" if whole else ", ".join(dict.fromkeys(match["rows"] for match in rows))
-        return f"{_column([match['stem'] for match in rows], whole=whole)}[{listed}]"
+        stem = _column([match["stem"] for match in rows], whole=whole)
+        listed = list(dict.fromkeys(match["rows"] for match in rows))
+        return f"{stem}[{'*' if whole or len(listed) > _MOST_ROWS else ', '.join(listed)}]"
     matches = [match for part in parts if (match := _NUMBER.match(part)) is not None]
     numbers = "*" if whole else f"{{{show_numbers(int(match['number']) for match in matches)}}}"
     return f"{matches[0]['stem']}{numbers}"
