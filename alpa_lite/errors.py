@@ -10,6 +10,7 @@
     │   ├── InfeasibleError   nothing fits into memory
     │   └── MismatchError     a plan made for another function, shape or cluster
     ├── ProblemFileError      a file that holds no intra-op problem
+    ├── FigureError           a figure cannot be drawn
     ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
     └── ExecutionError        the devices at hand cannot run the plan
@@ -65,6 +66,10 @@ class MismatchError(PlanError):
 
 class ProblemFileError(AlpaLiteError, ValueError):
     """A file that cannot be read as an intra-op problem."""
+
+
+class FigureError(AlpaLiteError, RuntimeError):
+    """A figure cannot be drawn, for want of matplotlib."""
 
 
 class RuleError(AlpaLiteError, ValueError):

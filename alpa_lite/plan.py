@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from alpa_lite.codec import decode, encode
 from alpa_lite.errors import MismatchError, PlanError
@@ -23,6 +23,9 @@ from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
+
+if TYPE_CHECKING:
+    from alpa_lite.inspection.timeline import SpanLike
 
 FORMAT = 5
 """Version of the plan file."""
@@ -292,16 +295,30 @@ class Plan:
 
         return diff(self, other)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained HTML page."""
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        simulated: Sequence[SpanLike] | None = None,
+        measured: Sequence[SpanLike] | None = None,
+    ) -> None:
+        """Write the plan as one self-contained HTML page.
+
+        `simulated`, `measured`: when each instruction of its program runs on the cost model and on devices
+        (`lowered.simulate().times`, `compiled.measure()`); the page then shows them below the prediction.
+        """
         from alpa_lite.inspection.html import plan_html
 
-        Path(path).write_text(plan_html(self))
+        Path(path).write_text(plan_html(self, simulated=simulated, measured=measured), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         from alpa_lite.inspection.html import plan_fragment
 
         return plan_fragment(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints where it shows no HTML."""
+        printer.text(f"plan {self.name}" if cycle else str(self))
 
     def verify(self, step: StepGraph, cluster: Cluster | None = None) -> None:
         """Raise `MismatchError` unless this plan was made for this step (and this cluster)."""

@@ -163,9 +163,10 @@ def test_diff(plans, capsys):
 
 
 def test_simulate(plans, capsys, tmp_path):
-    path = tmp_path / "trace.json"
-    code, out, _ = run(capsys, "simulate", plans[1], "--trace", str(path))
+    path, page = tmp_path / "trace.json", tmp_path / "plan.html"
+    code, out, _ = run(capsys, "simulate", plans[1], "--trace", str(path), "--html", str(page))
     assert code == 0
+    assert '"title":"predicted"' in page.read_text()
     assert "predicted step" in out
     assert json.loads(path.read_text())["traceEvents"]
     assert run_json(capsys, "simulate", plans[1])["makespan_seconds"] > 0
@@ -177,10 +178,15 @@ def test_simulate_and_measure_the_program_of_a_step(plans, capsys, tmp_path):
     assert code == 0 and "simulated step" in out and "peak" in out
     simulated = run_json(capsys, "simulate", plans[1], *step)
     assert {time["kind"] for time in simulated["times"]} >= {"RUN", "SEND", "PLACE"}
-    code, out, _ = run(capsys, "simulate", plans[1], *step, "--measure", "--trace", str(both))
+    page = tmp_path / "plan.html"
+    code, out, _ = run(capsys, "simulate", plans[1], *step, "--measure", "--trace", str(both), "--html", str(page))
+    assert '"title":"simulated"' in page.read_text() and '"title":"measured"' in page.read_text()
     assert code == 0 and "stage 1 forward+backward" in out and "measured" in out
     events = json.loads(both.read_text())["traceEvents"]
-    spans = {process: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == process] for process in PROCESSES}
+    spans = {
+        process: [e["name"] for e in events if e["ph"] == "X" and e["pid"] == number]
+        for number, process in enumerate(PROCESSES, 1)
+    }
     assert sorted(spans["predicted"]) == sorted(name for name in spans["measured"] if not name.startswith(BETWEEN))
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert rows >= {"stage 0", "stage 1", "stage 0 receives", "stage 1 receives"}

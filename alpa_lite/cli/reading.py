@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from alpa_lite.inspection.explain import explanation
 from alpa_lite.inspection.memory_use import memory_use
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.time_use import time_use
-from alpa_lite.inspection.timeline import chrome_trace, compared, comparison_text, overlaid, predicted_timeline
+from alpa_lite.inspection.timeline import (
+    SpanLike,
+    chrome_trace,
+    compared,
+    comparison_text,
+    overlaid,
+    predicted_timeline,
+)
 from alpa_lite.user_step import load_example
 
 _STEP_HELP = "the step that was planned: the plan is checked against it, and what only the step tells is shown too"
@@ -78,17 +85,20 @@ def run_simulate(given: argparse.Namespace) -> int:
             raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
         timeline = predicted_timeline(plan)
         _write_trace(given.trace, chrome_trace(timeline, "predicted"))
+        _write_page(given.html, plan)
         answer(given, timeline, timeline.to_json)
         return Exit.DONE
     lowered = _planned(plan, given.step).lower()
     simulated = lowered.simulate()
     if not given.measure:
         _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
+        _write_page(given.html, plan, simulated=simulated.times)
         answer(given, simulated, simulated.to_json)
         return Exit.DONE
     measured = lowered.compile().measure()
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
+    _write_page(given.html, plan, simulated=simulated.times, measured=measured)
     tasks = [asdict(row) for row in rows]
     answer(given, f"{simulated}\n{comparison_text(rows)}", lambda: {**simulated.to_json(), "tasks": tasks})
     return Exit.DONE
@@ -106,6 +116,12 @@ def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
             path.write_text(json.dumps(trace))
 
 
+def _write_page(path: Path | None, plan: al.Plan, **spans: Sequence[SpanLike]) -> None:
+    if path is not None:
+        with writing(path):
+            plan.to_html(path, **spans)
+
+
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument(
@@ -115,6 +131,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with this timeline")
 
 
 EXPLAIN = Command(

@@ -144,6 +144,17 @@ class Graph:
         """The result values of an op."""
         return tuple(self.values[i] for i in op.results)
 
+    def _repr_html_(self) -> str:
+        from alpa_lite.inspection.notebook import graph_html
+
+        return graph_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints where it shows no HTML."""
+        from alpa_lite.inspection.notebook import graph_summary, graph_text
+
+        printer.text(graph_summary(self) if cycle else graph_text(self))
+
     def walk(self) -> Iterator[tuple[Graph, Op]]:
         """Every op with the graph that holds it, bodies after their op."""
         for op in self.ops:

@@ -1,128 +1,100 @@
-"""A plan as one self-contained HTML page: the tables of `tables` and the predicted timeline as SVG, light and dark."""
+"""A plan as one self-contained HTML page, and as what a notebook shows of it. Light, dark and on paper; no network.
+
+summary       what one sees first: numbers, devices and layers by stage                                `sections`
+timeline      drawn by the page's script: it zooms, and memory over time with it                       `page_data`
+tables        stages, parameters as blocks, communication by axis, plans considered                    `sections`
+
+The script and the style of the page are the files of `page/`. In a notebook there is no script: the still drawings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
-from alpa_lite.inspection.tables import Table, headline, plan_tables
-from alpa_lite.inspection.timeline import Bar, predicted_timeline, row_name
-from alpa_lite.inspection.units import show_seconds
+from alpa_lite.inspection.drawings import cluster_svg, layers_svg, timeline_svg
+from alpa_lite.inspection.elements import STYLE as STYLE
+from alpa_lite.inspection.elements import fragment_html
+from alpa_lite.inspection.elements import page_html as page_html
+from alpa_lite.inspection.elements import table_html as table_html
+from alpa_lite.inspection.page_data import page_data, safe_json
+from alpa_lite.inspection.sections import (
+    KEYS,
+    alternatives_section,
+    communication_section,
+    memory_section,
+    notes_sections,
+    parameters_section,
+    stages_section,
+    summary_section,
+    timeline_section,
+)
+from alpa_lite.inspection.tables import headline, plan_tables
+from alpa_lite.inspection.timeline import SpanLike
 from alpa_lite.plan import Plan
 
-STYLE = """
-.alpa-lite { --ink: #1f2328; --soft: #59636e; --line: #d1d9e0;
-  --page: #ffffff;
-  --forward: #3b7dd8; --backward: #2da07a; --update: #c77d1a;
-  color: var(--ink); background: var(--page); font: 14px/1.45 system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  .alpa-lite { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --page: #0d1117; } }
-.alpa-lite h1 { font-size: 1.25rem; margin: 0 0 .25rem; } .alpa-lite h2 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
-.alpa-lite p { margin: .25rem 0; color: var(--soft); }
-.alpa-lite .scroll { overflow-x: auto; }
-.alpa-lite table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.alpa-lite th, .alpa-lite td { padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-.alpa-lite th { color: var(--soft); font-weight: 600; } .alpa-lite .number { text-align: right; }
-.alpa-lite svg { width: 100%; max-width: 70rem; height: auto; } .alpa-lite text { fill: var(--ink); font-size: 11px; }
-.alpa-lite .forward { fill: var(--forward); } .alpa-lite .backward { fill: var(--backward); }
-.alpa-lite .update { fill: var(--update); }
-"""
-"""Of everything in a `<div class="alpa-lite">`."""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>body {{ margin: 0; }} body > .alpa-lite {{ min-height: 100vh; box-sizing: border-box; padding: 1.5rem; }}</style>
-</head>
-<body>
-{fragment}
-</body>
-</html>
-"""
-
-_LEFT, _WIDTH, _ROW = 64.0, 900.0, 26.0
+_BAR = """<header class="bar">
+<a class="skip" href="#summary">To the summary</a>
+<nav aria-label="Sections">{links}</nav>
+<label class="search"><span>Search</span> <input type="search" id="search" placeholder="parameter, line, stage 2 …"
+  autocomplete="off" spellcheck="false" aria-describedby="found" aria-keyshortcuts="/"></label>
+<span id="found" role="status" aria-live="polite"></span>
+<button type="button" id="theme" aria-live="polite">colours: as the system</button>
+</header>"""
 
 
-def plan_html(plan: Plan) -> str:
-    """The page."""
-    return page_html(f"{plan.function}: {plan.name}", plan_fragment(plan))
+def plan_html(
+    plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
+) -> str:
+    """The page.
 
-
-def page_html(title: str, fragment: str) -> str:
-    """A whole page from its title and a `<div class="alpa-lite">` with its style."""
-    return _PAGE.format(title=escape(title), fragment=fragment)
+    Args:
+        plan: what is shown.
+        simulated: also show when each instruction runs on the cost model, `lowered.simulate().times`.
+        measured: also show when each instruction ran, `compiled.measure()`.
+    """
+    sections = [
+        summary_section(plan),
+        timeline_section(plan, simulated=simulated, measured=measured),
+        memory_section(plan),
+        stages_section(plan),
+        parameters_section(plan),
+        communication_section(plan),
+        alternatives_section(plan),
+        *notes_sections(plan),
+    ]
+    shown = [section for section in sections if section.body]
+    links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in shown)
+    data = safe_json(page_data(plan, simulated=simulated, measured=measured))
+    fragment = fragment_html(
+        _BAR.format(links=links),
+        "<main>",
+        *map(str, shown),
+        f"<p class='keys'>{KEYS}</p>",
+        "</main>",
+        f'<script type="application/json" id="data">{data}</script>',
+        f"<script>\n{_file('page.js')}</script>",
+        style=STYLE + _file("page.css"),
+    )
+    return page_html(f"{plan.function}: {plan.name}", fragment)
 
 
 def plan_fragment(plan: Plan) -> str:
-    """The page's content with its style, for notebooks."""
+    """The plan as a notebook shows it."""
     first, second = headline(plan)
-    parts = [
-        f"<style>{STYLE}</style>",
+    return fragment_html(
         f"<h1>{escape(plan.function)}: {escape(plan.name)}</h1>",
         f"<p>{escape(first)}</p><p>{escape(second)}</p>",
+        cluster_svg(plan),
+        layers_svg(plan),
+        "<h2>Predicted step</h2>",
         timeline_svg(plan),
+        "<p>blue: forward, green: backward, orange: update; one row per stage, or per group of devices that runs "
+        "several</p>",
         *(table_html(table) for table in plan_tables(plan)),
-    ]
-    return '<div class="alpa-lite">\n' + "\n".join(parts) + "\n</div>"
-
-
-def table_html(table: Table) -> str:
-    """A table under its title, with its note."""
-    head = "".join(_cell("th", column, column in table.numeric) for column in table.columns)
-    rows = "\n".join(
-        f"<tr>{''.join(_cell('td', text, c in table.numeric) for c, text in zip(table.columns, row, strict=True))}</tr>"
-        for row in table.rows
-    )
-    note = f"<p>{escape(table.note)}</p>" if table.note else ""
-    return (
-        f'<h2>{escape(table.title)}</h2><div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>{note}"
     )
 
 
-def _cell(tag: str, text: str, numeric: bool) -> str:
-    kind = ' class="number"' if numeric else ""
-    return f"<{tag}{kind}>{escape(text)}</{tag}>"
-
-
-def timeline_svg(plan: Plan) -> str:
-    """The predicted step as SVG: a row per submesh, a bar per task; hovering a bar tells what it is."""
-    timeline = predicted_timeline(plan)
-    scale = _WIDTH / max(timeline.makespan_seconds, 1e-12)
-    height = _ROW * len(timeline.rows) + 18
-    labels = "".join(
-        f'<text x="0" y="{_ROW * number + 16:.0f}">{_label(stages)}</text>'
-        for number, stages in enumerate(timeline.rows)
-    )
-    bars = "\n".join(_bar(bar, scale) for bar in timeline.bars)
-    end = show_seconds(timeline.makespan_seconds)
-    return (
-        "<h2>Predicted step</h2>\n"
-        f'<svg viewBox="0 0 {_LEFT + _WIDTH:.0f} {height:.0f}" role="img" aria-label="Predicted timeline of {end}">\n'
-        f'{labels}\n{bars}\n<text x="{_LEFT:.0f}" y="{height - 4:.0f}">0</text>'
-        f'<text x="{_LEFT + _WIDTH:.0f}" y="{height - 4:.0f}" text-anchor="end">{end}</text>\n</svg>\n'
-        "<p>blue: forward, green: backward, orange: update; one row per stage, or per "
-        "group of devices that runs several</p>"
-    )
-
-
-def _label(stages: Sequence[int]) -> str:
-    """What fits in front of a row; all of it when the pointer rests there."""
-    if len(stages) <= 2:
-        return f"stage {row_name(stages)}"
-    return f"stage {stages[0]}, …<title>stages {row_name(stages)}</title>"
-
-
-def _bar(bar: Bar, scale: float) -> str:
-    x, width = _LEFT + bar.start_seconds * scale, (bar.end_seconds - bar.start_seconds) * scale
-    which = "" if bar.microbatch is None else f" of micro-batch {bar.microbatch}"
-    title = f"{bar.kind}{which}, stage {bar.stage}: {show_seconds(bar.end_seconds - bar.start_seconds)}"
-    return (
-        f'<rect class="{escape(bar.kind)}" x="{x:.2f}" y="{_ROW * bar.row + 3:.1f}" '
-        f'width="{max(width - 0.5, 0.3):.2f}" height="{_ROW - 6:.1f}" rx="2"><title>{escape(title)}</title></rect>'
-    )
+def _file(name: str) -> str:
+    return (files("alpa_lite.inspection") / "page" / name).read_text(encoding="utf-8")

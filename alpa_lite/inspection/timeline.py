@@ -138,29 +138,46 @@ def row_name(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages))
 
 
-def chrome_trace(spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step") -> dict[str, Any]:
+def chrome_trace(
+    spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step", *, number: int = 1
+) -> dict[str, Any]:
     """Spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
-    A predicted step has a row per submesh.
-    `process` names the group of rows; traces are joined by joining their `traceEvents`.
+    A predicted step has a row per submesh. Spans that overlap, as transfers may, get further rows of the same name:
+    viewers take spans of one row for calls within calls. `process` names the group of rows and `number` (from 1 on, as
+    Perfetto takes 0 for none) tells it from others; traces are joined by joining their `traceEvents`.
     """
     # Tasks and transfers count however short they are, and what else takes time: buffers come and go in between.
     listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
-    rows: dict[int, set[int]] = {}
+    rows: dict[int, list[Any]] = {}
     for span in listed:
-        rows.setdefault(_row(span), set()).add(span.stage)
-    events: list[dict[str, Any]] = [_meta(process, "process_name", process)]
-    for row, stages in sorted(rows.items()):
+        rows.setdefault(_row(span), []).append(span)
+    events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
+    for row, members in sorted(rows.items()):
         does = " receives" if row >= _RECEIVING else ""
-        events.append(_meta(process, "thread_name", f"stage {row_name(sorted(stages))}{does}", row))
-    events += [_event(process, span) for span in listed]
+        name = f"stage {row_name(sorted({span.stage for span in members}))}{does}"
+        for more, part in enumerate(_apart(members)):
+            events.append(_meta(number, "thread_name", name, row + more * _FURTHER))
+            events += [_event(number, row + more * _FURTHER, span) for span in part]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
     """Both in one trace, one group of rows above the other."""
-    traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured"))
+    traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured", number=2))
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
+
+
+def _apart(spans: Iterable[Any]) -> list[list[Any]]:
+    """Spans in lists in which none begins before the one before it has ended."""
+    lists: list[list[Any]] = []
+    for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
+        free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
+        if (found := next(free, None)) is None:
+            lists.append([span])
+        else:
+            found.append(span)
+    return lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +210,11 @@ def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tup
 
 
 def comparison_text(rows: Sequence[TaskComparison]) -> str:
+    """The comparison as text."""
+    return render(["median of the runs in one step", ""], [comparison_table(rows)])
+
+
+def comparison_table(rows: Sequence[TaskComparison]) -> Table:
     """The comparison as a table."""
     columns = ("task", "runs", "predicted ms", "measured ms", "measured / predicted")
     cells = tuple(
@@ -205,8 +227,7 @@ def comparison_text(rows: Sequence[TaskComparison]) -> str:
         )
         for row in rows
     )
-    table = Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
-    return render(["median of the runs in one step", ""], [table])
+    return Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
 
 
 def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[Any]:
@@ -215,7 +236,7 @@ def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable
     return spans.bars if isinstance(spans, PredictedTimeline) else spans
 
 
-def _event(process: str, span: Any) -> dict[str, Any]:
+def _event(number: int, row: int, span: Any) -> dict[str, Any]:
     kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
     microbatch = getattr(span, "microbatch", None)
     label = getattr(span, "name", "") or kind
@@ -223,8 +244,8 @@ def _event(process: str, span: Any) -> dict[str, Any]:
         "name": label if microbatch is None else f"{label} {microbatch}",
         "cat": kind,
         "ph": "X",
-        "pid": process,
-        "tid": _row(span),
+        "pid": number,
+        "tid": row,
         "ts": span.start_seconds * 1e6,
         "dur": (span.end_seconds - span.start_seconds) * 1e6,
         "args": {"stage": span.stage, "microbatch": microbatch},
@@ -237,13 +258,17 @@ _SHOWN = ("RUN", "SEND")
 _RECEIVING = 10_000
 """Transfers to a stage have a row of their own, as they go on beside its tasks: its number plus this."""
 
+_FURTHER = 1_000_000
+"""Between the numbers of the rows that share a name."""
+
 
 def _row(span: Any) -> int:
-    return getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
+    """From 1 on: viewers take thread 0 for none, or for the first one."""
+    return 1 + getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
 
 
-def _meta(process: str, kind: str, name: str, row: int = 0) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
 
 
 def _bars(timeline: Timeline, row_of: Mapping[int, int]) -> tuple[Bar, ...]:

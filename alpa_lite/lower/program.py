@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from alpa_lite.cross_mesh import Layout, PlannedTransfer, plan_transfer
 from alpa_lite.errors import VerificationError
@@ -79,6 +80,17 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions))
+
+    def _repr_html_(self) -> str:
+        from alpa_lite.inspection.notebook import program_html
+
+        return program_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints where it shows no HTML."""
+        from alpa_lite.inspection.notebook import program_summary, program_text
+
+        printer.text(program_summary(self) if cycle else program_text(self))
 
 
 def build_program(plan: Plan, step: StepGraph) -> Program:

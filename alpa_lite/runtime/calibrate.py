@@ -1,7 +1,8 @@
 """Devices described by measuring them: the programs of `probes`, timed by `timing`, explained by `fit`.
 
     dispatch_seconds = median time of a program that does next to nothing, awaited
-    device_share     = seconds of a block on all devices / (devices * seconds on one), on a shared processor only
+    device_share     = seconds of a block divided over all devices / seconds of the whole of it on one, on a shared
+                       processor only
     the rest         = the constants under which the cost model says what was measured            (fit.fit_cluster)
 
 Where several processes make up the job, all of them take part and the first one's times count, so that all describe the
@@ -56,7 +57,7 @@ class Calibration:
     Attributes:
         cluster: as fitted.
         measurements: products, passes and collectives, as timed.
-        dispatch, alone, together: of a program that does nothing; of a block on one device and on all of them.
+        dispatch, alone, together: of a program that does nothing; of a block on one device, and divided over all.
         fingerprint: of the devices.
         date: of the measurement, as YYYY-MM-DD.
     """
@@ -166,7 +167,7 @@ def conclude(
     """Time all of these and find the cluster like `guess` that explains them.
 
     `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device of each host
-    and on all devices.
+    and divided over all devices.
     """
     programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
     total, done = num_samples(len(programs), stopwatch), 0
@@ -208,8 +209,8 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
-    """What one device alone gets done, against all of them together."""
-    return min(1.0, max(1.0 / num_devices, together_seconds / num_devices / alone_seconds))
+    """What one device alone gets done of some work, against all of them together."""
+    return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
 
 def _guess(devices: tuple[Any, ...]) -> Cluster:

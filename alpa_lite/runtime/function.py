@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.microbatch import TracedStep
 from alpa_lite.plan import Plan
 from alpa_lite.progress import Progress
@@ -52,6 +52,8 @@ class CompiledFunction:
 
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
         """One step from flattened dynamic arguments."""
+        if any([isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]):
+            raise ExecutionError(self._given_away(leaves))  # XLA may end the process
         outputs = self.executor(self.step.inputs(leaves), record)
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
@@ -88,6 +90,14 @@ class CompiledFunction:
         return (
             f"{self.traced.name} was compiled for {name} of shape {list(wanted)}, but {list(np.shape(leaf))} was "
             "given. Trace and compile again."
+        )
+
+    def _given_away(self, leaves: Sequence[Any]) -> str:
+        pairs = zip(leaves, self.traced.names, strict=True)
+        name = next(name for leaf, name in pairs if isinstance(leaf, jax.Array) and leaf.is_deleted())
+        return (
+            f"{self.traced.name} was given an array for {name} that has been deleted: an earlier call took its memory "
+            "over (donate_argnums). Pass what that call returned instead, or do not donate it."
         )
 
 

@@ -35,6 +35,8 @@ from cost_models.work import Product, Work
 _ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
 #: Images of a convolution, and their height and width.
 _IMAGES, _SIDE = 8, 32
+#: Of the part of a block that one device of several does: samples, and the width of its weights.
+_ROWS, _WIDTH = 256, 256
 #: Arrays that a task of a plan usually takes.
 _ARRAYS_PER_TASK = 32
 _ITEM_BYTES = 4
@@ -148,11 +150,11 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
 
 
 def share_programs(devices: Sequence[Any]) -> list[Program]:
-    """A chain of products, softmax and norm on the first device of each host, and on all devices together."""
-    shape = (256, 256)
+    """A chain of products, softmax and norm on the first device of each host, and the same work divided over all."""
+    rows = host_rows(devices)
     return [
-        _everywhere("block on one device", _block, [row[0] for row in host_rows(devices)], shape),
-        _everywhere("block on all devices", _block, devices, shape),
+        _everywhere("block on one device", _block, [row[0] for row in rows], (_ROWS * len(rows[0]), _WIDTH)),
+        _everywhere("block on all devices", _block, devices, (_ROWS, _WIDTH)),
     ]
 
 
@@ -288,7 +290,7 @@ def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
 
 
 def _block(y: jax.Array, w: jax.Array) -> jax.Array:
-    y = jax.nn.softmax(y @ w)
+    y = jax.nn.softmax(y @ w[: w.shape[1]])
     return jnp.tanh((y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-5))
 
 

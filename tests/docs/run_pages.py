@@ -1,10 +1,13 @@
 """Run the Python of some pages, each page in a module of its own: `python run_pages.py PAGE...`.
 
+What a page shows in a `text` block after a `python` block must have been printed.
+
 One process for all, since most of the time goes into importing JAX and measuring the devices. Prints a JSON object:
-page → traceback, empty when the page runs.
+page → traceback, empty when the page runs and prints what it shows.
 """
 
 import contextlib
+import io
 import json
 import re
 import sys
@@ -13,6 +16,7 @@ import types
 from pathlib import Path
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code_of(page: Path) -> str:
@@ -25,14 +29,16 @@ def code_of(page: Path) -> str:
 
 
 def run(page: Path, number: int) -> str:
-    """The traceback of a page, empty when it runs."""
+    """The traceback of a page, empty when it runs and prints what it shows."""
     module = types.ModuleType(f"page_{number}")
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        exec(compile(code_of(page), str(page), "exec"), module.__dict__)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code_of(page), str(page), "exec"), module.__dict__)
     except Exception:
         return traceback.format_exc()
-    return ""
+    missing = [shown for shown in SHOWN.findall(page.read_text()) if shown not in printed.getvalue()]
+    return f"The page shows\n{missing[0]}but what was printed is\n{printed.getvalue()}" if missing else ""
 
 
 if __name__ == "__main__":

@@ -12,6 +12,12 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.py")
 SHOWN = {
     "train_mlp": "step 19  loss",
     "plan_without_devices": "loaded, and found to belong to the step",
+    "flax_linen": "as with jax.jit",
+    "flax_nnx": "outputs have shape (64, 32)",
+    "equinox_model": "the loss went from",
+    "scan_over_layers": "the pipeline has 4 stages of 2 layers each",
+    "mixture_of_experts": "experts of the last plan",
+    "convolutions": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
     "compare_plans": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
 }
 """A piece of what each example prints when it got to its end."""

@@ -35,6 +35,19 @@ def test_numbers_that_do_not_vary_stay():
     assert [group.pattern for group in found] == ["opt/0/mu/layer_*/w"]
 
 
+def test_rows_of_stacked_layers_become_one_group():
+    names = [f"layers/w[{i}:{i + 6}]" for i in range(0, 24, 6)]
+    (found,) = group_arguments(arguments(**dict.fromkeys(names, SPLIT)))
+    assert found.pattern == "layers/w[*]" and [member.name for member in found.members] == names
+    specs = dict(zip(names, (WHOLE, SPLIT, SPLIT, WHOLE), strict=True))
+    assert [group.pattern for group in group_arguments(arguments(**specs))] == [
+        "layers/w[0:6, 18:24]",
+        "layers/w[6:12, 12:18]",
+    ]
+    numbered = {f"layer_{i}[{2 * j}:{2 * j + 2}]": SPLIT for i in range(2) for j in range(2)}
+    assert [group.pattern for group in group_arguments(arguments(**numbered))] == ["layer_*[*]"]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("state/opt_state/0/mu/w", True), ("mu/w", True), ("state/params/mu", False), ("params/w", False)],

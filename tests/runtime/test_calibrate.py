@@ -57,9 +57,9 @@ def test_the_fitted_cluster_says_what_was_measured(found):
         assert predicted_seconds(m, found.cluster) == pytest.approx(m.seconds, rel=0.5)
 
 
-@pytest.mark.parametrize(("alone", "share"), [(2.0, 1.0), (4.0, 0.5), (0.1, 1.0), (100.0, 1 / 4)])
+@pytest.mark.parametrize(("alone", "share"), [(8.0, 1.0), (16.0, 0.5), (0.1, 1.0), (100.0, 1 / 4)])
 def test_the_share_of_one_device(alone, share):
-    """All four of a host together take 8 s; one that can use everything takes 2 s."""
+    """All four of a host together take 8 s, and so does one that can use everything."""
     few = replace(SHARED, intra_host=Link(bandwidth_bytes_per_second=2e11, latency_seconds=4e-6))
     truth = replace(TRUTH, num_hosts=2, device=few.device)
     assert simulate(replace(SHARED, num_hosts=2, devices_per_host=4), truth, alone=alone).cluster.device_share == share

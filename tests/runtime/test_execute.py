@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from alpa_lite.errors import ExecutionError
 from alpa_lite.planners import DataParallel, Hybrid, Pipeline
 from alpa_lite.runtime.execute import device_groups
 from alpa_lite.schedule import Interleaved1F1B
@@ -45,6 +46,17 @@ def test_only_what_the_caller_gives_away_is_overwritten(name: str, donate: tuple
             np.testing.assert_array_equal(w, before)
     want, _ = jax.jit(step_with(EQUAL))(weights, x)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_what_was_given_away_is_not_taken_again(name: str, devices: Any) -> None:
+    planner, num_microbatches = PLANNERS[name]
+    found = compiled(EQUAL, planner, num_microbatches, donate_argnums=0)
+    placed, batch = found.place(*arguments(8))
+    got, _ = found(placed, batch)
+    with pytest.raises(ExecutionError, match=r"an array for \S+ that has been deleted.*Pass what that call returned"):
+        found(placed, batch)
+    found(got, batch)
 
 
 def test_values_of_a_micro_batch_are_given_to_their_last_reader(devices: Any) -> None:
