@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.inspection.doctor import steady_memory_environment, virtual_cpu_environment
+from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.planners import DataParallel, Hybrid
 from alpa_lite.progress import PhaseTimes, Progress
 from benchmarks.models.gpt import GPT
@@ -257,7 +257,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
 
 def _environment(sizes: Sizes) -> dict[str, str]:
     count = max(sizes.num_devices, sizes.num_stages)
-    return {**os.environ, **virtual_cpu_environment(count), **steady_memory_environment()}
+    return virtual_environment(count)
 
 
 def rendered(found: dict[str, Any]) -> list[Table]:

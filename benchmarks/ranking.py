@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 import alpa_lite as al
-from alpa_lite.inspection.doctor import steady_memory_environment, virtual_cpu_environment
+from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
 from alpa_lite.runtime.calibrate import calibrate
 from benchmarks.demo import DemoConfig, progress_line
@@ -221,9 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.devices:
         rest = list(sys.argv[1:] if argv is None else argv)
-        environment = {**os.environ, **virtual_cpu_environment(given.devices), **steady_memory_environment()}
         command = [sys.executable, "-m", "benchmarks.ranking", *rest, "--devices", "0"]
-        return subprocess.run(command, env=environment, check=False).returncode
+        return subprocess.run(command, env=virtual_environment(given.devices), check=False).returncode
     console = Console(width=None if sys.stdout.isatty() else 120)
     cluster = calibrate().cluster if given.cluster is None else al.local_cluster(given.cluster)
     rows: list[Row] = []

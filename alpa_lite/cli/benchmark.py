@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from alpa_lite.cli.command import Command, enveloped
-from alpa_lite.inspection.doctor import steady_memory_environment, virtual_cpu_environment
+from alpa_lite.inspection.doctor import virtual_environment
 
 
 def run_bench(given: argparse.Namespace) -> int:
@@ -34,11 +34,6 @@ def _benchmark(command: Command, given: argparse.Namespace, environment: dict[st
     for text in (done.stdout or "").splitlines():
         print(json.dumps(enveloped(command.name, json.loads(text))) if text.startswith("{") else text)
     return done.returncode
-
-
-def virtual_environment(num_devices: int) -> dict[str, str]:
-    """This environment, with so many virtual CPU devices and steady timings."""
-    return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:

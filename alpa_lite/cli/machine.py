@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.benchmark import virtual_environment
 from alpa_lite.cli.command import Command, Exit, answer
 from alpa_lite.inspection.calibration import CalibrationProgress, calibration_data, calibration_text
-from alpa_lite.inspection.doctor import diagnose
+from alpa_lite.inspection.doctor import diagnose, virtual_environment
 
 
 def run_calibrate(given: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from alpa_lite.inspection.progress import planning_progress
 from alpa_lite.inspection.tables import plan_summary
 from alpa_lite.inspection.units import read_bytes
 from alpa_lite.inspection.what_if import Candidate, Comparison, PinsCost, varied
-from alpa_lite.planners.by_name import PLANNERS, planner_by_name
+from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
 from alpa_lite.user_step import load_example
 from cost_models.cluster import Cluster, known_clusters
 
@@ -101,7 +101,7 @@ def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str)
     """The planner with the pins of a file. Raises `PlanError` for one that takes none."""
     if isinstance(planner, (al.planners.Auto, al.planners.OnMesh)):
         return replace(planner, pins=file.pins)
-    taking = [known for known, kind in PLANNERS.items() if "pins" in {field.name for field in fields(kind)}]  # type: ignore[arg-type]
+    taking = [known for known, kind in PLANNERS.items() if "pins" in options_of(kind)]
     raise PlanError(f"--pins was given, but the planner {name!r} takes none: use {' or '.join(taking)}.")
 
 

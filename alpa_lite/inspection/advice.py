@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from alpa_lite.inspection.axes import crosses_hosts
 from alpa_lite.inspection.ledger import OPAQUE, PASSES
 from alpa_lite.inspection.parameters import arguments_of
 from alpa_lite.inspection.tables import CollectiveGroup
@@ -76,9 +77,8 @@ def _state_is_split(plan: Plan) -> bool:
 def advice_on_collective(plan: Plan, group: CollectiveGroup) -> str:
     """For collectives of one kind over one axis."""
     each = show_bytes(group.bytes / group.count)
-    sizes = [plan.stages[number].mesh_shape.axis_sizes for number in group.stages]
-    ways = max((size for axes in sizes for axis, size in axes.items() if axis in group.axis.split("·")), default=1)
-    far = ways > plan.cluster.devices_per_host
+    per_host = plan.cluster.devices_per_host
+    far = any(crosses_hosts(plan.stages[number], group.axis, per_host) for number in group.stages)
     hosts = "; its devices span hosts" if far else ""
     if group.phase == "update":
         return f"{each} each{hosts}; {_ON_UPDATE.get(group.kind, _ELSE)}"

@@ -213,6 +213,11 @@ def steady_memory_environment() -> dict[str, str]:
     }
 
 
+def virtual_environment(num_devices: int) -> dict[str, str]:
+    """This environment, with so many virtual CPU devices and steady timings: for a new process."""
+    return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
+
+
 def device_advice(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """What to change about the devices: how to get virtual ones, and settings under which they cannot hang."""
     if not all(device.startswith("cpu") for device in devices):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from alpa_lite.errors import FigureError
 from alpa_lite.inspection.drawings import kind_class
-from alpa_lite.inspection.memory import memory_over_time
+from alpa_lite.inspection.memory_timeline import memory_over_time
 from alpa_lite.inspection.palette import KINDS, stage_colour
 from alpa_lite.inspection.timeline import SpanLike, predicted_timeline, row_name
 from alpa_lite.inspection.units import show_bytes, show_count, show_seconds

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from alpa_lite.inspection.drawings import kind_class
-from alpa_lite.inspection.memory import MemoryTrack, memory_over_time
+from alpa_lite.inspection.memory_timeline import MemoryTrack, memory_over_time
 from alpa_lite.inspection.palette import KINDS
 from alpa_lite.inspection.timeline import SpanLike, predicted_timeline, row_name
 from alpa_lite.plan import Plan

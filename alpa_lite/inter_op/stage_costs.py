@@ -45,7 +45,13 @@ QUICK_GAP = 0.3
 BATCH_AXES = ("replica", "data")
 """The axes of the search's logical meshes that split the batch."""
 
-_ROLES = {"replica": AxisRole.REPLICA, "data": AxisRole.BATCH, "model": AxisRole.MODEL}
+_ROLES = {
+    "replica": AxisRole.REPLICA,
+    "data": AxisRole.BATCH,
+    "expert": AxisRole.EXPERT,
+    "context": AxisRole.CONTEXT,
+    "model": AxisRole.MODEL,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +65,10 @@ class Kind:
 
 
 def free_restriction(mesh: LogicalMesh) -> Restriction:
-    """What the search may do on a logical mesh."""
+    """What the search may do on a logical mesh, or on that of a plan; axes of other names are free."""
     if len(mesh.shape) == 1:
         return FREE_CHOICE
-    roles = {axis: _ROLES[axis] for axis in mesh.axis_names}
+    roles = {axis: _ROLES[axis] for axis in mesh.axis_names if axis in _ROLES}
     return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
 
 

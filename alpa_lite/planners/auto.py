@@ -97,8 +97,8 @@ class Auto(Planner):
                 search = self._search(limited, problems)
                 for plan in search.plans():
                     plans.append(plan)
-                best = min(plans, key=_step_seconds, default=None)
-                for plan in manual_plans(manual, limited, best, manual_problems, too_large=search.too_large):
+                found = min(plans, key=_step_seconds, default=None)
+                for plan in manual_plans(manual, limited, found, manual_problems, too_large=search.too_large):
                     plans.append(plan)
         except KeyboardInterrupt:
             interrupted = True

@@ -43,12 +43,17 @@ PLANNERS: Mapping[str, type[Planner]] = {
 """Planners by their name on the command line. `Custom` takes objects of JAX, and has none."""
 
 
+def options_of(planner: type[Planner]) -> frozenset[str]:
+    """The names of a planner's options."""
+    return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
+
+
 def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     """The planner of that name with `name=value` options. Raises `PlanError` for others, and for other options."""
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
         raise PlanError(f"There is no planner {name!r}. Choose one of {', '.join(PLANNERS)}, or give a saved plan.")
-    hints, known = get_type_hints(planner), {field.name for field in fields(planner)}  # type: ignore[arg-type]
+    hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, Any] = {}
     for option in options:
         key, _, text = option.partition("=")

@@ -1,7 +1,9 @@
 """The classic plans that are priced beside the search, with as many micro-batches as somebody would tune them to have.
 
-best has one micro-batch     each planner decides
-best has m                   m, and fewer while that is faster
+    the best plan has one micro-batch     each planner decides
+    it has m of them                      m, and fewer while that is faster
+
+What takes much longer than the best is given up (`HOPELESS`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
 from alpa_lite.intra_op.choice import Choice
@@ -31,7 +32,6 @@ from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import OpPlacement, StagePlan
 from alpa_lite.pricing import Pricer
 from alpa_lite.sharding import Spec
-from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 
 SOLVE_SECONDS = 10.0
 """How long the rest of a stage may take to be solved again."""
@@ -43,14 +43,6 @@ Given = Mapping[int, frozenset[int]]
 """The strategies that nodes may take; others are free."""
 
 Option = TypeVar("Option", Spec, OpPlacement)
-
-_ROLES = {
-    "replica": AxisRole.REPLICA,
-    "data": AxisRole.BATCH,
-    "expert": AxisRole.EXPERT,
-    "context": AxisRole.CONTEXT,
-    "model": AxisRole.MODEL,
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,10 +64,7 @@ class StageProblem:
     @cached_property
     def builder(self) -> Builder:
         """Nodes, edges and usages, and what they stand for."""
-        names = self.mesh.axis_names
-        roles = {axis: _ROLES[axis] for axis in names if axis in _ROLES}
-        free = Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
-        return Builder(self.view, Catalogue(self.pricer, FREE_CHOICE if len(names) == 1 else free))
+        return Builder(self.view, Catalogue(self.pricer, free_restriction(self.mesh)))
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
         """The problem in which nodes take what is given; `limited`: within the memory that is there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.console import Console
 import alpa_lite as al
 from alpa_lite.cli import PLANNERS
 from alpa_lite.errors import AlpaLiteError, PlanError
-from alpa_lite.inspection.doctor import steady_memory_environment, virtual_cpu_environment
+from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.inspection.tables import render
 from alpa_lite.runtime.calibrate import calibrate
 from benchmarks.bench.chart import ChartError, check_matplotlib, draw
@@ -119,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_devices(arguments: Sequence[str], num_devices: int) -> int:
     """The same in a process with virtual CPU devices, which must be asked for before JAX starts."""
-    environment = {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
     command = [sys.executable, "-m", "benchmarks.bench", *arguments, "--devices", "0"]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=virtual_environment(num_devices), check=False).returncode
 
 
 def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:

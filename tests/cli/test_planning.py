@@ -7,25 +7,9 @@ import pytest
 import alpa_lite as al
 from alpa_lite import cli
 from alpa_lite.cli.command import Exit
+from tests.cli.steps import step_module
 
-MODULE = """
-import jax
-import jax.numpy as jnp
-
-def loss(params, x, y):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean((x - y) ** 2)
-
-def train_step(params, x, y):
-    value, grads = jax.value_and_grad(loss)(params, x, y)
-    return [p - 0.1 * g for p, g in zip(params, grads)], value
-
-def example():
-    w = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
-    x = jax.ShapeDtypeStruct((256, 2048), jnp.float32)
-    return train_step, ([w] * 2, x, x)
-"""
+MODULE = step_module(layers=2, width=2048, samples=256)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alpa_lite.inspection.memory import memory_over_time
+from alpa_lite.inspection.memory_timeline import memory_over_time
 from alpa_lite.inspection.page_data import MAX_POINTS, TICKS, page_data, safe_json
 from alpa_lite.inspection.timeline import predicted_timeline
 

@@ -53,24 +53,28 @@ def some_plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "too_large", "tried"),
+    ("seconds", "too_large", "tried", "refused"),
     [
-        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}),  # while faster
-        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}),  # while it fits
-        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}),  # nothing fits with 4, nor with fewer
-        ({16: 5.0, 8: 1.0}, (), {16: 5.0}),  # hopeless
-        ({8: 1.0, 32: 1.0}, (), {}),
-        ({"auto": 1.0}, (), {}),
+        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.03, 1: 0.9, 32: 0.5}, (), {16: 1.05, 8: 1.02, 4: 1.01}, []),  # while faster
+        ({16: 1.05, 8: 1.02, 2: 0.9}, (), {16: 1.05, 8: 1.02}, [4]),  # while it fits
+        ({16: 1.05, 8: 1.02, 4: 1.01, 2: 1.0}, (4,), {16: 1.05, 8: 1.02}, []),  # nothing fits with 4, nor with fewer
+        ({16: 5.0, 8: 1.0}, (), {16: 5.0}, []),  # hopeless
+        ({8: 1.0, 32: 1.0}, (), {}, [16]),
+        ({"auto": 1.0}, (), {}, [16]),
     ],
 )
 def test_numbers_go_down_from_that_of_the_best(
-    seconds: Mapping[int | str, float], too_large: tuple[int, ...], tried: Mapping[int, float], some_plan: Plan
+    seconds: Mapping[int | str, float],
+    too_large: tuple[int, ...],
+    tried: Mapping[int, float],
+    refused: list[int],
+    some_plan: Plan,
 ) -> None:
     planner, problems = Priced(plan_=some_plan, seconds=seconds), list[AlpaLiteError]()
     best = _lasting(some_plan, 1.0, 16)
     found = manual_plans([planner], _request(), best, problems, too_large=too_large)
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
-    assert not problems or "do not fit" in str(problems[-1])
+    assert [str(problem) for problem in problems] == [f"{number} do not fit." for number in refused]
 
 
 @pytest.mark.parametrize("microbatches", [None, 1])

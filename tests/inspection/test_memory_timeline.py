@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from alpa_lite.inspection.memory import memory_over_time
+from alpa_lite.inspection.memory_timeline import memory_over_time
 from alpa_lite.schedule import GPipe, Inference, ZeroBubbleH1
 
 

@@ -21,29 +21,16 @@ from alpa_lite.cli import solving
 from alpa_lite.cli.command import Exit
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.user_step import load_example
+from tests.cli.steps import step_module
 from tests.runtime.test_calibrate import simulate
 
-MODULE = """
-import jax
-import jax.numpy as jnp
-
-def loss(params, x, y):
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean((x - y) ** 2)
-
-def train_step(params, x, y):
-    value, grads = jax.value_and_grad(loss)(params, x, y)
-    return [p - 0.1 * g for p, g in zip(params, grads)], value
-
-def example():
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    return train_step, ([w] * 4, x, x)
-
+MODULE = (
+    step_module(layers=4, width=64, samples=32)
+    + """
 def wrong():
     return train_step
 """
+)
 
 
 UNEQUAL = """
