@@ -1,14 +1,54 @@
-"""Grouped products on blocks."""
+"""Products on blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.lower.block import LocalOp, local_lowering
+
+
+@local_lowering("dot_general")
+def dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Neighbouring dims that are contracted, or shared, together are one dim of the product.
+
+    XLA brings every product to three dims by transposing first and folding then. On CPU it writes the transposed dims
+    one element at a time, and what it fuses into that with them: the gradient of a weight of experts took 3 times as
+    long. Folding costs nothing.
+    """
+    ((left, right), (left_batch, right_batch)) = op.params["dimension_numbers"]
+    contracted, shared = _runs(left, right), _runs(left_batch, right_batch)
+    if all(len(run) == 1 for run in (*contracted, *shared)):
+        return op.bind(operands)
+    lhs, lhs_at = _folded(operands[0], [[dim for dim, _ in run] for run in (*contracted, *shared)])
+    rhs, rhs_at = _folded(operands[1], [[dim for _, dim in run] for run in (*contracted, *shared)])
+    count = len(contracted)
+    numbers = ((lhs_at[:count], rhs_at[:count]), (lhs_at[count:], rhs_at[count:]))
+    (product,) = op.bind([lhs, rhs], dimension_numbers=numbers)
+    return [product.reshape(op.local_result(0))]
+
+
+def _runs(left: Sequence[int], right: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Pairs of dims, those together that follow each other in both operands."""
+    runs: list[list[tuple[int, int]]] = []
+    for pair in zip(left, right, strict=True):
+        if runs and pair == (runs[-1][-1][0] + 1, runs[-1][-1][1] + 1):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    return runs
+
+
+def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, ...]]:
+    """The array with each run of its dims as one dim, and where these are then."""
+    gone = {dim for run in runs for dim in run[1:]}
+    wide = {run[0]: prod(array.shape[dim] for dim in run) for run in runs}
+    kept = [dim for dim in range(array.ndim) if dim not in gone]
+    return array.reshape([wide.get(dim, array.shape[dim]) for dim in kept]), tuple(kept.index(run[0]) for run in runs)
 
 
 @local_lowering("ragged_dot_general")
