@@ -22,6 +22,8 @@ from jax.sharding import Sharding
 
 _OWN_FOLDER = str(Path(__file__).parent)
 
+_COUNTS = ("num_consts", "num_carry")
+
 Literal = jex_core.Literal
 Var = jex_core.Var
 
@@ -37,7 +39,7 @@ def params_of(eqn: Any) -> dict[str, Any]:
     params = dict(eqn.params)
     if "ft_in" in params:
         consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        params |= {"num_consts": consts, "num_carry": carry}
+        params |= dict(zip(_COUNTS, (consts, carry), strict=True))
     return params
 
 
@@ -141,6 +143,8 @@ def while_any_goes_on(eqn: Any) -> Any:
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     """Apply a primitive to arrays with an equation's parameters."""
+    if "ft_in" in params:
+        params = {name: value for name, value in params.items() if name not in _COUNTS}
     # Until 0.9 the functions among the parameters came apart from the rest.
     bound = primitive.get_bind_params(params)
     subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)

@@ -42,6 +42,9 @@ _CALLS = {
     "composite",
     "linear_call",
     "remat_opt",
+    "eval_jaxpr",
+    "program_order",
+    "xla_metadata_call",
 }
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
 #: Parameters that hold the bodies of control flow, and those that count the constants of each.

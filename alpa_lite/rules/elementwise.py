@@ -30,6 +30,7 @@ _FREE = (
     "stop_gradient",
     "convert_element_type",
     "layout_constraint",
+    "xla_metadata_value",
 )
 _ARITHMETIC = (
     "abs ceil clz floor is_finite not one_minus_square population_count reduce_precision round sign square "

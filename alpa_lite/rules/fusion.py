@@ -34,7 +34,7 @@ from cost_models.backend import Fusion
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
 FOLDED = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims iota optimization_barrier copy stop_gradient empty name "
-    "sharding_constraint random_wrap random_unwrap bitcast_convert_type".split()
+    "sharding_constraint random_wrap random_unwrap bitcast_convert_type xla_metadata_value".split()
 )
 #: Ops that look rows up, or move them: fused with nothing, and only the rows that they touch are moved.
 _INDEXED = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")

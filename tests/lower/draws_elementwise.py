@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives
 
 from tests.lower.pick import ANY, COMPLEX, FLOATS, INTEGERS, MOVED, NUMBERS, ORDERED, Pick, call, drawn
@@ -58,6 +59,7 @@ _UNARY: dict[str, tuple[Any, Sequence[str], tuple[float, float], str]] = {
     "not": (lax.bitwise_not, (*INTEGERS, "bool"), (0, 99), "not"),
     "population_count": (lax.population_count, INTEGERS, (0, 99), "popcnt"),
     "real": (lax.real, COMPLEX, (-2, 2), "real"),
+    "xla_metadata_value": (lambda x: set_xla_metadata(x, here="1"), MOVED, (-2, 2), ""),
     "rsqrt": (lax.rsqrt, _ANALYTIC, (0.1, 3), "rsqrt"),
     "sign": (lax.sign, NUMBERS, (-2, 2), "sign"),
     "sin": (lax.sin, _ANALYTIC, (-4, 4), "sine"),

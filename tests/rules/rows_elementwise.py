@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from tests.rules.jax_primitives import jax_primitives
 from tests.rules.row import Row, floats, integers, positive, row, truths
@@ -51,6 +52,7 @@ def _unary() -> list[Row]:
         row("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), floats(8, 4), oracle="reduce_precision"),
         row("not", lax.bitwise_not, truths(8, 4), oracle="not"),
         row("copy", lambda x: lax.copy_p.bind(x), floats(8, 4)),
+        row("xla_metadata_value", lambda x: set_xla_metadata(x, here="1"), floats(8, 4)),
         row("stop_gradient", lax.stop_gradient, floats(8, 4)),
         row("name", lambda x: checkpoint_name(x, "here"), floats(8, 4)),
         row("device_put", jax.device_put, floats(8, 4)),

@@ -35,13 +35,17 @@ CROPPED = (
     "Shardy lets a dim pass that is cropped at one end and padded at the other, or spread under windows of one "
     "element, though its elements move."
 )
+WRITTEN = (
+    "Each device writes here what of an update lies on its block, so that dims which the update does not fill pass; so "
+    "they do in Shardy before JAX 0.11, which has them exchange."
+)
 
 _WITHOUT = {
     "functions that become several operations, or a loop": (
         "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e conj cosh digamma eq_to erf erf_inv erfc exp2 igamma "
         "igamma_grad_a igammac le_to lgamma lt_to nextafter polygamma regularized_incomplete_beta sinh zeta"
     ),
-    "the identity": "copy device_put layout_constraint name sharding_constraint stop_gradient tie",
+    "the identity": ("copy device_put layout_constraint name sharding_constraint stop_gradient tie xla_metadata_value"),
     "values that only wait for each other": "optimization_barrier",
     "an operation that Shardy does not know": "mulhi",
     "several operations: a rule for the whole says more": (
@@ -191,6 +195,12 @@ def _why_ours_alone(case: Case, split: Split, theirs: Grouping) -> str:
         return WINDOW
     if name == "scatter-sub" and split.kind == "reduction":
         return SUBTRACTED
+    if (
+        name == "dynamic_update_slice"
+        and split.kind == "pass"
+        and all(_is_partly_filled(case, d) for _, d in split.places)
+    ):
+        return WRITTEN
     # The major factor alone, where Shardy has it in more dims.
     return MINOR if any(split.places < other.places for other in theirs.splits) else ""
 
@@ -223,6 +233,12 @@ def _is_local_window(case: Case, dim: int) -> bool:
     if case.view.primitive.startswith("select_and_scatter"):
         wide, narrow = case.view.results[0], case.view.operands["add" not in case.view.primitive]
     return windows_of(case.view.params)[dim].halo(wide.shape[dim], narrow.shape[dim]) == (0, 0)
+
+
+def _is_partly_filled(case: Case, dim: int) -> bool:
+    """True where an update is smaller than what it is written into."""
+    array, update = case.view.operands[:2]
+    return update.shape[dim] < array.shape[dim]
 
 
 def _spatial_places(case: Case) -> frozenset[Place]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "jax.scipy.linalg jax.nn jax.experimental.pallas jax.experimental.sparse jax.experimental.checkify "
     "jax.experimental.custom_partitioning jax.experimental.layout jax.experimental.io_callback jax.experimental.rnn "
-    "jax.ffi jax.export jax.custom_batching jax.custom_transpose"
+    "jax.ffi jax.export jax.custom_batching jax.custom_transpose jax.experimental.xla_metadata"
 ).split()
 LIST = """
 import importlib
