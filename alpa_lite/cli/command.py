@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
 
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from cost_models import CostModelError
 
 VERSION = 1
 """Of what `--json` prints; it grows when something that was there before goes or means something else."""
@@ -37,7 +39,6 @@ class Command:
     example          its options in a line that works, as `--help` shows it
     add_arguments    adds what it takes to its parser
     run              does it and returns the exit code
-    passes_on        options that it does not know, `--help` among them, go to another program
     """
 
     name: str
@@ -45,7 +46,6 @@ class Command:
     example: str
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    passes_on: bool = False
 
     def add_to(self, commands: Any) -> None:
         """Make its parser; each has `--json`."""
@@ -55,11 +55,10 @@ class Command:
             description=f"{self.about[0].upper()}{self.about[1:]}.",
             epilog=self.example_text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=not self.passes_on,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         self.add_arguments(parser)
-        parser.set_defaults(run=self.run, passes_on=self.passes_on)
+        parser.set_defaults(run=self.run)
 
     @property
     def example_text(self) -> str:
@@ -94,6 +93,27 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in cast("Sequence[Any]", value)]
     return value
+
+
+def ended(name: str, run: Callable[[], int]) -> int:
+    """Run a command. Returns its exit code; errors of alpa_lite and of files are printed as their sentence."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except InfeasibleError as error:
+        complain(error)
+        return Exit.INFEASIBLE
+    except (AlpaLiteError, CostModelError) as error:
+        complain(error)
+        return Exit.ERROR
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; without this Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.PIPE_CLOSED
+    except KeyboardInterrupt:
+        complain(f"Interrupted: {name} has no result yet.")
+        return Exit.INTERRUPTED
 
 
 def complain(error: object) -> None:

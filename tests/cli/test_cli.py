@@ -17,7 +17,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import cli, plan_cache
-from alpa_lite.cli import solving
+from alpa_lite.cli import benchmark, machine, solving
 from alpa_lite.cli.command import Exit
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.user_step import load_example
@@ -229,16 +229,10 @@ def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkey
 
 def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
     calls = []
-
-    def fake(command, *, env, check):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", fake)
+    monkeypatch.setattr(machine, "run_module", lambda *started: calls.append(started) or 0)
     assert cli.main(["calibrate", "--devices", "4", "--seconds", "9", "--out", "mine.json", "--json"]) == 0
-    command, environment = calls[0]
-    rest = ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"]
-    assert command == [sys.executable, "-m", "alpa_lite.cli", *rest]
+    ((name, words, environment),) = calls
+    assert (name, words) == ("alpa_lite.cli", ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"])
     assert "device_count=4" in environment["XLA_FLAGS"]
 
 
@@ -285,19 +279,19 @@ def test_wrong_usage_exits_with_2(capsys, arguments):
     assert "usage" in capsys.readouterr().err
 
 
-def test_demo_runs_in_its_own_process(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["demo", "bench"])
+def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, capsys, name):
     calls = []
 
-    def fake(command, *, env, check, stdout, text):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 3, stdout='{"steps": 5}\n')
+    def fake(module, words, environment, *, read):
+        calls.append((module, words))
+        read('{"steps": 5}')
+        return 3
 
-    monkeypatch.setattr(subprocess, "run", fake)
-    assert cli.main(["demo", "--steps", "5", "--json"]) == 3
-    command, environment = calls[0]
-    assert command == [sys.executable, "-m", "benchmarks.demo", "--steps", "5", "--json"]
-    assert json.loads(capsys.readouterr().out) == {"schema": "alpa-lite/demo", "version": 1, "steps": 5}
-    assert "device_count=8" in environment["XLA_FLAGS"] and environment["NPROC"] == "32"
+    monkeypatch.setattr(benchmark, "run_module", fake)
+    assert cli.main([name, "--steps", "5", "--json"]) == 3
+    assert calls == [(f"benchmarks.{name}", ["--steps", "5", "--json"])]
+    assert json.loads(capsys.readouterr().out) == {"schema": f"alpa-lite/{name}", "version": 1, "steps": 5}
 
 
 def test_every_planner_has_a_name():

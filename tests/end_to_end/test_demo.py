@@ -68,6 +68,18 @@ def test_result_is_json(shown):
     assert json.loads(json.dumps(shown[0].to_json()))["max_loss_difference"] == shown[0].max_loss_difference
 
 
-def test_wrong_sizes_are_a_sentence(capsys):
-    assert demo.main(["--hidden", "30"]) == 1
-    assert "multiple of num_heads" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--hidden", "30"], "multiple of num_heads"), (["--steps", "0"], "--steps 0")]
+)
+def test_wrong_sizes_are_a_sentence(capsys, arguments, words):
+    assert demo.main([*arguments, "--devices", "0"]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_virtual_devices_are_asked_for_before_jax_starts(monkeypatch):
+    started = []
+    monkeypatch.setattr(demo, "run_module", lambda name, words, environment: started.append((name, words, environment)))
+    demo.main(["--steps", "5", "--devices", "4"])
+    ((name, words, environment),) = started
+    assert (name, words) == ("benchmarks.demo", ["--steps", "5", "--devices", "4", "--devices", "0"])
+    assert "device_count=4" in environment["XLA_FLAGS"] and environment["NPROC"] == "16"
