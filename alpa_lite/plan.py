@@ -181,15 +181,22 @@ class Plan:
         *,
         simulated: Sequence[SpanLike] | None = None,
         measured: Sequence[SpanLike] | None = None,
+        allocated_bytes: Sequence[float] | None = None,
     ) -> None:
         """Write the plan as one self-contained HTML page.
 
-        `simulated`, `measured`: when each instruction of its program runs on the cost model and on devices
-        (`lowered.simulate().times`, `compiled.measure()`); the page then shows them below the prediction.
+        Args:
+            path: of the file.
+            simulated: when each instruction of its program runs on the cost model (`lowered.simulate().times`); the
+                page then shows it below the prediction.
+            measured: the same on devices (`compiled.measure()`).
+            allocated_bytes: of each stage what XLA allocates on a device (`peak_bytes` of `compiled.allocated()`); the
+                page then shows it beside the predicted peak.
         """
         from alpa_lite.inspection.html import plan_html
 
-        Path(path).write_text(plan_html(self, simulated=simulated, measured=measured), encoding="utf-8")
+        page = plan_html(self, simulated=simulated, measured=measured, allocated_bytes=allocated_bytes)
+        Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         from alpa_lite.inspection.html import plan_fragment

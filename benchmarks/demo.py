@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.cli.command import ended
+from alpa_lite.cli.command import Screen, ended
 from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.doctor import virtual_environment
@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     result = run(_config(given), console)
     if given.json:
         print(json.dumps(result.to_json()))

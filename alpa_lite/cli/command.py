@@ -14,6 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
 
+from rich.console import Console
+
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
 
@@ -114,6 +116,14 @@ def ended(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain(f"Interrupted: {name} has no result yet.")
         return Exit.INTERRUPTED
+
+
+class Screen(Console):
+    """A console that leaves it to `ended` what happens when its reader leaves; rich's own would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error of the pipe."""
+        raise BrokenPipeError
 
 
 def complain(error: object) -> None:

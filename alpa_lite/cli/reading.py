@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from alpa_lite.cli.command import Command, Exit, answer, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.diff import compare
 from alpa_lite.inspection.explain import explanation
-from alpa_lite.inspection.memory_use import memory_use
-from alpa_lite.inspection.tables import plan_summary
+from alpa_lite.inspection.memory_use import allocated_table, memory_use
+from alpa_lite.inspection.tables import plan_summary, render
 from alpa_lite.inspection.time_use import time_use
 from alpa_lite.inspection.timeline import (
-    SpanLike,
     chrome_trace,
     compared,
     comparison_text,
@@ -95,12 +94,14 @@ def run_simulate(given: argparse.Namespace) -> int:
         _write_page(given.html, plan, simulated=simulated.times)
         answer(given, simulated, simulated.to_json)
         return Exit.DONE
-    measured = lowered.compile().measure()
+    compiled = lowered.compile()
+    measured, allocated = compiled.measure(), [each.peak_bytes for each in compiled.allocated()]
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
-    _write_page(given.html, plan, simulated=simulated.times, measured=measured)
-    tasks = [asdict(row) for row in rows]
-    answer(given, f"{simulated}\n{comparison_text(rows)}", lambda: {**simulated.to_json(), "tasks": tasks})
+    _write_page(given.html, plan, simulated=simulated.times, measured=measured, allocated_bytes=allocated)
+    found = {"tasks": [asdict(row) for row in rows], "allocated_bytes": allocated}
+    text = f"{simulated}\n{comparison_text(rows)}\n{render((), [allocated_table(plan, allocated)])}"
+    answer(given, text, lambda: {**simulated.to_json(), **found})
     return Exit.DONE
 
 
@@ -116,10 +117,10 @@ def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
             path.write_text(json.dumps(trace))
 
 
-def _write_page(path: Path | None, plan: al.Plan, **spans: Sequence[SpanLike]) -> None:
+def _write_page(path: Path | None, plan: al.Plan, **known: Any) -> None:
     if path is not None:
         with writing(path):
-            plan.to_html(path, **spans)
+            plan.to_html(path, **known)
 
 
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:

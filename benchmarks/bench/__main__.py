@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.command import ended
+from alpa_lite.cli.command import Screen, ended
 from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.doctor import virtual_environment
@@ -76,7 +76,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
     local = [described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets]
     if any(local) and given.devices:
         return _with_devices(arguments, given.devices)
-    console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     with progress_line(console) as say:
         machine = _this_machine(given.calibrate, say) if any(local) else None

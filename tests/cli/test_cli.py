@@ -21,6 +21,7 @@ from alpa_lite.cli import benchmark, machine, solving
 from alpa_lite.cli.command import Exit
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.user_step import load_example
+from tests.cli.schema import documented
 from tests.cli.steps import step_module
 from tests.runtime.test_calibrate import simulate
 
@@ -91,16 +92,6 @@ def run_json(capsys, *arguments):
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
     return documented(arguments[0], json.loads(out))
-
-
-def documented(command, found):
-    """Data of a command, checked: they name their schema, and the page on the command line names their keys."""
-    assert (found.pop("schema"), found.pop("version")) == (f"alpa-lite/{command}", 1)
-    page = (Path(cli.__file__).parents[2] / "docs" / "command-line.md").read_text()
-    sections = page.split("\n### ")
-    names = {section.split("`")[1]: set(section.split("`")) for section in sections[1:]}
-    assert set(found) <= names[f"alpa-lite {command}"] | names["alpa-lite plan"], f"{command}: {set(found)}"
-    return found
 
 
 def test_plan_prints_and_saves(plans, capsys):

@@ -7,9 +7,11 @@ import math
 import pytest
 from rich.console import Console
 
+from alpa_lite.cli.command import enveloped
 from alpa_lite.planners import DataParallel, Pipeline
 from benchmarks import demo
 from benchmarks.models.gpt import GPT
+from tests.cli.schema import documented
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def test_it_prints_plainly(shown):
 
 
 def test_result_is_json(shown):
-    assert json.loads(json.dumps(shown[0].to_json()))["max_loss_difference"] == shown[0].max_loss_difference
+    found = json.loads(json.dumps(shown[0].to_json()))
+    assert found["max_loss_difference"] == shown[0].max_loss_difference
+    assert documented("demo", enveloped("demo", found))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from benchmarks.bench import __main__ as bench
 from benchmarks.bench import chart
 from benchmarks.bench.row import row_of_line
 from benchmarks.bench.targets import ALPA, ZOO, named_models
+from tests.cli.schema import names_of
 from tests.inspection.test_html import parse
 
 PRICED = [
@@ -44,6 +45,7 @@ def test_it_prices_prints_and_keeps(capsys, tmp_path):
 def test_lines_of_json_are_all_that_stands_on_the_standard_output(capsys):
     code, out, err = run(capsys, *PRICED, "--json")
     assert code == 0 and [json.loads(line)["model"] for line in out.splitlines()] == ["mlp-tiny"] * 3
+    assert set(json.loads(out.splitlines()[0])) == names_of("bench") - {"alpa-lite bench"}
     assert "Auto against" in err
 
 
