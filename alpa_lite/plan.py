@@ -131,7 +131,15 @@ class Plan:
         missing = [name for name in _decided() if name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
-        return Plan(**{name: decode(hints[name], data[name]) for name in _decided()})
+        found: dict[str, Any] = {}
+        for name in _decided():
+            try:
+                found[name] = decode(hints[name], data[name])
+            except (TypeError, ValueError, AttributeError, KeyError) as error:
+                raise PlanError(
+                    f"{name!r} of the plan file is none: {error}. It was edited or cut off: save the plan again."
+                ) from error
+        return Plan(**found)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.cli.command import Screen, ended
+from alpa_lite.cli.command import Screen, count, ended, positive
 from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.doctor import virtual_environment
@@ -328,8 +328,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """All but `--json`, which every command has."""
     default = DemoConfig()
 
-    def add(flag: str, value: int, about: str) -> None:
-        parser.add_argument(flag, type=int, default=value, metavar="N", help=f"{about} (default: {value})")
+    def add(flag: str, value: int, about: str, kind: Callable[[str], int] = positive) -> None:
+        parser.add_argument(flag, type=kind, default=value, metavar="N", help=f"{about} (default: {value})")
 
     add("--steps", default.num_steps, "training steps")
     add("--rounds", default.num_rounds, "steps of each plan in the comparison")
@@ -337,7 +337,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hidden", default.model.hidden, f"hidden size, a multiple of {default.model.num_heads}")
     add("--seq-len", default.model.seq_len, "bytes per sample")
     add("--batch-size", default.batch_size, "samples per step")
-    add("--devices", 8, "virtual CPU devices; 0: those at hand")
+    add("--devices", 8, "virtual CPU devices; 0: those at hand", count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -362,9 +362,6 @@ def _run(given: argparse.Namespace) -> int:
 
 def _config(given: argparse.Namespace) -> DemoConfig:
     """The sizes that were asked for. Raises `PlanError` for those that no model has."""
-    sizes = {name: getattr(given, name) for name in ("steps", "rounds", "layers", "hidden", "seq_len", "batch_size")}
-    if small := [name for name, size in sizes.items() if size < 1]:
-        raise PlanError(f"--{small[0].replace('_', '-')} {sizes[small[0]]} was given; it must be at least 1.")
     try:
         model = replace(GPT_SMALL, num_layers=given.layers, hidden=given.hidden, seq_len=given.seq_len)
     except ValueError as error:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from alpa_lite.cli.blame import blamed
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
 
@@ -60,12 +61,39 @@ class Command:
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         self.add_arguments(parser)
-        parser.set_defaults(run=self.run)
+        parser.set_defaults(run=self.run, parser=parser)
 
     @property
     def example_text(self) -> str:
         """The example, as it stands below the options."""
         return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    return _at_least(text, 1)
+
+
+def count(text: str) -> int:
+    """For argparse: a whole number of at least 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a whole number of at least {least}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """For argparse: a number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number of seconds above 0")
+    return found
 
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:
@@ -98,7 +126,10 @@ def _finite(value: Any) -> Any:
 
 
 def ended(name: str, run: Callable[[], int]) -> int:
-    """Run a command. Returns its exit code; errors of alpa_lite and of files are printed as their sentence."""
+    """Run a command. Returns its exit code; errors are printed as their sentence, those of users' code with its lines.
+
+    What nobody foresaw is a defect, and raised.
+    """
     try:
         code = run()
         sys.stdout.flush()
@@ -113,6 +144,12 @@ def ended(name: str, run: Callable[[], int]) -> int:
         # The reader (`| head`) has seen enough; without this Python complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.PIPE_CLOSED
+    except Exception as error:
+        found = blamed(error)
+        if not found:
+            raise
+        complain(found)
+        return Exit.ERROR
     except KeyboardInterrupt:
         complain(f"Interrupted: {name} has no result yet.")
         return Exit.INTERRUPTED
@@ -133,6 +170,16 @@ def complain(error: object) -> None:
 
 class OutputError(AlpaLiteError, OSError):
     """A file that was to be written cannot be."""
+
+
+def check_writable(path: Path | None) -> None:
+    """Before work that takes long: raises `OutputError` where a file cannot be written."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "may not be written to" if folder.is_dir() else "no such folder"
+        raise OutputError(f"{path} cannot be written: {reason}. Give a file in a folder that is there.")
 
 
 @contextmanager

@@ -42,5 +42,5 @@ def main(argv: list[str] | None = None) -> int:
     begun = time.perf_counter() - (seconds_since_start() if argv is None else 0.0)  # imports take time too
     words, parser = sys.argv[1:] if argv is None else argv, build_parser()
     given = parser.parse_args(words)
-    given.words, given.begun, given.parser = words[1:], begun, parser
+    given.words, given.begun, given.all_commands = words[1:], begun, parser
     return ended(given.command, lambda: given.run(given))

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.command import Command, Exit, answer
+from alpa_lite.cli.command import Command, Exit, answer, positive, seconds
 from alpa_lite.cli.process import run_module
 from alpa_lite.inspection.calibration import CalibrationProgress, calibration_data, calibration_text
 from alpa_lite.inspection.doctor import diagnose, virtual_environment
@@ -35,8 +35,8 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="where to write the cluster (default: where local_cluster() looks)",
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit for the timing (default: 60)")
-    parser.add_argument("--devices", type=int, metavar="N", help="measure N virtual CPU devices instead")
+    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="S", help="limit for the timing (default: 60)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="measure N virtual CPU devices instead")
 
 
 def run_doctor(given: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import alpa_lite as al
 from alpa_lite.api import PlannedFunction
-from alpa_lite.cli.command import Command, Exit, answer, writing
+from alpa_lite.cli.command import Command, Exit, answer, check_writable, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.diff import compare
 from alpa_lite.inspection.explain import explanation
@@ -34,6 +34,7 @@ def run_explain(given: argparse.Namespace) -> int:
     """`Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
     if sum((given.subject is not None, given.time, given.memory)) > 1:
         given.parser.error("give one of a subject, --time and --memory")
+    check_writable(given.html)
     plan = al.Plan.load(given.plan)
     if given.step is not None:
         plan = _planned(plan, given.step).last_plan
@@ -78,6 +79,8 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_simulate(given: argparse.Namespace) -> int:
     """`inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    check_writable(given.html)
+    check_writable(given.trace)
     plan = al.Plan.load(given.plan)
     if given.step is None:
         if given.measure:

@@ -129,6 +129,10 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
+        for name in ("num_layers", "num_stages"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise PlanError(f"{name}={number} was given; it must be at least 1, or None for the best.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):

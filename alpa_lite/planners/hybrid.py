@@ -210,6 +210,7 @@ class Hybrid(Planner):
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """The logical mesh of every stage, where they have equally many devices."""
         total = request.cluster.num_devices
+        self._check_degrees()
         rest = self.pipeline * self.context * self.model
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
@@ -220,6 +221,12 @@ class Hybrid(Planner):
                 f"{total}."
             )
         return self._mesh(data)
+
+    def _check_degrees(self) -> None:
+        for name in ("pipeline", "data", "model", "context", "replicas", "expert"):
+            degree = getattr(self, name)
+            if degree is not None and degree < 1:
+                raise PlanError(f"{name} = {degree} was asked for; a degree is at least 1.")
 
     def _mesh(self, data: int) -> LogicalMesh:
         if data % (self.replicas * self.expert):

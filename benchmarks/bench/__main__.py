@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.command import Screen, ended
+from alpa_lite.cli.command import Screen, ended, writing
 from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.doctor import virtual_environment
@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
+    if given.out is not None:
+        with writing(given.out):
+            given.out.mkdir(parents=True, exist_ok=True)
     models = named_models(given.model)
     targets = [find_target(name, given.batch) for name in models]
     described, counts = _described(given), _counts(given.num_microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from alpa_lite.cli.command import suggests
+from alpa_lite.cli.command import count, positive, suggests
 from alpa_lite.planners.by_name import PLANNERS
 from benchmarks.bench.targets import ALPA, ZOO
 from cost_models.cluster import known_clusters
@@ -32,17 +32,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:num_stages=4",
     )
     suggests(planners, ("all", *PLANNERS))
-    parser.add_argument("--batch", type=int, metavar="N", help="samples per step (default: as the model says)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: as the model says)")
     counts = parser.add_argument(
         "--num-microbatches", default="auto", metavar="LIST", help='numbers, or "auto" (default: auto)'
     )
     suggests(counts, ("auto",))
-    parser.add_argument("--steps", type=int, default=9, metavar="N", help="steps of each plan to measure (default: 9)")
+    parser.add_argument(
+        "--steps", type=count, default=9, metavar="N", help="steps of each plan to measure (default: 9)"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--measure", action="store_true", help="run the plans in turn (default on this machine)")
     how.add_argument("--simulate", action="store_true", help="price the plans only")
     parser.add_argument(
-        "--devices", type=int, default=8, metavar="N", help="virtual CPU devices; 0: those at hand (default: 8)"
+        "--devices", type=count, default=8, metavar="N", help="virtual CPU devices; 0: those at hand (default: 8)"
     )
     parser.add_argument(
         "--calibrate",

@@ -30,6 +30,27 @@ MODULE = (
     + """
 def wrong():
     return train_step
+
+def bare():
+    return train_step, example()[1][1]
+
+def few():
+    return train_step, example()[1][:2]
+
+def text():
+    def train_text(x):
+        return "x", x
+    return train_text, example()[1][1:2]
+
+def raising():
+    return 1 / 0
+
+def train_if(x):
+    if x.sum() > 0: return x
+    return -x
+
+def untraceable():
+    return train_if, example()[1][1:2]
 """
 )
 
@@ -240,6 +261,26 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
         (["plan", "users_model:example", "--num-hosts", "2"], "--cluster"),
         (["plan", "users_model:example", "--planner", "magic", "--cluster", "p3.16xlarge"], "no planner 'magic'"),
         (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "its options are"),
+        (["plan", "users_model:train_step", "--cluster", "p3.16xlarge"], "takes arguments (params, x, y)"),
+        (["plan", "users_model:bare", "--cluster", "p3.16xlarge"], "of a single one (state,)"),
+        (["plan", "users_model:few", "--cluster", "p3.16xlarge"], "missing a required argument: 'y'"),
+        (["plan", "users_model:text", "--cluster", "p3.16xlarge"], "train_text returns a str at 0, which is no array"),
+        (["plan", "users_model:raising", "--cluster", "p3.16xlarge"], "ZeroDivisionError: division by zero"),
+        (["plan", "users_model:untraceable", "--cluster", "p3.16xlarge"], "in train_if: if x.sum() > 0: return x"),
+        (
+            [
+                "plan",
+                "users_model:example",
+                "--cluster",
+                "p3.16xlarge",
+                "--planner",
+                "pipeline",
+                "--option",
+                "num_stages=0",
+            ],
+            "at least 1",
+        ),
+        (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--option", "num_layers=0"], "at least 1"),
         (["plan", "users_model:example", "--num-microbatches", "5", "--cluster", "p3.16xlarge"], "5"),
         (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--bandwidth-scale", "0"], "above 0"),
         (
@@ -262,7 +303,23 @@ def test_unknown_subject_is_a_sentence(plans, capsys):
     assert "no/such/thing" in err
 
 
-@pytest.mark.parametrize("arguments", [["dance"], ["diff", "a.json"], ["doctor", "--loud"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dance"],
+        ["diff", "a.json"],
+        ["doctor", "--loud"],
+        [],
+        ["calibrate", "--devices", "0"],
+        ["calibrate", "--seconds", "-1"],
+        ["solve", "x.json", "--timeout", "nan"],
+        ["bench", "--batch", "0"],
+        ["bench", "--devices", "-1"],
+        ["demo", "--steps", "0"],
+        ["plan", "users_model:example", "--num-microbatches", "many"],
+        ["explain", "plan.json", "stage 0", "--time"],
+    ],
+)
 def test_wrong_usage_exits_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

@@ -72,12 +72,9 @@ def test_result_is_json(shown):
     assert documented("demo", enveloped("demo", found))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(["--hidden", "30"], "multiple of num_heads"), (["--steps", "0"], "--steps 0")]
-)
-def test_wrong_sizes_are_a_sentence(capsys, arguments, words):
-    assert demo.main([*arguments, "--devices", "0"]) == 1
-    assert words in capsys.readouterr().err
+def test_wrong_sizes_are_a_sentence(capsys):
+    assert demo.main(["--hidden", "30", "--devices", "0"]) == 1
+    assert "multiple of num_heads" in capsys.readouterr().err
 
 
 def test_virtual_devices_are_asked_for_before_jax_starts(monkeypatch):

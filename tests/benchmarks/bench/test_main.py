@@ -100,6 +100,7 @@ def test_a_model_without_any_plan_fails(capsys):
         ([*PRICED[:2], "--cluster", "p3.16xlarge:many"], "NAME:HOSTS"),
         ([*PRICED, "--num-microbatches", "few"], "no list of numbers"),
         ([*PRICED[:-1], "magic"], "no planner 'magic'"),
+        ([*PRICED, "--out", str(Path(__file__) / "folder")], "cannot be written"),
     ],
 )
 def test_errors_are_sentences(capsys, arguments, words):
