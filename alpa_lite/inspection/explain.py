@@ -34,9 +34,9 @@ from alpa_lite.inspection.units import (
     short_source,
     show_bytes,
     show_count,
+    show_layers,
     show_numbers,
     show_percent,
-    show_range,
     show_seconds,
 )
 from alpa_lite.intra_op.placed import Key
@@ -139,8 +139,8 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         subject=f"stage {number}",
         kind="stage",
         sentences=(
-            f"Layers {show_range(*stage.layers)} of {plan.num_layers}, on {stage.submesh} of {plan.cluster.name} as "
-            f"{stage.mesh_shape}.",
+            f"{show_layers(*stage.layers).capitalize()} of {plan.num_layers}, on {stage.submesh} of "
+            f"{plan.cluster.name} as {stage.mesh_shape}.",
             f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
             f"update {show_seconds(stage.update_seconds)} per step.",
             f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
@@ -166,8 +166,8 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
     home = plan.stage_of_layer(number)
     stage, count = plan.stages[home], plan.op_layers.count(number)
     sentences = [
-        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), whose layers are "
-        f"{show_range(*stage.layers)}."
+        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), which has "
+        f"{show_layers(*stage.layers)}."
     ]
     policy = plan.remat[number] if plan.remat else None
     if policy is not None:
@@ -264,7 +264,7 @@ def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
         where = f"Stages {show_numbers(numbers)} ({mesh} each)"
         if len(numbers) == 1:
             stage = plan.stages[numbers[0]]
-            where = f"Stage {numbers[0]} (layers {show_range(*stage.layers)}, {stage.submesh}, {mesh})"
+            where = f"Stage {numbers[0]} ({show_layers(*stage.layers)}, {stage.submesh}, {mesh})"
         found.append(f"{where}: each device holds {share}.")
     return found
 

@@ -24,6 +24,7 @@ from alpa_lite.inspection.timeline import SpanLike, compared, comparison_table, 
 from alpa_lite.inspection.units import (
     show_bytes,
     show_count,
+    show_layers,
     show_milliseconds,
     show_number,
     show_percent,
@@ -132,9 +133,7 @@ def _card(name: str, value: str, note: str, share: float | None = None) -> str:
 def _legend(plan: Plan) -> list[str]:
     buttons: list[str] = []
     for number, stage in enumerate(plan.stages):
-        first, last = stage.layers
-        layers = f"layer {first}" if first == last else f"layers {first}–{last}"
-        text = f"{layers} · {stage.submesh} · {stage.mesh_shape}"
+        text = f"{show_layers(*stage.layers)} · {stage.submesh} · {stage.mesh_shape}"
         buttons.append(
             f'<button type="button" data-stage="{number}" aria-pressed="false">{stage_names([number])} '
             f"{escape(text)}</button>"

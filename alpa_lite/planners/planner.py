@@ -287,7 +287,10 @@ def _predicted(
         peak_bytes=tuple(peaks[stage.submesh] for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
         bubble_fraction=timeline.bubble_fraction,
-        collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
+        # Over one device there is nothing to send.
+        collectives=tuple(
+            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
+        ),
     )
 
 
