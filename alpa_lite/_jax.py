@@ -66,8 +66,10 @@ def source_line(eqn: Any) -> str:
     Of code that calls a library of layers or optimizers it is the line of the call, not one of the library.
     """
     line = source_info_util.summarize(eqn.source_info)
+    if line.startswith(_OWN_FOLDER):
+        return ""
     if not _in_a_library(line):
-        return "" if line.startswith(_OWN_FOLDER) else line
+        return line
     # Innermost last; what lies outside of this package called it, and has no part in the step.
     for num_frames in _NUMBERS_OF_FRAMES:
         frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
@@ -79,7 +81,7 @@ def source_line(eqn: Any) -> str:
 
 
 def _in_a_library(line: str) -> bool:
-    return "/site-packages/" in line or "/dist-packages/" in line
+    return "site-packages" in line or "dist-packages" in line
 
 
 def name_stack(eqn: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 _NOT_THE_USERS = tuple(
-    str(Path(folder))
+    f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *(Path(__file__).parents[2] / package for package in ("alpa_lite", "cost_models", "benchmarks")),
@@ -19,10 +20,7 @@ _MAX_LINES = 6
 
 
 def blamed(error: BaseException) -> str:
-    """The sentence; empty where no code of the user's had a part in the error.
-
-    Of nested exceptions the first has the lines; notes of JAX on its own tracebacks are left out.
-    """
+    """The sentence; empty where no code of the user's had a part in the error."""
     lines = list(_places(error))
     if not lines:
         return ""
