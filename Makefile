@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.13 python3.12; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: .venv demo test lint format docs clean
+.PHONY: .venv demo test lint format docs dist clean
 
 .venv: $(STAMP)
 
@@ -37,6 +37,9 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
+
+dist: $(STAMP)
+	$(BIN)/python -m build
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import Sharding
 
 _OWN_FOLDER = str(Path(__file__).parent)
+_NUMBERS_OF_FRAMES = (8, 100)
+"""Of a traceback: most calls of libraries are no deeper than the first."""
 
 _COUNTS = ("num_consts", "num_carry")
 
@@ -60,9 +63,27 @@ def prune(jaxpr: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user code that made an equation; empty when unknown, or when none did."""
+    """`file:line (function)` of the user code that made an equation; empty when unknown, or when none did.
+
+    Of code that calls a library of layers or optimizers it is the line of the call, not one of the library.
+    """
     line = source_info_util.summarize(eqn.source_info)
-    return "" if line.startswith(_OWN_FOLDER) else line
+    if line.startswith(_OWN_FOLDER):
+        return ""
+    if not _in_a_library(line):
+        return line
+    # Innermost last; what lies outside of this package called it, and has no part in the step.
+    for num_frames in _NUMBERS_OF_FRAMES:
+        frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
+        inner = itertools.takewhile(lambda frame: not frame.startswith(_OWN_FOLDER), frames)
+        caller = next((frame for frame in inner if not _in_a_library(frame)), None)
+        if caller is not None:
+            return caller
+    return line
+
+
+def _in_a_library(line: str) -> bool:
+    return "site-packages" in line or "dist-packages" in line
 
 
 def name_stack(eqn: Any) -> str:

@@ -32,7 +32,7 @@ from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
 from alpa_lite.runtime.function import CompiledFunction, compiling, flatten_arguments
-from alpa_lite.runtime.initial import built_in_place
+from alpa_lite.runtime.initial import init_sharded as init_sharded
 from alpa_lite.runtime.local_cluster import local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
@@ -267,23 +267,26 @@ def parallelize(
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
-    cluster            a cluster (or its name) to plan for; default: the devices of this process
-    planner            how to plan; default `planners.Auto()`; a `Plan` is replayed
-    num_microbatches   a number that divides the batch, or "auto"
-    donate_argnums     arguments whose buffers may be reused, as in `jax.jit`
-    static_argnums     arguments that are no arrays, as in `jax.jit`
-    batch_argnums      the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
-                       their leading dim; a mapping gives another dim. Found by itself in most steps
-    on_non_additive    what to do about a step that is no sum over its samples, as with batch norm, when it is to run in
-                       micro-batches: "refuse", or "mean_of_means": the mean of what they give by themselves
-    progress           called with a line of text at each step of planning and compiling; or a `Progress`, whose
-                       followers are also told the phases and how much work is left
-    cache              whether plans are kept, and taken again where all that they depend on is the same; or in which
-                       folder
-    watchdog_seconds   a step of which nothing has ended for so long raises `HangError`, which names the instruction
-                       that it waits for; None waits for ever
+    Args:
+        fun: the step: a function of arrays and pytrees of arrays. Left out, as in `@parallelize(cluster=…)`, what
+            comes back is the decorator.
+        cluster: a cluster (or its name) to plan for; default: the devices of this process.
+        planner: how to plan; default `planners.Auto()`; a `Plan` is replayed.
+        num_microbatches: a number that divides the batch, or "auto".
+        donate_argnums: arguments whose buffers may be reused, as in `jax.jit`.
+        static_argnums: arguments that are no arrays, as in `jax.jit`.
+        batch_argnums: the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
+            their leading dim; a mapping gives another dim. Found by itself in most steps.
+        on_non_additive: what to do about a step that is no sum over its samples, as with batch norm, when it is to run
+            in micro-batches: "refuse", or "mean_of_means": the mean of what they give by themselves.
+        progress: called with a line of text at each step of planning and compiling; or a `Progress`, whose followers
+            are also told the phases and how much work is left.
+        cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
+        watchdog_seconds: a step of which nothing has ended for so long raises `HangError`, which names the instruction
+            that it waits for; None waits for ever.
 
-    Returns a function that is called like `fun`. Raises `AlpaLiteError`s, in sentences.
+    Returns:
+        A `ParallelFunction`, which is called like `fun`. It raises `AlpaLiteError`s, in sentences, when it is called.
     """
     if fun is None:
         return functools.partial(
@@ -328,12 +331,16 @@ def plan(
     cache: Cache = True,
     **kwargs: Any,
 ) -> Plan:
-    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s.
+    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
 
     Nothing runs on a device, but for two cases: without a `cluster` this machine's devices are measured, unless
     `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.
 
     `fun` may be decorated already; the options given here count, not those of the decorator.
+
+    Raises:
+        TraceError: the function cannot be traced, or micro-batches do not divide its batch.
+        PlanError: no plan can be made; `InfeasibleError` where nothing fits into memory.
     """
     function = parallelize(
         fun.fun if isinstance(fun, ParallelFunction) else fun,
@@ -349,18 +356,16 @@ def plan(
     return function.trace(*args, **kwargs).plan().last_plan
 
 
-def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:
-    """Build state directly in the placement that a compiled step wants for its argument number `argument`.
-
-    `init_fn(*args)` must return a pytree like that argument. Every stage computes only the arrays that live on it.
-    """
-    positional, keywords = like.input_shardings()
-    shardings = positional[argument] if isinstance(argument, int) else keywords[argument]
-    return built_in_place(init_fn, args, shardings, argument)
-
-
 def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
-    """A cluster by name (`alpa_lite.cluster("p3.16xlarge", num_hosts=2)`) or from a JSON file."""
+    """A cluster by name (`alpa_lite.cluster("p3.16xlarge", num_hosts=2)`) or from a JSON file.
+
+    Args:
+        name: a cluster that ships with the package, or the path of a `.json` file.
+        num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
+
+    Raises:
+        ClusterError: an unknown name (the sentence lists those that are close), or a file that describes no cluster.
+    """
     return load_cluster(name, num_hosts=num_hosts)
 
 

@@ -18,10 +18,18 @@ from alpa_lite.codec import decode, encode
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.mesh import LogicalMesh, Submesh, sharing
+from alpa_lite.mesh import sharing
+from alpa_lite.plan_parts import Accumulator as Accumulator
+from alpa_lite.plan_parts import ArrayShape as ArrayShape
+from alpa_lite.plan_parts import CollectiveUse as CollectiveUse
+from alpa_lite.plan_parts import OpaqueUse as OpaqueUse
+from alpa_lite.plan_parts import OpPlacement as OpPlacement
+from alpa_lite.plan_parts import Prediction as Prediction
+from alpa_lite.plan_parts import SolverReport as SolverReport
+from alpa_lite.plan_parts import StagePlan as StagePlan
+from alpa_lite.plan_parts import UndividedDim as UndividedDim
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
-from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -34,162 +42,34 @@ INTERRUPTED = "interrupted"
 """The status of a search that the user ended; its plan is the best so far."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpPlacement:
-    """How one op runs: mesh axes per factor of its rule, axes over which its linear operands are partial sums, the
-    spec of each result after its reductions. For control flow also the placements inside each body, and the spec in
-    which the bodies read each operand (of a scanned one: each slice)."""
-
-    factors: tuple[tuple[str, ...], ...]
-    partial: tuple[str, ...] = ()
-    results: tuple[Spec, ...] = ()
-    bodies: tuple[Mapping[int, OpPlacement], ...] = ()
-    body_operands: tuple[Spec, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulator:
-    """A value summed over micro-batches: as it is stored inside the loop, and as the update reads it."""
-
-    stored: Spec
-    resolved: Spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveUse:
-    """One collective of the plan: what it moves, how often per step, what it costs, and the user's line.
-
-    `axis` names several mesh axes with `·` between them. Collectives in a branch of a `cond` count as if all branches
-    were equally likely, those in a `while` once.
-    """
-
-    kind: str
-    bytes: float
-    axis: str
-    num_devices: int
-    count: float
-    seconds: float
-    stage: int
-    phase: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpaqueUse:
-    """Ops of one primitive that run whole on every device, as it has no sharding rule: number, bytes of results, lines.
-
-    `bytes` counts the whole results of all of them, once each.
-    """
-
-    primitive: str
-    num_ops: int
-    bytes: float
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndividedDim:
-    """A dim of an argument that stays whole because an axis does not divide it; what padding it would save per device.
-
-    `padded` is the next larger size that the axis divides; the seconds are those of contractions with the argument.
-    """
-
-    name: str
-    dim: int
-    size: int
-    axis: str
-    num_devices: int
-    padded: int
-    bytes_saved: float
-    seconds_saved: float
-    stage: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One pipeline stage. Value and op numbers refer to the traced graph.
-
-    layers           first and last layer, inclusive
-    specs            spec of each named argument that lives here, for reading
-    inputs           spec of each graph input or value of another stage that is read here
-    ops              placement of each op
-    accumulators     values summed over micro-batches
-    *_seconds        predicted time per micro-batch (forward, backward; of it, of gradients of weights where these are a
-                     task of their own) and per step (update)
-    state_bytes, accumulator_bytes, activation_bytes, temporary_bytes
-                     per device: arguments that live here; sums; saved values per micro-batch; peak of the rest
-    handed_bytes     per device and micro-batch: what is kept for the second part of a backward pass in two parts
-    """
-
-    layers: tuple[int, int]
-    submesh: Submesh
-    mesh_shape: LogicalMesh
-    specs: Mapping[str, Spec]
-    inputs: Mapping[int, Spec]
-    ops: Mapping[int, OpPlacement]
-    accumulators: Mapping[int, Accumulator]
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    state_bytes: float
-    accumulator_bytes: float
-    activation_bytes: float
-    temporary_bytes: float
-    weight_seconds: float = 0.0
-    handed_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What the cost model expects of one step: seconds, bytes per device of each stage, floating-point operations.
-
-    `peak_bytes[i]` counts all that the devices of stage i hold, of other stages on them too.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    collective_seconds: float
-    transfer_seconds: float
-    peak_bytes: tuple[float, ...]
-    flops_per_device: float
-    bubble_fraction: float
-    collectives: tuple[CollectiveUse, ...] = ()
-
-    def breakdown(self) -> dict[str, float]:
-        """Seconds of one step by cause; the causes overlap across stages, so they need not add up to the step."""
-        by_kind: dict[str, float] = {"compute": self.compute_seconds, "transfers": self.transfer_seconds}
-        for use in self.collectives:
-            by_kind[use.kind] = by_kind.get(use.kind, 0.0) + use.seconds * use.count
-        return by_kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolverReport:
-    """How the plan was found: status of the search, seconds spent; a lower bound on the seconds of a step under the
-    cost model, whatever the plan (a manual one: with as many micro-batches), and the gap to it relative to the plan."""
-
-    status: str
-    bound: float
-    gap: float
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A complete decision.
+    """A complete decision about running a step.
 
-    `op_layers[i]` is the layer of op i (None: repeated where it is read); `loop_parts` into how many parts at least
-    loops over layers are cut (0: they are kept).
-
-    `averaged`: the step is no sum over its samples, and its results are the means of those of the micro-batches.
-
-    `remat` says what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
-    the numbers of the step with what is computed again, `traced_layers[i]` is then the layer of op i without it.
-
-    `buckets`: gradients that are reduced together, one bucket after the other; () where each is by itself.
-
-    `request`: what the plan answers (a `planners.PlanRequest`), from which explanations price alternatives. A plan that
-    comes from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
+    Attributes:
+        name: of the planner that found it.
+        function: name of the step.
+        stages: in the order of the forward pass.
+        schedule: in which order they run micro-batches.
+        num_microbatches: into which the batch is cut.
+        num_layers: of which stages are made.
+        op_layers: the layer of each op; None: it is repeated where its result is read.
+        input_layers: the layer of each graph input.
+        loop_parts: into how many parts at least loops over layers are cut (0: they are kept).
+        cluster: for which it was made.
+        prediction: what the cost model expects of it.
+        solver: how it was found.
+        fingerprint: of the step, by which a plan knows the step that it belongs to.
+        alternatives: name and seconds of a step of every other plan that was priced; infinite where none was found.
+        opaque: ops that run whole on every device for want of a rule.
+        undivided: dims that stay whole because an axis does not divide them.
+        averaged: the step is no sum over its samples, and its results are the means of those of the micro-batches.
+        remat: what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
+            the numbers of the step with what is computed again.
+        traced_layers: with `remat`, the layer of each op without what is computed again.
+        buckets: gradients that are reduced together, one bucket after the other; () where each is by itself.
+        request: what the plan answers (a `planners.PlanRequest`), from which explanations price alternatives. A plan
+            that comes from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
     """
 
     name: str
@@ -251,7 +131,15 @@ class Plan:
         missing = [name for name in _decided() if name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
-        return Plan(**{name: decode(hints[name], data[name]) for name in _decided()})
+        found: dict[str, Any] = {}
+        for name in _decided():
+            try:
+                found[name] = decode(hints[name], data[name])
+            except (TypeError, ValueError, AttributeError, KeyError) as error:
+                raise PlanError(
+                    f"{name!r} of the plan file is none: {error}. It was edited or cut off: save the plan again."
+                ) from error
+        return Plan(**found)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -301,15 +189,22 @@ class Plan:
         *,
         simulated: Sequence[SpanLike] | None = None,
         measured: Sequence[SpanLike] | None = None,
+        allocated_bytes: Sequence[float] | None = None,
     ) -> None:
         """Write the plan as one self-contained HTML page.
 
-        `simulated`, `measured`: when each instruction of its program runs on the cost model and on devices
-        (`lowered.simulate().times`, `compiled.measure()`); the page then shows them below the prediction.
+        Args:
+            path: of the file.
+            simulated: when each instruction of its program runs on the cost model (`lowered.simulate().times`); the
+                page then shows it below the prediction.
+            measured: the same on devices (`compiled.measure()`).
+            allocated_bytes: of each stage what XLA allocates on a device (`peak_bytes` of `compiled.allocated()`); the
+                page then shows it beside the predicted peak.
         """
         from alpa_lite.inspection.html import plan_html
 
-        Path(path).write_text(plan_html(self, simulated=simulated, measured=measured), encoding="utf-8")
+        page = plan_html(self, simulated=simulated, measured=measured, allocated_bytes=allocated_bytes)
+        Path(path).write_text(page, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         from alpa_lite.inspection.html import plan_fragment

@@ -47,7 +47,7 @@ _OWN = ("alpa_lite", "cost_models")
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba", "pulp", "networkx")
 
 Cache = bool | str | Path
-"""Whether plans are kept, or in which folder."""
+"""Whether plans are kept, and taken again where all that they depend on is the same; or in which folder."""
 
 
 class _NoContentError(Exception):

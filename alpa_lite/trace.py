@@ -9,6 +9,7 @@ outputs lead (_without_state), if the function works at other such sizes too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,6 +94,7 @@ def trace(
 
     Raises `TraceError` when an argument is no array, `BatchError` when `batch_argnums` names something unusable.
     """
+    _check_call(fun, args, kwargs or {})
     static = {_positive(i, len(args)) for i in _as_tuple(static_argnums)}
     dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
     tree = (dynamic, dict(kwargs or {}))
@@ -106,6 +108,7 @@ def trace(
         full = [args[i] if i in static else arguments[i] for i in range(len(args))]
         out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
         box["names"] = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in out_paths)
+        _check_outputs(fun, box["names"], [leaf for _, leaf in out_paths])
         return [leaf for _, leaf in out_paths]
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
@@ -118,7 +121,7 @@ def trace(
     batch, size, problem = find_batch(state, leaves, owner, names, batch_argnums, len(args))
     traced = Traced(
         fun=fun,
-        name=getattr(fun, "__name__", type(fun).__name__),
+        name=_name_of(fun),
         in_tree=in_tree,
         out_tree=box["tree"],
         leaves=leaves,
@@ -143,6 +146,37 @@ def trace(
     batch, size, problem = find_batch(state, leaves, owner, names, likely, len(args))
     forward = replace(traced, batch_leaves=batch, batch_size=size, batch_problem=problem, _cache={})
     return forward if batch != traced.batch_leaves and _works_at_other_sizes(forward) else traced
+
+
+def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `TraceError` for arguments that the function does not take."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        named = f" and {', '.join(kwargs)}" if kwargs else ""
+        raise TraceError(
+            f"{_name_of(fun)}{signature} cannot be called with {len(args)} positional arguments{named}: {error}."
+        ) from error
+
+
+def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
+    """Raises `TraceError` for an output that is no array."""
+    for name, leaf in zip(names, outputs, strict=True):
+        known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+        if not known and not isinstance(leaf, (bool, int, float, complex)):
+            where = f" at {name}" if name else ""
+            raise TraceError(
+                f"{_name_of(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, numbers "
+                "and pytrees of them alone."
+            )
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def _works_at_other_sizes(traced: Traced) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,11 @@ def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
     function = getattr(module, function_name, None)
     if not callable(function):
         raise PlanError(f"The module {place!r} has no function {function_name!r}.")
+    if missing := _needed(function):
+        raise PlanError(
+            f"{name} takes arguments ({', '.join(missing)}), but is called without any: name a function that returns "
+            "(train_step, args), for example `def example(): return train_step, (state, batch)`."
+        )
     found = function()
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
         raise PlanError(
@@ -35,7 +41,22 @@ def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
             "the function to plan and the arguments to plan it for (jax.ShapeDtypeStructs will do)."
         )
     kwargs = found[2] if len(found) == 3 else {}
+    if not isinstance(found[1], (tuple, list)) or not isinstance(kwargs, Mapping):
+        kinds = " and ".join(type(part).__name__ for part in found[1:])
+        raise PlanError(
+            f"Beside the step {name} returned {kinds}; what is needed is a tuple of its arguments, of a single one "
+            "(state,), and if there are keyword arguments a dict of them."
+        )
     return getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that a function cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables have none
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _imported(name: str) -> ModuleType:

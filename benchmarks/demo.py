@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.cli.command import Screen, count, ended, positive
+from alpa_lite.cli.process import run_module
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.inspection.units import show_seconds
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
 from benchmarks import text
@@ -40,11 +44,14 @@ Step = Callable[[Any, Any], Any]
 _QUIET_SECONDS = 10.0
 
 
+GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """Sizes of the demo; `manual` are the plans that the automatic one is compared with."""
 
-    model: GPT = field(default_factory=lambda: GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64))
+    model: GPT = GPT_SMALL
     batch_size: int = 32
     num_steps: int = 60
     num_rounds: int = 9
@@ -317,37 +324,49 @@ def _print_comparison(result: DemoResult, console: Console) -> None:
     console.print(f"Done in {result.seconds:.0f} s.", highlight=False)
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The options of the demo."""
-    parser = argparse.ArgumentParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All but `--json`, which every command has."""
     default = DemoConfig()
-    parser.add_argument("--steps", type=int, default=default.num_steps, help="training steps (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=default.num_rounds, help="steps per plan in the comparison")
-    parser.add_argument("--layers", type=int, default=default.model.num_layers, help="transformer layers")
-    parser.add_argument("--hidden", type=int, default=default.model.hidden, help="hidden size")
-    parser.add_argument("--seq-len", type=int, default=default.model.seq_len, help="bytes per sample")
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="samples per step")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
-    return parser
+
+    def add(flag: str, value: int, about: str, kind: Callable[[str], int] = positive) -> None:
+        parser.add_argument(flag, type=kind, default=value, metavar="N", help=f"{about} (default: {value})")
+
+    add("--steps", default.num_steps, "training steps")
+    add("--rounds", default.num_rounds, "steps of each plan in the comparison")
+    add("--layers", default.model.num_layers, "transformer layers")
+    add("--hidden", default.model.hidden, f"hidden size, a multiple of {default.model.num_heads}")
+    add("--seq-len", default.model.seq_len, "bytes per sample")
+    add("--batch-size", default.batch_size, "samples per step")
+    add("--devices", 8, "virtual CPU devices; 0: those at hand", count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, print. The exit code is 1 when alpa_lite refuses, with its sentence."""
-    given = arguments().parse_args(argv)
-    default = DemoConfig()
-    try:
-        model = replace(default.model, num_layers=given.layers, hidden=given.hidden, seq_len=given.seq_len)
-        config = replace(
-            default, model=model, batch_size=given.batch_size, num_steps=given.steps, num_rounds=given.rounds
-        )
-        console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 120)
-        result = run(config, console)
-    except (al.AlpaLiteError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
+    given = parser.parse_args(words)
+    if given.devices:
+        return run_module("benchmarks.demo", [*words, "--devices", "0"], virtual_environment(given.devices))
+    return ended("demo", lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    result = run(_config(given), console)
     if given.json:
         print(json.dumps(result.to_json()))
     return 0
+
+
+def _config(given: argparse.Namespace) -> DemoConfig:
+    """The sizes that were asked for. Raises `PlanError` for those that no model has."""
+    try:
+        model = replace(GPT_SMALL, num_layers=given.layers, hidden=given.hidden, seq_len=given.seq_len)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    return DemoConfig(model=model, batch_size=given.batch_size, num_steps=given.steps, num_rounds=given.rounds)
 
 
 if __name__ == "__main__":

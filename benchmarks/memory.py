@@ -2,11 +2,7 @@
 
 Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
 then walked, instruction by instruction, with the sizes of its buffers and with what XLA says of each executable
-(`compiled.memory_analysis()`):
-
-    resident   = buffers alive on the devices of a stage, arguments of the running executable included
-    XLA        = max over instructions of resident + outputs that overwrite no argument + temporaries   (`xla_peak`)
-    predicted  = what the plan says, for the same devices
+(`alpa_lite.runtime.allocated`); beside it stands what the plan predicts for the same devices.
 
 Temporaries of the CPU backend are not those of a GPU: it fuses less, copies operands of products into other layouts and
 computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
@@ -34,10 +30,7 @@ from alpa_lite.api import CompiledFunction
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inspection.doctor import virtual_cpu_environment
 from alpa_lite.inspection.units import show_bytes
-from alpa_lite.lower.program import Buffer, Instruction
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
-from alpa_lite.pricing import local_bytes
-from alpa_lite.sharding import Spec
 from benchmarks.demo import progress_line
 from benchmarks.models.cnn import CNN
 from benchmarks.models.mlp import MLP
@@ -69,20 +62,6 @@ class Case:
     name: str
     model: Any
     batch: Mapping[str, jax.ShapeDtypeStruct]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Bytes per device at the moment when most is allocated."""
-
-    resident: float
-    outputs: float
-    temporary: float
-
-    @property
-    def peak(self) -> float:
-        """All of it."""
-        return self.resident + self.outputs + self.temporary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,64 +121,9 @@ def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: 
     return function.trace(state, dict(case.batch)).plan().lower().compile()
 
 
-def xla_peak(compiled: CompiledFunction) -> dict[int, Parts]:
-    """For each stage the moment at which most is allocated on its devices."""
-    walk = _Walk(compiled)
-    for instruction in compiled.executor.program.instructions:
-        walk.take(instruction)
-    return {stage: walk.most[walk.place[stage]] for stage in walk.place}
-
-
-class _Walk:
-    """Keeps account of the buffers on each group of devices, by the number of the first stage on it."""
-
-    def __init__(self, compiled: CompiledFunction) -> None:
-        self.executor, self.program, self.plan = compiled.executor, compiled.executor.program, compiled.plan
-        self.place = {i: min(stages) for stages in self.plan.stages_together for i in stages}
-        self.live: dict[int, dict[Buffer, float]] = {place: {} for place in self.place.values()}
-        self.most: dict[int, Parts] = {}
-
-    def size(self, buffer: Buffer, spec: Spec | None) -> float:
-        """Bytes per device of a buffer."""
-        value = self.executor.step.graph.values[buffer.value]
-        sizes = dict(self.plan.stages[buffer.stage].mesh_shape.axis_sizes)
-        return local_bytes(value, spec if spec is not None else Spec(((),) * value.rank), sizes)
-
-    def take(self, instruction: Instruction) -> None:
-        """The effect of one instruction."""
-        if instruction.kind == "FREE":
-            for live in self.live.values():
-                for buffer in instruction.reads:
-                    live.pop(buffer, None)
-        elif instruction.kind in ("RUN", "ZEROS"):
-            self._run(instruction)
-        else:
-            live = self.live[self.place[instruction.stage]]
-            live.update({buffer: self.size(buffer, instruction.spec) for buffer in instruction.writes})
-
-    def _run(self, instruction: Instruction) -> None:
-        place = self.place[instruction.stage]
-        live, task = self.live[place], self.program.tasks[instruction.task]
-        ports = (*task.outputs, *task.sums) if instruction.kind == "RUN" else task.sums
-        written = {b: self.size(b, port.spec) for b, port in zip(instruction.writes, ports, strict=True)}
-        if instruction.kind == "RUN":
-            executable = self.executor.executables[instruction.task]
-            memory = executable.compiled.memory_analysis()
-            now = Parts(
-                resident=sum(live.values()),
-                outputs=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
-                temporary=float(memory.temp_size_in_bytes),
-            )
-            if place not in self.most or now.peak > self.most[place].peak:
-                self.most[place] = now
-            for position in executable.donated:
-                live.pop(instruction.reads[position], None)
-        live.update(written)
-
-
 def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]:
     """Predicted and allocated memory of the stages of a plan."""
-    plan, measured = compiled.plan, xla_peak(compiled)
+    plan, measured = compiled.plan, compiled.allocated()
     rows: list[Row] = []
     for number, stage in enumerate(plan.stages):
         held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
@@ -213,10 +137,10 @@ def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]
                 saved_bytes=held * stage.activation_bytes,
                 temporary_bytes=stage.temporary_bytes,
                 predicted_bytes=plan.prediction.peak_bytes[number],
-                xla_resident_bytes=measured[number].resident,
-                xla_output_bytes=measured[number].outputs,
-                xla_temporary_bytes=measured[number].temporary,
-                xla_bytes=measured[number].peak,
+                xla_resident_bytes=measured[number].resident_bytes,
+                xla_output_bytes=measured[number].output_bytes,
+                xla_temporary_bytes=measured[number].temporary_bytes,
+                xla_bytes=measured[number].peak_bytes,
             )
         )
     return rows

@@ -104,6 +104,26 @@ def test_the_file_is_plain_json_of_a_known_format(tmp_path: Path) -> None:
     assert set(data["stages"][0]["specs"]) >= {"state/params/0/w", "batch/inputs"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stages", 3),
+        ("stages", [{}]),
+        ("schedule", {}),
+        ("cluster", None),
+        ("prediction", []),
+        ("op_layers", "x"),
+        ("num_microbatches", "many"),
+        ("alternatives", [1]),
+    ],
+)
+def test_a_file_with_a_wrong_value_is_a_sentence(name: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**planned("mlp", "hybrid").last_plan.to_json(), name: value}))
+    with pytest.raises(PlanError, match=f"'{name}' of the plan file"):
+        Plan.load(path)
+
+
 def test_schedules_survive_the_file() -> None:
     plan = planned("mlp", "gpipe_2").last_plan
     assert plan.schedule == GPipe() and Plan.from_json(plan.to_json()).schedule == GPipe()

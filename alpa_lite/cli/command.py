@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, cast
 
-from alpa_lite.errors import AlpaLiteError
+from rich.console import Console
+
+from alpa_lite.cli.blame import blamed
+from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from cost_models import CostModelError
 
 VERSION = 1
 """Of what `--json` prints; it grows when something that was there before goes or means something else."""
@@ -37,7 +42,6 @@ class Command:
     example          its options in a line that works, as `--help` shows it
     add_arguments    adds what it takes to its parser
     run              does it and returns the exit code
-    passes_on        options that it does not know, `--help` among them, go to another program
     """
 
     name: str
@@ -45,7 +49,6 @@ class Command:
     example: str
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    passes_on: bool = False
 
     def add_to(self, commands: Any) -> None:
         """Make its parser; each has `--json`."""
@@ -55,16 +58,42 @@ class Command:
             description=f"{self.about[0].upper()}{self.about[1:]}.",
             epilog=self.example_text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=not self.passes_on,
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         self.add_arguments(parser)
-        parser.set_defaults(run=self.run, passes_on=self.passes_on)
+        parser.set_defaults(run=self.run, parser=parser)
 
     @property
     def example_text(self) -> str:
         """The example, as it stands below the options."""
         return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
+
+
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    return _at_least(text, 1)
+
+
+def count(text: str) -> int:
+    """For argparse: a whole number of at least 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a whole number of at least {least}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """For argparse: a number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number of seconds above 0")
+    return found
 
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:
@@ -96,6 +125,44 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def ended(name: str, run: Callable[[], int]) -> int:
+    """Run a command. Returns its exit code; errors are printed as their sentence, those of users' code with its lines.
+
+    What nobody foresaw is a defect, and raised.
+    """
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except InfeasibleError as error:
+        complain(error)
+        return Exit.INFEASIBLE
+    except (AlpaLiteError, CostModelError) as error:
+        complain(error)
+        return Exit.ERROR
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; without this Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.PIPE_CLOSED
+    except Exception as error:
+        found = blamed(error)
+        if not found:
+            raise
+        complain(found)
+        return Exit.ERROR
+    except KeyboardInterrupt:
+        complain(f"Interrupted: {name} has no result yet.")
+        return Exit.INTERRUPTED
+
+
+class Screen(Console):
+    """A console that leaves it to `ended` what happens when its reader leaves; rich's own would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error of the pipe."""
+        raise BrokenPipeError
+
+
 def complain(error: object) -> None:
     """A sentence for people, where it does not get between the data."""
     print(error, file=sys.stderr)
@@ -103,6 +170,16 @@ def complain(error: object) -> None:
 
 class OutputError(AlpaLiteError, OSError):
     """A file that was to be written cannot be."""
+
+
+def check_writable(path: Path | None) -> None:
+    """Before work that takes long: raises `OutputError` where a file cannot be written."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "may not be written to" if folder.is_dir() else "no such folder"
+        raise OutputError(f"{path} cannot be written: {reason}. Give a file in a folder that is there.")
 
 
 @contextmanager

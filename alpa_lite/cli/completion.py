@@ -164,7 +164,7 @@ SHELLS: Mapping[str, Callable[[Mapping[str, Words]], str]] = {"bash": bash, "zsh
 
 def run_completion(given: argparse.Namespace) -> int:
     """The script of a shell."""
-    script = SHELLS[given.shell](words_of(given.parser))
+    script = SHELLS[given.shell](words_of(given.all_commands))
     answer(given, script, lambda: {"shell": given.shell, "script": script})
     return Exit.DONE
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli.command import Command, Exit, answer
+from alpa_lite.cli.command import Command, Exit, answer, positive, seconds
+from alpa_lite.cli.process import run_module
 from alpa_lite.inspection.calibration import CalibrationProgress, calibration_data, calibration_text
 from alpa_lite.inspection.doctor import diagnose, virtual_environment
 
@@ -19,8 +18,8 @@ def run_calibrate(given: argparse.Namespace) -> int:
     """`alpa_lite.calibrate`, and the file that `alpa_lite.local_cluster` reads."""
     if given.devices is not None:
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
-        command = [sys.executable, "-m", "alpa_lite.cli", "calibrate", *options, *(["--json"] if given.json else [])]
-        return subprocess.run(command, env=virtual_environment(given.devices), check=False).returncode
+        words = ["calibrate", *options, *(["--json"] if given.json else [])]
+        return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
     with CalibrationProgress(Console(stderr=True)) as progress:
         found = al.calibrate(limit_seconds=given.seconds, progress=progress)
     path = found.save(given.out)
@@ -36,8 +35,8 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="where to write the cluster (default: where local_cluster() looks)",
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit for the timing (default: 60)")
-    parser.add_argument("--devices", type=int, metavar="N", help="measure N virtual CPU devices instead")
+    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="S", help="limit for the timing (default: 60)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="measure N virtual CPU devices instead")
 
 
 def run_doctor(given: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import alpa_lite as al
 from alpa_lite.api import PlannedFunction
-from alpa_lite.cli.command import Command, Exit, answer, suggests, writing
+from alpa_lite.cli.command import Command, Exit, answer, check_writable, suggests, writing
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inspection.pin_file import PinFile, read_pins
 from alpa_lite.inspection.progress import planning_progress
@@ -52,6 +52,7 @@ class _Asked:
 
 def run_plan(given: argparse.Namespace) -> int:
     """What `alpa_lite.plan` does. Ctrl-C ends it with the best plan so far, if there is one."""
+    check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
     asked = _Asked(
@@ -147,6 +148,8 @@ def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.
 
 
 def _count_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} was given; it must be a whole number or "auto"')
     return text if text == "auto" else int(text)
 
 

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import alpa_lite as al
 from alpa_lite.api import PlannedFunction
-from alpa_lite.cli.command import Command, Exit, answer, writing
+from alpa_lite.cli.command import Command, Exit, answer, check_writable, writing
 from alpa_lite.errors import PlanError
 from alpa_lite.inspection.diff import compare
-from alpa_lite.inspection.explain import explanation
-from alpa_lite.inspection.memory_use import memory_use
-from alpa_lite.inspection.tables import plan_summary
-from alpa_lite.inspection.time_use import time_use
+from alpa_lite.inspection.explain import Explanation, explanation
+from alpa_lite.inspection.memory_use import MemoryUse, allocated_table, memory_use
+from alpa_lite.inspection.progress import planning_progress
+from alpa_lite.inspection.tables import plan_summary, render
+from alpa_lite.inspection.time_use import TimeUse, time_use
 from alpa_lite.inspection.timeline import (
-    SpanLike,
     chrome_trace,
     compared,
     comparison_text,
     overlaid,
     predicted_timeline,
 )
+from alpa_lite.progress import Progress
 from alpa_lite.user_step import load_example
 
 _STEP_HELP = "the step that was planned: the plan is checked against it, and what only the step tells is shown too"
@@ -35,23 +38,29 @@ def run_explain(given: argparse.Namespace) -> int:
     """`Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
     if sum((given.subject is not None, given.time, given.memory)) > 1:
         given.parser.error("give one of a subject, --time and --memory")
+    check_writable(given.html)
     plan = al.Plan.load(given.plan)
-    if given.step is not None:
-        plan = _planned(plan, given.step).last_plan
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        if given.step is not None:
+            plan = _planned(plan, given.step, progress).last_plan
+        found = _explained(plan, given)
     if given.html is not None:
         with writing(given.html):
             plan.to_html(given.html)
-    if given.time:
-        found = time_use(plan)
-    elif given.memory:
-        found = memory_use(plan)
-    elif given.subject is not None:
-        found = explanation(plan, given.subject)
-    else:
+    if found is None:
         answer(given, plan, lambda: {"kind": "plan", **plan_summary(plan)})
-        return Exit.DONE
-    answer(given, found, found.to_json)
+    else:
+        answer(given, found, found.to_json)
     return Exit.DONE
+
+
+def _explained(plan: al.Plan, given: argparse.Namespace) -> TimeUse | MemoryUse | Explanation | None:
+    """What was asked for; None for the plan itself."""
+    if given.time:
+        return time_use(plan)
+    if given.memory:
+        return memory_use(plan)
+    return None if given.subject is None else explanation(plan, given.subject)
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +88,8 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_simulate(given: argparse.Namespace) -> int:
     """`inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    check_writable(given.html)
+    check_writable(given.trace)
     plan = al.Plan.load(given.plan)
     if given.step is None:
         if given.measure:
@@ -88,26 +99,32 @@ def run_simulate(given: argparse.Namespace) -> int:
         _write_page(given.html, plan)
         answer(given, timeline, timeline.to_json)
         return Exit.DONE
-    lowered = _planned(plan, given.step).lower()
-    simulated = lowered.simulate()
-    if not given.measure:
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        lowered = _planned(plan, given.step, progress).lower()
+        with progress.during("simulate", "simulating the program"):
+            simulated = lowered.simulate()
+        compiled = lowered.compile() if given.measure else None
+        with progress.during("measure", "running the program"):
+            measured = () if compiled is None else compiled.measure()
+    if compiled is None:
         _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
         _write_page(given.html, plan, simulated=simulated.times)
         answer(given, simulated, simulated.to_json)
         return Exit.DONE
-    measured = lowered.compile().measure()
+    allocated = [each.peak_bytes for each in compiled.allocated()]
     rows = compared(simulated.times, measured)
     _write_trace(given.trace, overlaid(simulated.times, measured))
-    _write_page(given.html, plan, simulated=simulated.times, measured=measured)
-    tasks = [asdict(row) for row in rows]
-    answer(given, f"{simulated}\n{comparison_text(rows)}", lambda: {**simulated.to_json(), "tasks": tasks})
+    _write_page(given.html, plan, simulated=simulated.times, measured=measured, allocated_bytes=allocated)
+    found = {"tasks": [asdict(row) for row in rows], "allocated_bytes": allocated}
+    text = f"{simulated}\n{comparison_text(rows)}\n{render((), [allocated_table(plan, allocated)])}"
+    answer(given, text, lambda: {**simulated.to_json(), **found})
     return Exit.DONE
 
 
-def _planned(plan: al.Plan, name: str) -> PlannedFunction:
+def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
     """The plan for the step that a function returns. Raises `MismatchError` when it was made for another."""
     step, args, kwargs = load_example(name)
-    return al.parallelize(step, planner=plan).trace(*args, **kwargs).plan(cluster=plan.cluster)
+    return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
 
 
 def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
@@ -116,10 +133,10 @@ def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
             path.write_text(json.dumps(trace))
 
 
-def _write_page(path: Path | None, plan: al.Plan, **spans: Sequence[SpanLike]) -> None:
+def _write_page(path: Path | None, plan: al.Plan, **known: Any) -> None:
     if path is not None:
         with writing(path):
-            plan.to_html(path, **spans)
+            plan.to_html(path, **known)
 
 
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from alpa_lite.cli.command import Command, Exit, answer, complain, suggests
+from alpa_lite.cli.command import Command, Exit, answer, complain, positive, seconds, suggests
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.problem_file import solution_data
 from alpa_lite.intra_op.solve_file import (
@@ -72,7 +72,7 @@ def _report(progress: Progress) -> None:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the contest's format, .json or .json.gz")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds, reading included (default: 60)"
+        "--timeout", type=seconds, default=60.0, metavar="S", help="seconds, reading included (default: 60)"
     )
     parser.add_argument("--out", type=Path, metavar="SOLUTION.json", help="write the solution")
     solver = parser.add_argument(
@@ -84,7 +84,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--pareto", type=int, metavar="N", help="also solve under N limits: the front of memory and cost"
     )
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds of search in place of the time limit: reproducible"
+        "--rounds", type=positive, metavar="N", help="rounds of search in place of the time limit: reproducible"
     )
 
 

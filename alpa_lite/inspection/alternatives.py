@@ -35,6 +35,9 @@ MAX_PRICED = 12
 
 MAX_ROWS = 8
 
+_PHASE = "alternatives"
+"""Of a `Progress`: each value of a decision that is priced is a unit of work."""
+
 _SAME = 1e-3
 """Differences below this part of the step are none: stages are solved to half of that."""
 
@@ -232,12 +235,18 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
     stages = sorted({number for change in changes for number in change.stages})
     rows: list[Alternative] = []
     anew: Alternative | None = None
-    for change in changes:
-        row = _alternative(repricing, change)
-        if change.chosen:
-            anew = row
-        else:
-            rows.append(row)
+    progress = repricing.request.progress
+    progress.begin(_PHASE)
+    with progress.during(_PHASE):
+        progress.expect(_PHASE, len(changes))
+        for number, change in enumerate(changes):
+            progress(f"{decision} {number + 1} of {len(changes)}: {change.what}")
+            row = _alternative(repricing, change)
+            if change.chosen:
+                anew = row
+            else:
+                rows.append(row)
+            progress.did()
     peaks = [plan.prediction.peak_bytes[number] for number in stages]
     first = Alternative(
         what=chosen,

@@ -8,7 +8,7 @@ from typing import Any
 
 from alpa_lite.inspection.parameters import Argument, arguments_of, group_arguments
 from alpa_lite.inspection.tables import Table, render
-from alpa_lite.inspection.units import show_bytes, show_number, show_range, show_seconds
+from alpa_lite.inspection.units import show_bytes, show_layers, show_number, show_seconds
 from alpa_lite.plan import CollectiveUse, Plan
 from alpa_lite.sharding import Spec
 
@@ -106,7 +106,7 @@ def _stage(plan: Plan, number: int) -> str:
     if number >= len(plan.stages):
         return "–"
     stage = plan.stages[number]
-    return f"layers {show_range(*stage.layers)} of {plan.num_layers}, {stage.submesh}, {stage.mesh_shape}"
+    return f"{show_layers(*stage.layers)} of {plan.num_layers}, {stage.submesh}, {stage.mesh_shape}"
 
 
 def _specs(plan: Plan, other: Plan) -> tuple[Change, ...]:

@@ -34,9 +34,9 @@ from alpa_lite.inspection.units import (
     short_source,
     show_bytes,
     show_count,
+    show_layers,
     show_numbers,
     show_percent,
-    show_range,
     show_seconds,
 )
 from alpa_lite.intra_op.placed import Key
@@ -102,7 +102,13 @@ def explain(plan: Plan, subject: str) -> str:
 
 def explanation(plan: Plan, subject: str) -> Explanation:
     """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
-    wanted = subject.strip()
+    if plan.request is None:
+        return _explanation(plan, subject.strip())
+    with plan.request.progress.during("explain", f"explaining {subject}"):
+        return _explanation(plan, subject.strip())
+
+
+def _explanation(plan: Plan, wanted: str) -> Explanation:
     repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
     if (match := _NUMBERED.match(wanted)) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
@@ -133,8 +139,8 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
         subject=f"stage {number}",
         kind="stage",
         sentences=(
-            f"Layers {show_range(*stage.layers)} of {plan.num_layers}, on {stage.submesh} of {plan.cluster.name} as "
-            f"{stage.mesh_shape}.",
+            f"{show_layers(*stage.layers).capitalize()} of {plan.num_layers}, on {stage.submesh} of "
+            f"{plan.cluster.name} as {stage.mesh_shape}.",
             f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
             f"update {show_seconds(stage.update_seconds)} per step.",
             f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
@@ -160,8 +166,8 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
     home = plan.stage_of_layer(number)
     stage, count = plan.stages[home], plan.op_layers.count(number)
     sentences = [
-        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), whose layers are "
-        f"{show_range(*stage.layers)}."
+        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), which has "
+        f"{show_layers(*stage.layers)}."
     ]
     policy = plan.remat[number] if plan.remat else None
     if policy is not None:
@@ -230,13 +236,7 @@ def _explain_parameter(
         f"Spec {spec}: "
         + (f"split over {' and '.join(axes)}." if axes else "every device of its stage holds all of it.")
     ]
-    for number in group.stages:
-        stage, member = plan.stages[number], next(m for m in group.members if m.stage == number)
-        share = f"1/{member.num_shards} of the bytes" if member.num_shards > 1 else "all bytes"
-        sentences.append(
-            f"Stage {number} (layers {show_range(*stage.layers)}, {stage.submesh}, {stage.mesh_shape}): "
-            f"each device holds {share}."
-        )
+    sentences.extend(_share_sentences(plan, group))
     sentences.extend(_optimizer_sentences(arguments, first))
     uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
     sentences.append(_axis_sentence(plan, group, uses))
@@ -248,6 +248,25 @@ def _explain_parameter(
         collectives=group_collectives(related),
         alternatives=None if repricing is None else of_parameters(repricing, _names_by_stage(group)),
     )
+
+
+def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
+    """What each device holds of an array, by stage; stages that do alike together."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number in group.stages:
+        member = next(m for m in group.members if m.stage == number)
+        share = f"1/{member.num_shards} of the bytes" if member.num_shards > 1 else "all bytes"
+        if member.shape is not None and member.block is not None:
+            share += f", {show_bytes(member.block.bytes)} of {member.shape}"
+        alike.setdefault((str(plan.stages[number].mesh_shape), share), []).append(number)
+    found: list[str] = []
+    for (mesh, share), numbers in alike.items():
+        where = f"Stages {show_numbers(numbers)} ({mesh} each)"
+        if len(numbers) == 1:
+            stage = plan.stages[numbers[0]]
+            where = f"Stage {numbers[0]} ({show_layers(*stage.layers)}, {stage.submesh}, {mesh})"
+        found.append(f"{where}: each device holds {share}.")
+    return found
 
 
 def _names_by_stage(group: ArgumentGroup) -> dict[int, list[str]]:

@@ -19,13 +19,14 @@ from alpa_lite.inspection.elements import fragment_html
 from alpa_lite.inspection.elements import page_html as page_html
 from alpa_lite.inspection.elements import table_html as table_html
 from alpa_lite.inspection.page_data import page_data, safe_json
+from alpa_lite.inspection.parameter_table import parameter_table
 from alpa_lite.inspection.sections import (
     KEYS,
+    Section,
     alternatives_section,
     communication_section,
     memory_section,
     notes_sections,
-    parameters_section,
     stages_section,
     summary_section,
     timeline_section,
@@ -45,21 +46,19 @@ _BAR = """<header class="bar">
 
 
 def plan_html(
-    plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
+    plan: Plan,
+    *,
+    simulated: Sequence[SpanLike] | None = None,
+    measured: Sequence[SpanLike] | None = None,
+    allocated_bytes: Sequence[float] | None = None,
 ) -> str:
-    """The page.
-
-    Args:
-        plan: what is shown.
-        simulated: also show when each instruction runs on the cost model, `lowered.simulate().times`.
-        measured: also show when each instruction ran, `compiled.measure()`.
-    """
+    """The page; for the arguments see `Plan.to_html`."""
     sections = [
         summary_section(plan),
         timeline_section(plan, simulated=simulated, measured=measured),
-        memory_section(plan),
+        memory_section(plan, allocated_bytes),
         stages_section(plan),
-        parameters_section(plan),
+        Section(id="parameters", title="Parameters", body=parameter_table(plan)),
         communication_section(plan),
         alternatives_section(plan),
         *notes_sections(plan),

@@ -140,6 +140,21 @@ def _details(stage: StageMemory) -> Table:
     )
 
 
+def allocated_table(plan: Plan, allocated_bytes: Sequence[float]) -> Table:
+    """The predicted peak of each stage beside what XLA allocates for its programs."""
+    columns = ("stage", "predicted peak", "allocated by XLA", "predicted / allocated")
+    return Table(
+        title="Predicted and allocated memory",
+        columns=columns,
+        rows=tuple(
+            (str(number), show_bytes(peak), show_bytes(found), f"{peak / found:.2f}" if found > 0 else "–")
+            for number, (peak, found) in enumerate(zip(plan.prediction.peak_bytes, allocated_bytes, strict=True))
+        ),
+        numeric=frozenset(columns[1:]),
+        note="per device; on CPUs XLA needs other temporaries than on GPUs",
+    )
+
+
 def memory_use(plan: Plan) -> MemoryUse:
     """The peak of each stage, with what is alive then where the step is known."""
     problems: Sequence[StageProblem | None] = [None] * len(plan.stages)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from alpa_lite.inspection.units import show_numbers
-from alpa_lite.plan import Plan
-from alpa_lite.sharding import Spec, num_shards
+from alpa_lite.plan import ArrayShape, Plan, StagePlan
+from alpa_lite.sharding import Spec, local_shape, num_shards
 
 OPTIMIZER_NAMES = frozenset(
     "opt_state opt optimizer optimizer_state optim mu nu momentum momentums velocity trace inner_state".split()
@@ -30,12 +30,17 @@ _MOST_ROWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One array among the arguments of the step: its path, the stage where it lives, its spec and number of blocks."""
+    """One array among the arguments of the step: its path, the stage where it lives, its spec and number of blocks.
+
+    `shape` is that of the whole array, `block` that of what one device holds; None in plans of earlier versions.
+    """
 
     name: str
     stage: int
     spec: Spec
     num_shards: int
+    shape: ArrayShape | None = None
+    block: ArrayShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +104,14 @@ class Arguments:
 def arguments_of(plan: Plan) -> Arguments:
     """The named arguments of a plan, stage by stage."""
     return Arguments(
-        tuple(
-            Argument(name=name, stage=number, spec=spec, num_shards=num_shards(spec, stage.mesh_shape.axis_sizes))
-            for number, stage in enumerate(plan.stages)
-            for name, spec in stage.specs.items()
-        )
+        tuple(_argument(name, number, stage) for number, stage in enumerate(plan.stages) for name in stage.specs)
     )
+
+
+def _argument(name: str, number: int, stage: StagePlan) -> Argument:
+    spec, sizes, shape = stage.specs[name], stage.mesh_shape.axis_sizes, stage.shapes.get(name)
+    block = None if shape is None else replace(shape, dims=local_shape(spec, shape.dims, sizes))
+    return Argument(name=name, stage=number, spec=spec, num_shards=num_shards(spec, sizes), shape=shape, block=block)
 
 
 def is_optimizer_state(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A bar for planning that takes longer: what is done, the time so far, and about how long it still takes.
+"""A bar for planning, and for all that takes longer: what is done, the time so far, and about how long it still takes.
 
 It shows after `PATIENCE_SECONDS`, on a terminal only, and goes away at the end. As long as nobody knows how much work
 there is, it says so by showing no time. The bar never goes back; the time that is left is said anew as it is known.

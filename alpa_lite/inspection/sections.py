@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 from alpa_lite.inspection.axes import AxisUse, axis_uses
-from alpa_lite.inspection.drawings import block_svg, cluster_svg, layers_svg, sharding_kind, sharding_words, stage_names
+from alpa_lite.inspection.drawings import cluster_svg, layers_svg, stage_names
 from alpa_lite.inspection.elements import table_html
+from alpa_lite.inspection.memory_use import allocated_table
 from alpa_lite.inspection.palette import KINDS
-from alpa_lite.inspection.parameters import ArgumentGroup, arguments_of, group_arguments, is_optimizer_state
 from alpa_lite.inspection.tables import (
     alternatives_table,
     collectives_table,
@@ -24,6 +24,7 @@ from alpa_lite.inspection.timeline import SpanLike, compared, comparison_table, 
 from alpa_lite.inspection.units import (
     show_bytes,
     show_count,
+    show_layers,
     show_milliseconds,
     show_number,
     show_percent,
@@ -100,7 +101,7 @@ def _cards(plan: Plan) -> list[str]:
             f"{show_percent(peak / capacity)} of {show_bytes(capacity)}, stage {fullest}",
             share=peak / capacity,
         ),
-        _card("work of a device", _rate(prediction.flops_per_device, step), f"on average, of {devices}"),
+        _card("work of a device", _rate(prediction.flops_per_device, step), f"of the busiest of {devices}"),
         _card(
             "collectives",
             show_bytes(moved),
@@ -132,9 +133,7 @@ def _card(name: str, value: str, note: str, share: float | None = None) -> str:
 def _legend(plan: Plan) -> list[str]:
     buttons: list[str] = []
     for number, stage in enumerate(plan.stages):
-        first, last = stage.layers
-        layers = f"layer {first}" if first == last else f"layers {first}–{last}"
-        text = f"{layers} · {stage.submesh} · {stage.mesh_shape}"
+        text = f"{show_layers(*stage.layers)} · {stage.submesh} · {stage.mesh_shape}"
         buttons.append(
             f'<button type="button" data-stage="{number}" aria-pressed="false">{stage_names([number])} '
             f"{escape(text)}</button>"
@@ -181,8 +180,8 @@ def timeline_section(
     return Section(id="step", title="One step", body=body)
 
 
-def memory_section(plan: Plan) -> Section:
-    """Where the script draws memory over time, on the clock of the timeline."""
+def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -> Section:
+    """Where the script draws memory over time, on the clock of the timeline; what XLA allocates, if that is known."""
     peaks = ", ".join(
         f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}: "
         f"{show_bytes(plan.prediction.peak_bytes[stages[0]])}"
@@ -194,6 +193,8 @@ def memory_section(plan: Plan) -> Section:
         f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span> Peaks: '
         f"{escape(peaks)}.</p>"
     )
+    if allocated_bytes is not None:
+        body += table_html(allocated_table(plan, allocated_bytes), heading="h3")
     return Section(id="memory-over-time", title="Memory", body=body)
 
 
@@ -202,65 +203,6 @@ def stages_section(plan: Plan) -> Section:
     table = stages_table(plan)
     cells = {"stage": lambda text: stage_names([int(text)])}
     return Section(id="stages", title="Stages", body=table_html(table, heading="", cells=cells, search=True))
-
-
-def parameters_section(plan: Plan) -> Section:
-    """Every argument as the blocks that it is cut into."""
-    arguments = arguments_of(plan)
-    unlike = {argument.name for argument in arguments.unlike_parameter}
-    groups = [
-        *group_arguments(arguments.plain),
-        *group_arguments(arguments.unlike_parameter),
-        *group_arguments(a for a in arguments.optimizer if a.name not in unlike),
-    ]
-    kinds = sorted({sharding_kind(group.spec) for group in groups})
-    options = "".join(f"<option>{kind}</option>" for kind in kinds)
-    columns = ("path", "blocks", "cut", "spec", "arrays", "stages", "each device holds")
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    rows = "\n".join(_parameter_row(plan, group, unlike) for group in groups)
-    rest = len(arguments.optimizer) - len(unlike)
-    more = (
-        f'<label><input type="checkbox" id="optimizer"> also {show_count(rest, "array")} of optimizer state that '
-        f"{'lies' if rest == 1 else 'lie'} like the parameter, or have none</label>"
-        if rest
-        else ""
-    )
-    body = (
-        '<div class="tools"><label>cut <select id="kind">'
-        f'<option value="">in any way</option>{options}</select></label>'
-        f'<label><input type="checkbox" id="open"> name every array</label>{more}</div>'
-        f'<div class="scroll"><table id="arrays" data-search aria-label="Parameters and inputs">'
-        f"<thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>"
-        "<p>A drawing is the whole array, its first dim downwards; filled is what the first device of the stage holds. "
-        "A spec names the mesh axes of each dim, - where it is whole.</p>"
-    )
-    return Section(id="parameters", title="Parameters", body=body if groups else "")
-
-
-def _parameter_row(plan: Plan, group: ArgumentGroup, unlike: set[str]) -> str:
-    name = group.members[0].name
-    like = ' data-optimizer=""' if is_optimizer_state(name) and name not in unlike else ""
-    meshes = {str(mesh): mesh.axis_sizes for stage in group.stages for mesh in [plan.stages[stage].mesh_shape]}
-    blocks = "".join(dict.fromkeys(block_svg(group.spec, sizes) for sizes in meshes.values()))
-    words = "<br>".join(dict.fromkeys(escape(sharding_words(group.spec, sizes)) for sizes in meshes.values()))
-    shares = sorted({member.num_shards for member in group.members})
-    held = " or ".join("all" if number == 1 else f"1/{number}" for number in shares)
-    kind = sharding_kind(group.spec)
-    return (
-        f'<tr data-kind="{kind}"{like}><th scope="row"><code>{escape(group.pattern)}</code>{_members(group)}</th>'
-        f"<td>{blocks}</td><td><b>{kind}</b><br><small>{words}</small></td><td><code>{escape(str(group.spec))}</code>"
-        f'</td><td class="number">{len(group.members)}</td><td>{stage_names(group.stages)}</td><td>{held}</td></tr>'
-    )
-
-
-def _members(group: ArgumentGroup) -> str:
-    if len(group.members) == 1:
-        return ""
-    listed = "\n".join(
-        f'<li data-stage="{member.stage}">{escape(member.name)} <small>stage {member.stage}</small></li>'
-        for member in group.members
-    )
-    return f"<details><summary>{len(group.members)} arrays</summary><ul>{listed}</ul></details>"
 
 
 def communication_section(plan: Plan) -> Section:

@@ -349,6 +349,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
                 "peak_bytes": peak,
                 "capacity_bytes": plan.cluster.device.memory_bytes,
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
+                "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
             }
             for number, (stage, peak) in enumerate(zip(plan.stages, prediction.peak_bytes, strict=True))
         ],

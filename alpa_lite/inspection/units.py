@@ -66,6 +66,11 @@ def show_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
+def show_layers(first: int, last: int) -> str:
+    """`layers 2–5`, or `layer 2` when both ends are the same."""
+    return f"layer {first}" if first == last else f"layers {first}–{last}"
+
+
 def show_numbers(numbers: Iterable[int]) -> str:
     """Runs of whole numbers: `0–3, 6`."""
     runs: list[tuple[int, int]] = []

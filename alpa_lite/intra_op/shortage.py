@@ -50,8 +50,15 @@ class Shortage:
         at_best = "At best" if why.proven else "At the best found"
         return (
             f"{at_best} it is {show_bytes(why.over_bytes)} too much, {self.when}: {', '.join(named)}. "
-            f"With {show_bytes(why.smallest_limit_bytes)} its work would take {why.cost * 1e3:.3g} ms per step."
+            f"With {show_bytes(why.smallest_limit_bytes)} its work would take {show_seconds(why.cost)} per step."
         )
+
+
+def show_seconds(seconds: float) -> str:
+    """`1.23 ms`, `45.6 s`, `3446 s`: three digits, or all of a whole number."""
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"
 
 
 def explain_shortage(

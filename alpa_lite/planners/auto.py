@@ -42,21 +42,24 @@ PROVEN_GAP = 0.005
 class Auto(Planner):
     """The search, and what it is restricted to.
 
-    num_layers        layers that stages are made of; None: by the model
-    layers            what layers have equal shares of: "flops", "operators", or the "loops" as they are written
-    num_stages        how many stages to make; None: the best number
-    equal             what stages are to have equally many of: "layers", "devices", both or neither
-    intra_op_only     one stage on all devices
-    inter_op_only     every stage on one device
-    pins              arguments whose sharding is given, by path; see `pins`
-    max_memory_bytes  what a plan may use of each device, if that is less than its memory
-    remat             what layers compute again in the backward pass instead of keeping it: "none" but what the step
-                      itself says, "selective", "full" (see `Remat`), or "auto", what is best for each stage
-    schedule          of pipelines; None: the best of `SCHEDULES`, and interleaved ones
-    measure_top       so many of the best plans are run for a few steps on the devices of this process, and the fastest
-                      is taken; those that fail there are left out. 0: the one that is predicted to be
-    manual            plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these
-                      plans would not keep to that
+    Attributes:
+        num_layers: layers that stages are made of; None: by the model.
+        layers: what layers have equal shares of: "flops", "operators", or the "loops" as they are written.
+        num_stages: how many stages to make; None: the best number.
+        equal: what stages are to have equally many of: "layers", "devices", both or neither.
+        intra_op_only: one stage on all devices.
+        inter_op_only: every stage on one device.
+        pins: arguments whose sharding is given: from the path of each, or the end of it where that is unique, to an
+            axis, several or None per dim. The axes are those of the search: "x" where there is one; "replica", "data"
+            and "model" where there are several.
+        max_memory_bytes: what a plan may use of each device, if that is less than its memory.
+        remat: what layers compute again in the backward pass instead of keeping it: "none" but what the step itself
+            says, "selective", "full" (see `Remat`), or "auto", what is best for each stage.
+        schedule: of pipelines; None: the best of `SCHEDULES`, and interleaved ones.
+        measure_top: so many of the best plans are run for a few steps on the devices of this process, and the fastest
+            is taken; those that fail there are left out. 0: the one that is predicted to be.
+        manual: plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these plans
+            would not keep to that.
     """
 
     num_layers: int | None = None
@@ -126,6 +129,10 @@ class Auto(Planner):
                 f"The search gives each stage devices of its own, but {self.schedule} runs"
                 f" {self.schedule.stages_per_processor} stages on each. Use it in al.planners.Hybrid."
             )
+        for name in ("num_layers", "num_stages"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise PlanError(f"{name}={number} was given; it must be at least 1, or None for the best.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -43,6 +44,16 @@ PLANNERS: Mapping[str, type[Planner]] = {
 """Planners by their name on the command line. `Custom` takes objects of JAX, and has none."""
 
 
+_NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
+_WORDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number of at least 0",
+    float: "a number of at least 0",
+    str: "a word",
+    Mapping[str, int]: "NAME:NUMBER;NAME:NUMBER",
+}
+
+
 def options_of(planner: type[Planner]) -> frozenset[str]:
     """The names of a planner's options."""
     return frozenset(field.name for field in fields(planner))  # type: ignore[arg-type]  # all are dataclasses
@@ -58,12 +69,11 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     for option in options:
         key, _, text = option.partition("=")
         fitting = [value for value in _readings(text) if key in known and _fits(value, hints[key])]
+        if not fitting and key in known:
+            raise PlanError(f"{option!r} was given to {name!r}, but {key} {_wanted(hints[key])}.")
         if not fitting:
             listed = ", ".join(sorted(known)) or "none"
-            raise PlanError(
-                f"{option!r} is no option of {name!r}: write NAME=NUMBER, or what else it takes (true, false, a word, "
-                f"name:number;name:number); its options are {listed}."
-            )
+            raise PlanError(f"{name!r} has no option {key!r}; its options are {listed}. Write NAME=VALUE.")
         values[key] = fitting[0]
     try:
         return planner(**values)
@@ -77,10 +87,19 @@ def _readings(text: str) -> list[Any]:
     """What a text may mean, the first that fits counts."""
     pairs = [pair.partition(":") for pair in text.split(";")]
     found: list[Any] = [int(text)] if text.isdecimal() else []
+    found += [float(text)] if _NUMBER.fullmatch(text) else []
     found += [text in ("true", "1")] if text in ("true", "false", "1", "0") else []
     if all(name and size.isdecimal() for name, _, size in pairs):
         found.append({name: int(size) for name, _, size in pairs})
     return [*found, text] if text else found
+
+
+def _wanted(hint: Any) -> str:
+    """What an option takes, as the end of a sentence."""
+    kinds = [hint] if get_origin(hint) is Literal else [hint, *get_args(hint)]
+    words = [word for kind, word in _WORDS.items() if kind in kinds]
+    words += [f"one of {', '.join(map(str, get_args(kind)))}" for kind in kinds if get_origin(kind) is Literal]
+    return f"takes {' or '.join(words)}" if words else "cannot be given on the command line"
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -37,7 +37,15 @@ _KERNELS = ("channel", "filter")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionParallel(Planner):
-    """Devices per dim of a convolution; `sample=None`: what the others leave."""
+    """Convolutions split by samples, space and channels, each over devices of its own.
+
+    Attributes:
+        sample: devices that split the batch; None: what the others leave.
+        height: devices that split the first spatial dim, which then hand rows to their neighbours.
+        width: the same of the second spatial dim.
+        channel: devices that split what a convolution sums over.
+        filter: devices that split what it makes.
+    """
 
     sample: int | None = None
     height: int = 1

@@ -34,14 +34,15 @@ class _Given(NamedTuple):
 class Custom(Planner):
     """The arguments lie as they are told to.
 
-    mesh       devices per axis, or a `jax.sharding.Mesh`, of which names and sizes count: the devices are those of the
-               cluster in their order. None: the mesh of the `NamedSharding`s
-    in_specs   a tuple with one entry per positional argument that is not static, or a mapping from argument names. An
-               entry is a `PartitionSpec` or `NamedSharding`, for the whole argument, or a tree of such, like the
-               argument or a prefix of it. None leaves the choice to the planner
-    rules      pairs of a regular expression and a `PartitionSpec`: arrays that `in_specs` leaves open, with more than
-               one element, get the spec of the first expression that is found in their path (`state/params/w`)
-    batch      axes that split nothing but the batch, and state; see `OnMesh`. The others are as free as they can be
+    Attributes:
+        mesh: devices per axis, or a `jax.sharding.Mesh`, of which names and sizes count: the devices are those of the
+            cluster in their order. None: the mesh of the `NamedSharding`s.
+        in_specs: a tuple with one entry per positional argument that is not static, or a mapping from argument names.
+            An entry is a `PartitionSpec` or `NamedSharding`, for the whole argument, or a tree of such, like the
+            argument or a prefix of it. None leaves the choice to the planner.
+        rules: pairs of a regular expression and a `PartitionSpec`: arrays that `in_specs` leaves open, with more than
+            one element, get the spec of the first expression that is found in their path (`state/params/w`).
+        batch: axes that split nothing but the batch, and state; see `OnMesh`. The others are as free as they can be.
     """
 
     mesh: Any = field(default=None, hash=False)

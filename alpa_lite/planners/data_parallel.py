@@ -25,11 +25,12 @@ from alpa_lite.planners.planner import Planner, PlanRequest
 class DataParallel(Planner):
     """All devices on one "data" axis.
 
-    bucket_bytes        what a bucket of gradients holds, about; PyTorch's default is 25 MiB. None: gradients are
-                        reduced one by one, and it is up to XLA which of them it combines
-    first_bucket_bytes  the same of the first bucket, which is to start early
-
     Buckets change when gradients are sent, and in how many messages; plans list and price each gradient by itself.
+
+    Attributes:
+        bucket_bytes: what a bucket of gradients holds, about; PyTorch's default is 25 MiB. None: gradients are reduced
+            one by one, and it is up to XLA which of them it combines.
+        first_bucket_bytes: the same of the first bucket, which is to start early.
     """
 
     bucket_bytes: int | None = None

@@ -19,7 +19,15 @@ from alpa_lite.schedule import OneFOneB, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed3D(Planner):
-    """`pipeline` stages of `data` replicas of `model` tensor-parallel devices; `data=None`: what the others leave."""
+    """Pipeline × data × tensor parallelism, with ZeRO over the data axis.
+
+    Attributes:
+        pipeline: stages.
+        data: replicas of each; None: what the others leave.
+        model: devices of a replica that share each layer.
+        zero: what of the state is split over the replicas, as in `Hybrid`.
+        schedule: of the pipeline.
+    """
 
     pipeline: int = 1
     data: int | None = None

@@ -61,9 +61,12 @@ def divisors(number: int) -> list[int]:
 class GridSearch(Planner):
     """The fastest of all factorisations, as `Hybrid`s.
 
-    max_pipeline, max_model   the largest degrees that are tried; None: as many as there are devices, and as a host has
-    zero                      of all of them
-    largest_microbatch        samples per replica and micro-batch
+    Attributes:
+        max_pipeline: the largest number of stages that is tried; None: as many as there are devices.
+        max_model: the largest degree of tensor parallelism that is tried; None: as many devices as a host has.
+        zero: of all of them, as in `Hybrid`.
+        schedule: of those with several stages.
+        largest_microbatch: samples per replica and micro-batch.
     """
 
     max_pipeline: int | None = None

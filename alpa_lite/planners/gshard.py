@@ -18,9 +18,13 @@ from alpa_lite.planners.planner import Planner, PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class GShard(Planner):
-    """`expert` of the data-parallel devices hold different experts (default: all); `zero` as in `Hybrid`.
+    """Data parallelism whose devices hold different experts; all other weights are copied.
 
     Experts are found from the graph: what weights share with all arrays of their products.
+
+    Attributes:
+        expert: how many of the data-parallel devices hold different experts; None: all.
+        zero: what of the state is split, as in `Hybrid`.
     """
 
     expert: int | None = None

@@ -44,21 +44,28 @@ from cost_models import Cluster
 class Hybrid(Planner):
     """Fixed degrees; `data=None` takes the devices that `pipeline` and `model` leave.
 
-    zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
-    replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are outermost.
-    context: devices that share the positions of each sequence (context parallelism), beside "data".
-    expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a contraction
-        that its weights share with all its arrays.
-    split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must split
-        the weights that have one along it.
-    sequence_parallel: whether sums over "model" may stay scattered over it between products.
-    equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written; or
-        "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
-    shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
-    devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from them).
-    remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`), layer
-        by layer of each stage. The last layer of all keeps everything, as its backward pass follows at once, unless it
-        is a loop.
+    Attributes:
+        pipeline: parts of the pipeline, each a group of devices; as many stages, or more under an interleaved schedule.
+        data: data-parallel replicas.
+        model: devices that share each layer (tensor parallelism).
+        schedule: of the pipeline.
+        zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
+        replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are
+            outermost.
+        context: devices that share the positions of each sequence (context parallelism), beside "data".
+        expert: of "data", how many devices may hold different experts: they split the batch, or the dim of a
+            contraction that its weights share with all its arrays.
+        split: names of dims (`rules.dim_names`; of kernels also "channel" and "filter"), each with the axis that must
+            split the weights that have one along it.
+        sequence_parallel: whether sums over "model" may stay scattered over it between products.
+        equal: what stages have equal shares of: "flops", or the "loops" over layers (`lax.scan`) as they are written;
+            or "layer_flops" or "layer_bytes" of whole layers (`block_partition`).
+        shares: of each stage, its forward FLOPs in relation to the others', where they are to differ.
+        devices: of each part of the pipeline, how many it has, where they are to differ (then `data` follows from
+            them).
+        remat: what the backward pass computes again instead of keeping it: "none", "selective" or "full" (`Remat`),
+            layer by layer of each stage. The last layer of all keeps everything, as its backward pass follows at once,
+            unless it is a loop.
     """
 
     pipeline: int = 1
@@ -203,6 +210,7 @@ class Hybrid(Planner):
     def mesh(self, request: PlanRequest) -> LogicalMesh:
         """The logical mesh of every stage, where they have equally many devices."""
         total = request.cluster.num_devices
+        self._check_degrees()
         rest = self.pipeline * self.context * self.model
         data = self.data if self.data is not None else max(1, total // rest)
         if data * rest != total:
@@ -213,6 +221,12 @@ class Hybrid(Planner):
                 f"{total}."
             )
         return self._mesh(data)
+
+    def _check_degrees(self) -> None:
+        for name in ("pipeline", "data", "model", "context", "replicas", "expert"):
+            degree = getattr(self, name)
+            if degree is not None and degree < 1:
+                raise PlanError(f"{name} = {degree} was asked for; a degree is at least 1.")
 
     def _mesh(self, data: int) -> LogicalMesh:
         if data % (self.replicas * self.expert):

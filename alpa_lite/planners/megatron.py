@@ -23,14 +23,17 @@ from alpa_lite.schedule import OneFOneB, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron(Planner):
-    """`tensor` devices share each layer (default: all that `pipeline` and `data` leave); the rest is data parallel.
+    """Tensor parallelism inside layers; the rest is data parallel.
 
-    pipeline           stages, under `schedule`
-    data               data-parallel replicas; None: what the others leave
-    sequence_parallel  whether sums may stay scattered between products, along positions where norms and dropout work;
-                       they are where that is faster. The bytes are the same
-    vocab_parallel     tables that tokens look up must be split by rows over the tensor-parallel devices, so that
-                       look-ups and logits are, too; else they are where that is faster
+    Attributes:
+        tensor: devices that share each layer; None: all that `pipeline` and `data` leave.
+        pipeline: stages, under `schedule`.
+        data: data-parallel replicas; None: what the others leave.
+        schedule: of the pipeline.
+        sequence_parallel: whether sums may stay scattered between products, along positions where norms and dropout
+            work; they are where that is faster. The bytes are the same.
+        vocab_parallel: tables that tokens look up must be split by rows over the tensor-parallel devices, so that
+            look-ups and logits are, too; else they are where that is faster.
     """
 
     tensor: int | None = None

@@ -28,10 +28,11 @@ from alpa_lite.strategies import FREE_CHOICE
 class MeshTensorFlow(Planner):
     """`layout` splits named dims over the axes of `mesh`, whose last one lies over neighbouring devices.
 
-    layout    "name:axis" pairs between semicolons, or a mapping
-    mesh      devices per axis
-    dims      names of one's own: for each the path of an argument and the number of its dim. They go before those that
-              are found, and name all that is the same dim
+    Attributes:
+        layout: "name:axis" pairs between semicolons, or a mapping.
+        mesh: devices per axis.
+        dims: names of one's own: for each the path of an argument and the number of its dim. They go before those that
+            are found, and name all that is the same dim.
     """
 
     layout: str | Mapping[str, str] = field(hash=False)

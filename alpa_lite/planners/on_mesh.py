@@ -27,10 +27,13 @@ from alpa_lite.strategies import AxisRole, Restriction, Split
 
 @dataclass(frozen=True, kw_only=True)
 class OnMesh(Planner):
-    """`axes`: devices per axis, the last one over neighbouring devices; at most four of more than one device.
+    """One stage on all devices, which form a mesh with axes of your own; the integer program finds all shardings.
 
-    Axes in `batch` split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
-    split whatever is best, the batch included. `pins`: arguments whose sharding is given, by path; see `pins`.
+    Attributes:
+        axes: devices per axis, the last one over neighbouring devices; at most four of more than one device.
+        batch: axes that split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
+            split whatever is best, the batch included.
+        pins: arguments whose sharding is given, by path, as in `Auto`, over these axes.
     """
 
     axes: Mapping[str, int] = field(hash=False)

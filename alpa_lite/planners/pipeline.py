@@ -16,7 +16,13 @@ from alpa_lite.schedule import OneFOneB, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Planner):
-    """`num_stages` stages; inside a stage `tensor` devices share each layer and the rest is data parallel."""
+    """Equal stages on equal groups of devices; inside a stage, tensor and data parallelism.
+
+    Attributes:
+        num_stages: how many.
+        tensor: devices of a stage that share each layer; the rest is data parallel.
+        schedule: in which order stages run micro-batches.
+    """
 
     num_stages: int = 2
     tensor: int = 1

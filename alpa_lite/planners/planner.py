@@ -15,7 +15,16 @@ from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh, Submesh, sharing
-from alpa_lite.plan import OpaqueUse, Plan, Prediction, SolverReport, StagePlan, UndividedDim, fingerprint
+from alpa_lite.plan import (
+    ArrayShape,
+    OpaqueUse,
+    Plan,
+    Prediction,
+    SolverReport,
+    StagePlan,
+    UndividedDim,
+    fingerprint,
+)
 from alpa_lite.planners.boundaries import inflow_seconds, received_values
 from alpa_lite.planners.shared_devices import device_peak
 from alpa_lite.planners.undivided import undivided_dims
@@ -31,17 +40,20 @@ from cost_models.interface import CostModel
 class PlanRequest:
     """A step to plan for a cluster.
 
-    step_at(num_microbatches, loop_parts)
-                                        the step cut into phases; with `loop_parts` > 0 loops over layers are cut into
-                                        at least so many, with what they scan
-    num_arguments                       how many arrays the step takes; the others are captured by the function
-    arguments                           names of its positional arguments, with which the names of their arrays begin
-    num_microbatches                    a number, or "auto"
-    cost_model_for(cluster)             the cost model to plan with, for this or another cluster
-    advise                              whether a planner that finds nothing should look for changes that would help
-    on_non_additive                     what `step_at` does about several micro-batches of a step that is no sum
-    measure(plan)                       seconds of a step of a plan on real devices; None where there are none
-    progress                            is told what is done, and how much is left of it
+    Attributes:
+        function: its name.
+        step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
+            layers are cut into at least so many, with what they scan.
+        num_arguments: how many arrays the step takes; the others are captured by the function.
+        batch_size: samples of a step; None where no batch was found.
+        cluster: what to plan for.
+        cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
+        arguments: names of its positional arguments, with which the names of their arrays begin.
+        num_microbatches: a number, or "auto".
+        advise: whether a planner that finds nothing should look for changes that would help.
+        on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
+        progress: is told what is done, and how much is left of it.
+        measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
     """
 
     function: str
@@ -204,16 +216,15 @@ def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: Pl
         for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
         if part.leaf < request.num_arguments
     }
-    specs = {
-        graph.values[v].name: spec
-        for v, spec in choice.inputs.items()
-        if v in homes and stage.first <= homes[v] <= stage.last
-    }
+    mine = [v for v in choice.inputs if v in homes and stage.first <= homes[v] <= stage.last]
+    specs = {graph.values[v].name: choice.inputs[v] for v in mine}
+    shapes = {graph.values[v].name: ArrayShape(dims=step.full_shapes[v], dtype=graph.values[v].dtype) for v in mine}
     return StagePlan(
         layers=(stage.first, stage.last),
         submesh=stage.submesh,
         mesh_shape=stage.mesh,
         specs=specs,
+        shapes=shapes,
         inputs=choice.inputs,
         ops=choice.ops,
         accumulators=choice.accumulators,
@@ -276,7 +287,10 @@ def _predicted(
         peak_bytes=tuple(peaks[stage.submesh] for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
         bubble_fraction=timeline.bubble_fraction,
-        collectives=tuple(replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives),
+        # Over one device there is nothing to send.
+        collectives=tuple(
+            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from alpa_lite.errors import AlpaLiteError
 from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
-from alpa_lite.intra_op.shortage import Shortage
+from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.layers import Cut
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.steps import Steps
@@ -55,11 +55,11 @@ def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Cha
             fits.append((seconds, change.text))
     if fits:
         seconds, text = min(fits)
-        return f"The cheapest change that fits: {text}, predicted {seconds * 1e3:.3g} ms per step."
+        return f"The cheapest change that fits: {text}, predicted {show_seconds(seconds)} per step."
     for change in with_hardware:
         seconds = _predicted(change)
         if seconds is not None:
-            return f"What would fit: {change.text}, predicted {seconds * 1e3:.3g} ms per step."
+            return f"What would fit: {change.text}, predicted {show_seconds(seconds)} per step."
     return "None of the changes tried fits either: use devices with more memory, or jax.checkpoint around the layers."
 
 

@@ -11,7 +11,11 @@ from alpa_lite.planners.planner import Planner, PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Planner):
-    """Gives back `saved` as it is, if it belongs to the step and fits the cluster."""
+    """A saved plan as it is, if it belongs to the step and fits the cluster.
+
+    Attributes:
+        saved: the plan. Where a planner is wanted, a `Plan` does as well: it is replayed.
+    """
 
     saved: Plan
 

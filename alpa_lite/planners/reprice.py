@@ -103,6 +103,7 @@ class Repricing:
             limit_bytes=max(0.0, float(here.device.memory_bytes) - others),
             in_two=splits_backward(tasks),
             placed=stage if same else None,
+            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
         )
 
     def _tasks(self, number: int) -> tuple[Task, ...]:

@@ -32,6 +32,7 @@ from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import OpPlacement, StagePlan
 from alpa_lite.pricing import Pricer
 from alpa_lite.sharding import Spec
+from alpa_lite.strategies import Restriction
 
 SOLVE_SECONDS = 10.0
 """How long the rest of a stage may take to be solved again."""
@@ -49,7 +50,8 @@ Option = TypeVar("Option", Spec, OpPlacement)
 class StageProblem:
     """The problem of some layers on a logical mesh, with so many micro-batches in flight within so many bytes.
 
-    `placed`: what the plan decided for these layers on this mesh, if it did.
+    `placed`: what the plan decided for these layers on this mesh, if it did. `restriction`: what each axis may be used
+    for; None: as the search uses axes of these names, unless the plan uses them otherwise.
     """
 
     view: StageView
@@ -60,11 +62,21 @@ class StageProblem:
     limit_bytes: float
     in_two: bool
     placed: StagePlan | None = None
+    restriction: Restriction | None = None
 
     @cached_property
     def builder(self) -> Builder:
         """Nodes, edges and usages, and what they stand for."""
-        return Builder(self.view, Catalogue(self.pricer, free_restriction(self.mesh)))
+        usual = self.restriction or free_restriction(self.mesh)
+        found = Builder(self.view, Catalogue(self.pricer, usual))
+        if self.restriction is not None or self.placed is None or _expresses(found, self.placed):
+            return found
+        return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
+
+    @property
+    def used_restriction(self) -> Restriction:
+        """What each axis may be used for here."""
+        return self.builder.catalogue.restriction
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
         """The problem in which nodes take what is given; `limited`: within the memory that is there."""
@@ -224,6 +236,16 @@ class StageProblem:
             elif edge.target == node:
                 costs += edge.costs[self.choices[edge.source], :]
         return costs
+
+
+def _expresses(builder: Builder, stage: StagePlan) -> bool:
+    """Whether the problem has all that a plan decided about ops and inputs, those in loops apart."""
+    for number, placement in stage.ops.items():
+        placed = builder.placed.get((0, number))
+        if isinstance(placed, Placed) and placement not in placed.options:
+            return False
+    offers = ((builder.offers.get((0, v)), spec) for v, spec in stage.inputs.items())
+    return all(offer is None or spec in offer.specs for offer, spec in offers)
 
 
 def _only(options: Options, i: int) -> Options:

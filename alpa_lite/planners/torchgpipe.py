@@ -20,9 +20,11 @@ from alpa_lite.schedule import GPipe
 class TorchGPipe(Planner):
     """`num_stages` stages under GPipe, whose layers compute again in the backward pass; data parallel inside each.
 
-    balance     what stages have about equally much of: "time" (floating-point operations) or "size" (bytes of
-                parameters and optimizer state)
-    checkpoint  whether activations inside stages are computed again
+    Attributes:
+        num_stages: how many.
+        balance: what stages have about equally much of: "time" (floating-point operations) or "size" (bytes of
+            parameters and optimizer state).
+        checkpoint: whether activations inside stages are computed again.
     """
 
     num_stages: int = 2

@@ -18,7 +18,11 @@ from alpa_lite.planners.planner import Planner, PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Zero(Planner):
-    """All devices on one "data" axis, state split over it."""
+    """All devices on one "data" axis, state split over it.
+
+    Attributes:
+        stage: what is split: 1 the optimizer state, 2 gradient sums too, 3 parameters too.
+    """
 
     stage: int = 2
 
@@ -41,13 +45,14 @@ class Zero(Planner):
 class FSDP(Planner):
     """Fully sharded data parallelism: ZeRO stage 3.
 
-    replicas    groups of devices that each hold one whole copy (hybrid sharding): inside a group gradients are
-                reduce-scattered, and of each only its part is summed over the groups. None: one
-    hybrid      as many replicas as hosts, so that weights are gathered within a host
-
     A unit, what is gathered at once, is one array of parameters as one op reads it: inside a loop over layers one
     layer's. It is gathered before its first reader in each pass and freed after its last, so that parameters are
     gathered twice per step and micro-batch, and gathered parameters never pile up.
+
+    Attributes:
+        replicas: groups of devices that each hold one whole copy (hybrid sharding): inside a group gradients are
+            reduce-scattered, and of each only its part is summed over the groups. None: one.
+        hybrid: as many replicas as hosts, so that weights are gathered within a host.
     """
 
     replicas: int | None = None

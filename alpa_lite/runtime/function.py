@@ -14,6 +14,7 @@ from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.microbatch import TracedStep
 from alpa_lite.plan import Plan
 from alpa_lite.progress import Progress
+from alpa_lite.runtime.allocated import Allocated, allocated
 from alpa_lite.runtime.execute import Executor
 from alpa_lite.runtime.measure import typical_times
 from alpa_lite.runtime.times import TaskTime
@@ -49,6 +50,10 @@ class CompiledFunction:
         """
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
         return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
+
+    def allocated(self) -> tuple[Allocated, ...]:
+        """What XLA allocates on a device of each stage at most, by its account of the executables; nothing runs."""
+        return allocated(self.executor, self.plan)
 
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
         """One step from flattened dynamic arguments."""

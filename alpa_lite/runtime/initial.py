@@ -8,13 +8,30 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import PlanError
+from alpa_lite.runtime.function import CompiledFunction
 
 
-def built_in_place(init_fn: Callable[..., Any], args: Sequence[Any], shardings: Any, argument: int | str) -> Any:
-    """`init_fn(*args)` with each array in its place of `shardings`, a pytree of `NamedSharding`s.
+def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:
+    """Build state directly in the placement that a compiled step wants: no device ever holds what it does not need.
 
-    Every stage computes only the arrays that live on it. `argument`: of the step, which this will be, for messages.
+    Args:
+        init_fn: `init_fn(*args)` must return a pytree like the argument. Every stage computes only the arrays that live
+            on it.
+        args: what `init_fn` is called with.
+        like: the compiled step.
+        argument: the argument of the step that is built, by position or name.
+
+    Raises:
+        PlanError: the step has no such argument, or what `init_fn` returns is not like it.
     """
+    positional, keywords = like.input_shardings()
+    known = {**positional, **keywords}
+    if argument not in known:
+        raise PlanError(
+            f"argument={argument!r} was given, but the compiled step takes arrays in {', '.join(map(repr, known))}. "
+            "Name one of these."
+        )
+    shardings = known[argument]
     flat, structure = jax.tree.flatten(shardings)
     shapes = jax.eval_shape(init_fn, *args)
     if jax.tree.structure(shapes) != structure:

@@ -48,11 +48,12 @@ class TaskPrice:
 class StageUse:
     """What the devices of one submesh do in a step; `stages` run on them in turn.
 
-    busy_seconds     at work, collectives included
-    exposed_seconds  at work on nothing but collectives, and waiting for transfers
-    bubble_seconds   waiting for other stages
-    received_bytes   sent to them by other submeshes, in all
-    peak_bytes       that each device holds at most
+    Attributes:
+        busy_seconds: at work, collectives included.
+        exposed_seconds: at work on nothing but collectives, and waiting for transfers.
+        bubble_seconds: waiting for other stages.
+        received_bytes: sent to them by other submeshes, in all.
+        peak_bytes: that each device holds at most.
     """
 
     stages: tuple[int, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +12,23 @@ import jax
 from rich.console import Console
 
 import alpa_lite as al
-from alpa_lite.cli import PLANNERS
-from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.cli.command import Screen, ended, writing
+from alpa_lite.cli.process import run_module
+from alpa_lite.errors import PlanError
 from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.inspection.tables import render
 from alpa_lite.runtime.calibrate import calibrate
 from benchmarks.bench.chart import ChartError, check_matplotlib, draw
 from benchmarks.bench.contenders import named_contenders
 from benchmarks.bench.measured import measured_rows
+from benchmarks.bench.options import add_options
 from benchmarks.bench.page import page
 from benchmarks.bench.planned import Say, planned_entries, traced_target
 from benchmarks.bench.report import environment_lines, groups, tables
 from benchmarks.bench.row import Environment, Row, here, json_line
-from benchmarks.bench.targets import ZOO, Target, find_target, named_models
+from benchmarks.bench.targets import Target, find_target, named_models
 from benchmarks.bench.verdict import verdict
 from benchmarks.demo import progress_line
-from cost_models import CostModelError
 from cost_models.cluster import Cluster
 
 
@@ -53,32 +53,7 @@ def compare(target: Target, cluster: Cluster, request: Request, say: Say) -> lis
 def parser() -> argparse.ArgumentParser:
     """The options."""
     found = argparse.ArgumentParser(prog="alpa-lite bench", description="Planners against each other on a model.")
-    found.add_argument(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join(ZOO)}; a model of Alpa's evaluation such as gpt-2.6B, or alpa for all; or MODULE:FUNCTION or "
-        "FILE.py:FUNCTION. Several are allowed (default: GPT, mixture of experts and Wide-ResNet of laptop size)",
-    )
-    found.add_argument("--cluster", metavar="NAME[:HOSTS]", help="local (default), a known cluster, or a .json file")
-    found.add_argument(
-        "--planners",
-        default="all",
-        metavar="LIST",
-        help=f"all (default), or some of {', '.join(PLANNERS)} with options, as auto,pipeline:num_stages=4",
-    )
-    found.add_argument("--batch", type=int, metavar="N", help="samples per step (default: as the model says)")
-    found.add_argument("--num-microbatches", default="auto", metavar="LIST", help='numbers, or "auto"')
-    found.add_argument("--steps", type=int, default=9, metavar="N", help="steps of each plan to measure (default: 9)")
-    how = found.add_mutually_exclusive_group()
-    how.add_argument("--measure", action="store_true", help="run the plans in turn (default on this machine)")
-    how.add_argument("--simulate", action="store_true", help="price the plans only")
-    found.add_argument("--devices", type=int, default=8, metavar="N", help="virtual CPU devices; 0: those at hand")
-    found.add_argument(
-        "--calibrate", type=float, default=30.0, metavar="S", help="seconds to measure the devices; 0: as known"
-    )
-    found.add_argument("--out", type=Path, metavar="FOLDER", help="keep rows.jsonl, report.html and a chart per model")
-    found.add_argument("--fail-above", type=float, metavar="R", help="fail where auto / best manual plan is above this")
+    add_options(found)
     found.add_argument("--json", action="store_true", help="print rows as lines of JSON")
     return found
 
@@ -91,35 +66,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = parser().parse_args(arguments)
-    try:
-        models = named_models(given.model)
-        targets = [find_target(name, given.batch) for name in models]
-        described, counts = _described(given), _counts(given.num_microbatches)
-        local = [
-            described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets
-        ]
-        if any(local) and given.devices:
-            return _with_devices(arguments, given.devices)
-        console = Console(stderr=given.json, width=None if sys.stdout.isatty() else 120)
-        rows: list[Row] = []
-        with progress_line(console) as say:
-            machine = _this_machine(given.calibrate, say) if any(local) else None
-            for target, here_too in zip(targets, local, strict=True):
-                rounds = given.steps if here_too and not given.simulate else 0
-                request = Request(planners=given.planners, counts=counts, rounds=rounds)
-                cluster = described or (machine if here_too else target.cluster)
-                if cluster is not None:
-                    rows += compare(target, cluster, request, say)
-        return _shown(given, rows, console, here(jax.devices()[0].device_kind if any(local) else ""))
-    except (AlpaLiteError, CostModelError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    return ended("bench", lambda: _run(arguments, given))
+
+
+def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
+    if given.out is not None:
+        with writing(given.out):
+            given.out.mkdir(parents=True, exist_ok=True)
+    models = named_models(given.model)
+    targets = [find_target(name, given.batch) for name in models]
+    described, counts = _described(given), _counts(given.num_microbatches)
+    local = [described is None and bool(given.measure or given.cluster or target.cluster is None) for target in targets]
+    if any(local) and given.devices:
+        return _with_devices(arguments, given.devices)
+    console = Screen(stderr=given.json, width=None if sys.stdout.isatty() else 120)
+    rows: list[Row] = []
+    with progress_line(console) as say:
+        machine = _this_machine(given.calibrate, say) if any(local) else None
+        for target, here_too in zip(targets, local, strict=True):
+            rounds = given.steps if here_too and not given.simulate else 0
+            request = Request(planners=given.planners, counts=counts, rounds=rounds)
+            cluster = described or (machine if here_too else target.cluster)
+            if cluster is not None:
+                rows += compare(target, cluster, request, say)
+    return _shown(given, rows, console, here(jax.devices()[0].device_kind if any(local) else ""))
 
 
 def _with_devices(arguments: Sequence[str], num_devices: int) -> int:
     """The same in a process with virtual CPU devices, which must be asked for before JAX starts."""
-    command = [sys.executable, "-m", "benchmarks.bench", *arguments, "--devices", "0"]
-    return subprocess.run(command, env=virtual_environment(num_devices), check=False).returncode
+    return run_module("benchmarks.bench", [*arguments, "--devices", "0"], virtual_environment(num_devices))
 
 
 def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:

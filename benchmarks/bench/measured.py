@@ -16,7 +16,6 @@ from alpa_lite.runtime.function import CompiledFunction, flatten_arguments
 from benchmarks.bench.planned import Entry, Say, same_plan
 from benchmarks.bench.row import Row
 from benchmarks.bench.targets import Target
-from benchmarks.memory import xla_peak
 
 WARM_UP = 2
 """Rounds that do not count: the first one compiles what is left, the second one finds memory as it stays."""
@@ -82,7 +81,7 @@ def measured_rows(target: Target, entries: Sequence[Entry], rounds: int, say: Sa
         except RuntimeError as error:  # also what XLA raises, as when memory runs out
             rows[number] = replace(rows[number], reason=f"It failed when it was run: {_first_line(error)}")
             continue
-        allocated = max(parts.peak for parts in xla_peak(started.compiled).values())
+        allocated = max(each.peak_bytes for each in started.compiled.allocated())
         rows[number] = replace(rows[number], compile_seconds=compile_seconds, allocated_peak_bytes=allocated)
         running[number] = started
     times = in_turn(

@@ -17,10 +17,11 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite import cli, plan_cache
-from alpa_lite.cli import solving
+from alpa_lite.cli import benchmark, machine, solving
 from alpa_lite.cli.command import Exit
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.user_step import load_example
+from tests.cli.schema import documented
 from tests.cli.steps import step_module
 from tests.runtime.test_calibrate import simulate
 
@@ -29,6 +30,27 @@ MODULE = (
     + """
 def wrong():
     return train_step
+
+def bare():
+    return train_step, example()[1][1]
+
+def few():
+    return train_step, example()[1][:2]
+
+def text():
+    def train_text(x):
+        return "x", x
+    return train_text, example()[1][1:2]
+
+def raising():
+    return 1 / 0
+
+def train_if(x):
+    if x.sum() > 0: return x
+    return -x
+
+def untraceable():
+    return train_if, example()[1][1:2]
 """
 )
 
@@ -91,16 +113,6 @@ def run_json(capsys, *arguments):
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
     return documented(arguments[0], json.loads(out))
-
-
-def documented(command, found):
-    """Data of a command, checked: they name their schema, and the page on the command line names their keys."""
-    assert (found.pop("schema"), found.pop("version")) == (f"alpa-lite/{command}", 1)
-    page = (Path(cli.__file__).parents[2] / "docs" / "command-line.md").read_text()
-    sections = page.split("\n### ")
-    names = {section.split("`")[1]: set(section.split("`")) for section in sections[1:]}
-    assert set(found) <= names[f"alpa-lite {command}"] | names["alpa-lite plan"], f"{command}: {set(found)}"
-    return found
 
 
 def test_plan_prints_and_saves(plans, capsys):
@@ -229,16 +241,10 @@ def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkey
 
 def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
     calls = []
-
-    def fake(command, *, env, check):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", fake)
+    monkeypatch.setattr(machine, "run_module", lambda *started: calls.append(started) or 0)
     assert cli.main(["calibrate", "--devices", "4", "--seconds", "9", "--out", "mine.json", "--json"]) == 0
-    command, environment = calls[0]
-    rest = ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"]
-    assert command == [sys.executable, "-m", "alpa_lite.cli", *rest]
+    ((name, words, environment),) = calls
+    assert (name, words) == ("alpa_lite.cli", ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"])
     assert "device_count=4" in environment["XLA_FLAGS"]
 
 
@@ -255,6 +261,26 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
         (["plan", "users_model:example", "--num-hosts", "2"], "--cluster"),
         (["plan", "users_model:example", "--planner", "magic", "--cluster", "p3.16xlarge"], "no planner 'magic'"),
         (["plan", "users_model:example", "--option", "depth=2", "--cluster", "p3.16xlarge"], "its options are"),
+        (["plan", "users_model:train_step", "--cluster", "p3.16xlarge"], "takes arguments (params, x, y)"),
+        (["plan", "users_model:bare", "--cluster", "p3.16xlarge"], "of a single one (state,)"),
+        (["plan", "users_model:few", "--cluster", "p3.16xlarge"], "missing a required argument: 'y'"),
+        (["plan", "users_model:text", "--cluster", "p3.16xlarge"], "train_text returns a str at 0, which is no array"),
+        (["plan", "users_model:raising", "--cluster", "p3.16xlarge"], "ZeroDivisionError: division by zero"),
+        (["plan", "users_model:untraceable", "--cluster", "p3.16xlarge"], "in train_if: if x.sum() > 0: return x"),
+        (
+            [
+                "plan",
+                "users_model:example",
+                "--cluster",
+                "p3.16xlarge",
+                "--planner",
+                "pipeline",
+                "--option",
+                "num_stages=0",
+            ],
+            "at least 1",
+        ),
+        (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--option", "num_layers=0"], "at least 1"),
         (["plan", "users_model:example", "--num-microbatches", "5", "--cluster", "p3.16xlarge"], "5"),
         (["plan", "users_model:example", "--cluster", "p3.16xlarge", "--bandwidth-scale", "0"], "above 0"),
         (
@@ -277,7 +303,23 @@ def test_unknown_subject_is_a_sentence(plans, capsys):
     assert "no/such/thing" in err
 
 
-@pytest.mark.parametrize("arguments", [["dance"], ["diff", "a.json"], ["doctor", "--loud"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dance"],
+        ["diff", "a.json"],
+        ["doctor", "--loud"],
+        [],
+        ["calibrate", "--devices", "0"],
+        ["calibrate", "--seconds", "-1"],
+        ["solve", "x.json", "--timeout", "nan"],
+        ["bench", "--batch", "0"],
+        ["bench", "--devices", "-1"],
+        ["demo", "--steps", "0"],
+        ["plan", "users_model:example", "--num-microbatches", "many"],
+        ["explain", "plan.json", "stage 0", "--time"],
+    ],
+)
 def test_wrong_usage_exits_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -285,19 +327,19 @@ def test_wrong_usage_exits_with_2(capsys, arguments):
     assert "usage" in capsys.readouterr().err
 
 
-def test_demo_runs_in_its_own_process(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["demo", "bench"])
+def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, capsys, name):
     calls = []
 
-    def fake(command, *, env, check, stdout, text):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 3, stdout='{"steps": 5}\n')
+    def fake(module, words, environment, *, read):
+        calls.append((module, words))
+        read('{"steps": 5}')
+        return 3
 
-    monkeypatch.setattr(subprocess, "run", fake)
-    assert cli.main(["demo", "--steps", "5", "--json"]) == 3
-    command, environment = calls[0]
-    assert command == [sys.executable, "-m", "benchmarks.demo", "--steps", "5", "--json"]
-    assert json.loads(capsys.readouterr().out) == {"schema": "alpa-lite/demo", "version": 1, "steps": 5}
-    assert "device_count=8" in environment["XLA_FLAGS"] and environment["NPROC"] == "32"
+    monkeypatch.setattr(benchmark, "run_module", fake)
+    assert cli.main([name, "--steps", "5", "--json"]) == 3
+    assert calls == [(f"benchmarks.{name}", ["--steps", "5", "--json"])]
+    assert json.loads(capsys.readouterr().out) == {"schema": f"alpa-lite/{name}", "version": 1, "steps": 5}
 
 
 def test_every_planner_has_a_name():

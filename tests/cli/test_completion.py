@@ -48,6 +48,10 @@ def proposed(text, *words):
         (("solve", "--solver", "port"), {"portfolio"}),
         (("completion", "z"), {"zsh"}),
         (("explain", "--t"), {"--time"}),
+        (("bench", "--fail"), {"--fail-above"}),
+        (("bench", "--model", "gpt-st"), {"gpt-steady"}),
+        (("bench", "--cluster", "loc"), {"local"}),
+        (("demo", "--ro"), {"--rounds"}),
     ],
 )
 def test_bash_proposes(words, expected, capsys):

@@ -7,6 +7,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite import cli
 from alpa_lite.cli.command import Exit
+from tests.cli.schema import documented
 from tests.cli.steps import step_module
 
 MODULE = step_module(layers=2, width=2048, samples=256)
@@ -29,7 +30,7 @@ def run(capsys, *arguments):
 def run_json(capsys, *arguments):
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
-    return json.loads(out)
+    return documented("plan", json.loads(out))
 
 
 DATA = ("--planner", "data_parallel")

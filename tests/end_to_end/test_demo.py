@@ -7,9 +7,11 @@ import math
 import pytest
 from rich.console import Console
 
+from alpa_lite.cli.command import enveloped
 from alpa_lite.planners import DataParallel, Pipeline
 from benchmarks import demo
 from benchmarks.models.gpt import GPT
+from tests.cli.schema import documented
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +67,20 @@ def test_it_prints_plainly(shown):
 
 
 def test_result_is_json(shown):
-    assert json.loads(json.dumps(shown[0].to_json()))["max_loss_difference"] == shown[0].max_loss_difference
+    found = json.loads(json.dumps(shown[0].to_json()))
+    assert found["max_loss_difference"] == shown[0].max_loss_difference
+    assert documented("demo", enveloped("demo", found))
 
 
 def test_wrong_sizes_are_a_sentence(capsys):
-    assert demo.main(["--hidden", "30"]) == 1
+    assert demo.main(["--hidden", "30", "--devices", "0"]) == 1
     assert "multiple of num_heads" in capsys.readouterr().err
+
+
+def test_virtual_devices_are_asked_for_before_jax_starts(monkeypatch):
+    started = []
+    monkeypatch.setattr(demo, "run_module", lambda name, words, environment: started.append((name, words, environment)))
+    demo.main(["--steps", "5", "--devices", "4"])
+    ((name, words, environment),) = started
+    assert (name, words) == ("benchmarks.demo", ["--steps", "5", "--devices", "4", "--devices", "0"])
+    assert "device_count=4" in environment["XLA_FLAGS"] and environment["NPROC"] == "16"

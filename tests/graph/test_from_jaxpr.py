@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from alpa_lite import _jax
@@ -128,6 +130,23 @@ def test_sums_of_what_all_trips_share_begin_anew_in_each_part(num_parts: int, lo
     assert not made & {v for op in backward for v in op.operands}
     (got,) = evaluate(converted, args)
     assert np.allclose(got, jax.jit(jax.grad(loss))(*args), rtol=1e-5)
+
+
+def test_lines_are_those_that_call_a_library() -> None:
+    layer, optimizer = nn.Dense(8), optax.adam(1e-3)
+    params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((4, 8)))
+    state = jax.eval_shape(optimizer.init, params)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda params: layer.apply(params, x).sum())(params)
+        return optimizer.update(grads, state, params)
+
+    closed = jax.make_jaxpr(step)(params, state, jnp.ones((4, 8)))
+    graph = from_jaxpr(closed, [f"leaf {i}" for i in range(len(closed.in_avals))]).graph
+    lines = {op.source.rpartition(" ")[2] for op in graph.ops if op.source}
+    assert {op.source.rpartition("/")[2].partition(":")[0] for op in graph.ops if op.source} == {"test_from_jaxpr.py"}
+    here = "test_lines_are_those_that_call_a_library.<locals>.step"
+    assert lines == {f"({here})", f"({here}.<locals>.<lambda>)"}
 
 
 def test_calls_are_inlined_and_keep_their_source_lines() -> None:

@@ -1,11 +1,13 @@
 """What else a decision could have been: priced as planning with it would be."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import alpa_lite as al
 from alpa_lite.inspection.explain import explanation
+from alpa_lite.progress import Progress
 from tests.inspection.conftest import make_plan
 
 
@@ -18,17 +20,36 @@ def parameter(plan):
     return next(name for name in plan.stages[0].specs if name == "state/params/1/w")
 
 
-def test_the_cost_to_change_a_parameter_is_that_of_planning_with_the_pin(mesh_plan):
+@pytest.mark.parametrize(
+    ("axes", "batch", "most"),
+    [
+        ({"x": 8}, (), 9),
+        ({"data": 2, "model": 4}, (), 4),  # names of the search, but free of the roles that they have there
+        ({"data": 2, "model": 4}, ("data",), 2),
+    ],
+)
+def test_the_cost_to_change_a_parameter_is_that_of_planning_with_the_pin(axes, batch, most):
+    mesh_plan = make_plan(al.planners.OnMesh(axes=axes, batch=batch))
     name = parameter(mesh_plan)
     found = explanation(mesh_plan, name).alternatives
     chosen, *others = found.rows
     assert chosen.chosen and chosen.step_seconds == mesh_plan.prediction.step_seconds
     assert chosen.what == str(mesh_plan.stages[0].specs[name]) and len(others) >= 2
-    for row in others:
-        dims = [None if dim == "-" else dim for dim in row.what.strip("[]").split(", ")]
-        pinned = make_plan(al.planners.OnMesh(axes={"x": 8}, pins={name: dims}))
+    for row in others[:most]:
+        dims = [None if dim == "-" else tuple(dim.split("·")) for dim in row.what.strip("[]").split(", ")]
+        pinned = make_plan(al.planners.OnMesh(axes=axes, batch=batch, pins={name: dims}))
         assert row.step_seconds == pytest.approx(pinned.prediction.step_seconds, rel=6e-3)
     assert [r.step_seconds for r in others] == sorted(r.step_seconds for r in others)
+
+
+def test_progress_tells_how_many_are_left(mesh_plan):
+    said, left = [], []
+    progress = Progress(said.append, lambda now: left.append(now.left.get("alternatives")))
+    plan = replace(mesh_plan, request=replace(mesh_plan.request, progress=progress))
+    rows = explanation(plan, parameter(plan)).alternatives.rows
+    assert sum(f" of {len(rows)}: " in line for line in said) == len(rows)
+    counted = [number for number in left if number is not None]
+    assert counted[0] == len(rows) and counted[-1] == 0 and counted == sorted(counted, reverse=True)
 
 
 def test_what_decides_is_named(mesh_plan):

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from alpa_lite.inspection.parameters import arguments_of, group_arguments
+from alpa_lite.inspection.units import read_bytes
 from alpa_lite.mesh import LogicalMesh, Submesh
+from alpa_lite.plan import ArrayShape
+from alpa_lite.sharding import Spec
 from tests.inspection.test_html import HOSTILE, with_hostile_name
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -126,7 +130,7 @@ def test_search_for_a_stage(opened, pipeline_plan):
     shown.search("stage 1")
     assert shown.rows("#stages table") == ["1"]
     assert shown.page.locator("#arrays tbody tr:visible").count() > 0
-    for chips in shown.page.locator("#arrays tbody tr:visible td:nth-child(6)").all_inner_texts():
+    for chips in shown.page.locator("#arrays tbody tr:visible td:nth-child(7)").all_inner_texts():
         assert "1" in chips
 
 
@@ -169,6 +173,66 @@ def test_filter_by_kind_and_optimizer(opened, tensor_plan):
         shown.page.locator("#arrays details[open]:visible").count()
         == shown.page.locator("#arrays tbody tr:visible details").count()
     )
+
+
+def columns(shown, table):
+    """The heads of a table by their text."""
+    heads = shown.page.locator(f"{table} thead th")
+    return {text: heads.nth(number) for number, text in enumerate(heads.all_text_contents())}
+
+
+def test_columns_put_rows_in_order_by_mouse(opened, tensor_plan):
+    shown = opened(tensor_plan)
+    written, head = shown.rows("#arrays"), columns(shown, "#arrays")["bytes of a device"]
+    groups = {
+        group.pattern: sum(member.block.bytes for member in group.members)
+        for group in group_arguments(arguments_of(tensor_plan).plain)
+    }
+    assert set(written) == set(groups)
+    for order, reverse in (("descending", True), ("ascending", False)):
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == order
+        found = [groups[name] for name in shown.rows("#arrays")]
+        assert found == sorted(found, reverse=reverse) and len(set(found)) > 2
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") is None and shown.rows("#arrays") == written
+
+
+def test_columns_put_rows_in_order_by_keyboard(opened, tensor_plan):
+    seconds = {"auto": tensor_plan.prediction.step_seconds, "ten": 10.0, "nine": 9.0, "none": float("inf")}
+    others = tuple((name, found) for name, found in seconds.items() if name != "auto")
+    shown = opened(replace(tensor_plan, alternatives=others))
+    head = columns(shown, "#alternatives")["plan"].locator("button")
+    head.focus()
+    shown.page.keyboard.press("Enter")
+    names = shown.rows("#alternatives table")
+    assert names == sorted(names)
+    time = columns(shown, "#alternatives")["predicted ms per step"]
+    time.locator("button").focus()
+    shown.page.keyboard.press("Space")
+    assert time.get_attribute("aria-sort") == "descending"
+    assert columns(shown, "#alternatives")["plan"].get_attribute("aria-sort") is None
+    assert [name for name in shown.rows("#alternatives table") if name in seconds] == ["ten", "nine", "none"]
+
+
+def test_units_count_in_the_order(opened, tensor_plan):
+    """1.5 KiB lies between 900 B and 1 MiB."""
+    (only,) = tensor_plan.stages
+    sizes = {"params/a": 225, "params/b": 262144, "params/c": 384}  # float32: 900 B, 1 MiB, 1.5 KiB
+    stage = replace(
+        only,
+        specs=dict.fromkeys(sizes, Spec(((),))),
+        shapes={name: ArrayShape(dims=(size,), dtype="float32") for name, size in sizes.items()},
+    )
+    shown = opened(replace(tensor_plan, stages=(stage,)), allocated_bytes=[tensor_plan.prediction.peak_bytes[0]])
+    for column in ("whole", "bytes of a device"):
+        columns(shown, "#arrays")[column].locator("button").click()
+        assert shown.rows("#arrays") == ["params/b", "params/c", "params/a"]
+    assert shown.page.locator("#memory-over-time td", has_text="1.00").count() == 1
+    axis = columns(shown, "#communication .scroll:first-of-type table")["bytes"]
+    axis.locator("button").click()
+    texts = shown.page.locator("#communication table >> nth=0 >> tbody td:nth-child(6)").all_inner_texts()
+    assert [read_bytes(text) for text in texts] == sorted(map(read_bytes, texts), reverse=True)
 
 
 def test_zoom(opened, pipeline_plan):

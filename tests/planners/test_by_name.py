@@ -24,6 +24,8 @@ from alpa_lite.planners.by_name import PLANNERS, planner_by_name
         ("torchgpipe", ["balance=size", "checkpoint=false"], al.planners.TorchGPipe(balance="size", checkpoint=False)),
         ("hybrid", ["model=2", "remat=full"], al.planners.Hybrid(model=2, remat="full")),
         ("data_parallel", ["bucket_bytes=1000"], al.planners.DataParallel(bucket_bytes=1000)),
+        ("auto", ["max_memory_bytes=8e9"], al.planners.Auto(max_memory_bytes=8e9)),
+        ("auto", ["max_memory_bytes=1000000"], al.planners.Auto(max_memory_bytes=1e6)),
         ("on_mesh", ["axes=a:2;b:4"], al.planners.OnMesh(axes={"a": 2, "b": 4})),
     ],
 )
@@ -50,8 +52,10 @@ def test_planners_are_values(make: Callable[[], Planner]) -> None:
     ("name", "options", "message"),
     [
         ("nothing", [], "There is no planner 'nothing'. Choose one of auto, data_parallel"),
-        ("megatron", ["tensor=two"], "'tensor=two' is no option of 'megatron'"),
-        ("torchgpipe", ["balance=luck"], "'balance=luck' is no option"),
+        ("megatron", ["tensor=two"], "'tensor=two' was given to 'megatron', but tensor takes a whole number"),
+        ("megatron", ["tensor=-2"], "takes a whole number of at least 0"),
+        ("torchgpipe", ["balance=luck"], "balance takes one of time, size"),
+        ("auto", ["schedule=gpipe"], "schedule cannot be given on the command line"),
         ("megatron", ["tensors=2"], "its options are data, pipeline, schedule"),
         ("mesh_tensorflow", ["layout=batch:x"], "needs more options: .*mesh"),
     ],

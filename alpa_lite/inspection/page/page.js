@@ -93,6 +93,47 @@
   });
   filter();
 
+  // ---- order ---------------------------------------------------------------------------------------------------
+
+  const UNITS = {
+    B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, "µs": 1e-6, ms: 1e-3, s: 1, k: 1e3, M: 1e6, G: 1e9,
+  };
+  // A number is what it says it is, or the number that a text begins with, times its unit; what is none comes last.
+  const valueOf = (cell) => {
+    if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
+    const found = cell.textContent.replace(/−/g, "-").match(/^\s*(-?[\d.]+(?:e[-+]?\d+)?)\s*([A-Za-zµ]*)/);
+    return found ? Number(found[1]) * (UNITS[found[2]] ?? 1) : NaN;
+  };
+  const collator = new Intl.Collator(undefined, { numeric: true });
+
+  for (const table of document.querySelectorAll("main table")) {
+    const body = table.tBodies[0], asWritten = [...body.rows];
+    if (asWritten.length < 2) continue;
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
+      if (!head.textContent) return;
+      const numeric = head.classList.contains("number") || "numeric" in head.dataset, button = document.createElement("button");
+      button.type = "button";
+      button.className = "sort";
+      button.append(...head.childNodes);
+      head.append(button);
+      head.scope = "col";
+      // Numbers begin with the largest, words with the first; the third time all is as it was.
+      const orders = numeric ? ["descending", "ascending", null] : ["ascending", "descending", null];
+      button.addEventListener("click", () => {
+        const next = orders[(orders.indexOf(head.getAttribute("aria-sort")) + 1) % orders.length];
+        for (const other of heads) other.removeAttribute("aria-sort");
+        if (next) head.setAttribute("aria-sort", next);
+        const sign = next === "descending" ? -1 : 1, cell = (row) => row.cells[column];
+        const by = numeric ? (a, b) => valueOf(cell(a)) - valueOf(cell(b))
+          : (a, b) => collator.compare(cell(a).textContent, cell(b).textContent);
+        const last = asWritten.filter((row) => numeric && Number.isNaN(valueOf(cell(row))));
+        const rest = asWritten.filter((row) => !last.includes(row)).sort((a, b) => sign * by(a, b));
+        body.append(...(next ? [...rest, ...last] : asWritten));
+      });
+    });
+  }
+
   // ---- one stage -----------------------------------------------------------------------------------------------
 
   let only = null;

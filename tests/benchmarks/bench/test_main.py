@@ -1,16 +1,17 @@
 """The command: its output, what it keeps, its errors and exit codes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from alpa_lite import cli
+from alpa_lite.cli import benchmark
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench import chart
 from benchmarks.bench.row import row_of_line
 from benchmarks.bench.targets import ALPA, ZOO, named_models
+from tests.cli.schema import names_of
 from tests.inspection.test_html import parse
 
 PRICED = [
@@ -44,6 +45,7 @@ def test_it_prices_prints_and_keeps(capsys, tmp_path):
 def test_lines_of_json_are_all_that_stands_on_the_standard_output(capsys):
     code, out, err = run(capsys, *PRICED, "--json")
     assert code == 0 and [json.loads(line)["model"] for line in out.splitlines()] == ["mlp-tiny"] * 3
+    assert set(json.loads(out.splitlines()[0])) == names_of("bench") - {"alpa-lite bench"}
     assert "Auto against" in err
 
 
@@ -98,6 +100,7 @@ def test_a_model_without_any_plan_fails(capsys):
         ([*PRICED[:2], "--cluster", "p3.16xlarge:many"], "NAME:HOSTS"),
         ([*PRICED, "--num-microbatches", "few"], "no list of numbers"),
         ([*PRICED[:-1], "magic"], "no planner 'magic'"),
+        ([*PRICED, "--out", str(Path(__file__) / "folder")], "cannot be written"),
     ],
 )
 def test_errors_are_sentences(capsys, arguments, words):
@@ -125,25 +128,22 @@ def test_numbers_of_microbatches_are_contenders_of_their_own(capsys):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The processes that would have been started: command and environment."""
+    """The programs that would have been started: name, arguments and environment."""
     found = []
 
-    class Done:
-        returncode = 7
-        stdout = ""
+    def start(name, words, environment, **options):
+        found.append((name, words, environment))
+        return 7
 
-    def start(command, *, env, check, **options):
-        found.append((command, env))
-        return Done()
-
-    monkeypatch.setattr(bench.subprocess, "run", start)
+    monkeypatch.setattr(bench, "run_module", start)
+    monkeypatch.setattr(benchmark, "run_module", start)
     return found
 
 
 def test_virtual_devices_are_asked_for_before_jax_starts(started):
     assert bench.main(["--model", "mlp-tiny", "--devices", "4"]) == 7
-    ((command, environment),) = started
-    assert command[:3] == [sys.executable, "-m", "benchmarks.bench"] and command[-2:] == ["--devices", "0"]
+    ((name, words, environment),) = started
+    assert name == "benchmarks.bench" and words[-2:] == ["--devices", "0"]
     assert "device_count=4" in environment["XLA_FLAGS"] and environment["JAX_PLATFORMS"] == "cpu"
 
 
@@ -157,8 +157,8 @@ def test_models_of_alpas_evaluation_are_priced_where_they_were_run(capsys, monke
 
 def test_the_command_line_starts_it_in_a_process_of_its_own(started):
     assert cli.main(["bench", "--model", "mlp-tiny", "--planners", "auto", "--json"]) == 7
-    ((command, _),) = started
-    assert command[1:] == ["-m", "benchmarks.bench", "--model", "mlp-tiny", "--planners", "auto", "--json"]
+    ((name, words, _),) = started
+    assert (name, words) == ("benchmarks.bench", ["--model", "mlp-tiny", "--planners", "auto", "--json"])
 
 
 def test_the_lines_of_the_page_are_understood():
