@@ -5,6 +5,7 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 
 from __future__ import annotations
 
+import atexit
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,22 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
     except (ImportError, AttributeError, TypeError):  # private: it may move
         pass
     return jax.device_put(array, sharding)
+
+
+def coordination() -> Any:
+    """The client of the service that the processes of a job have in common; None in a job of one process."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:  # private: it may move
+        return None
+    return getattr(global_state, "client", None)
+
+
+def forget_job() -> None:
+    """At exit, do not wait until all processes of the job end. A process that fails would wait for those it keeps."""
+    from jax._src import api
+
+    atexit.unregister(api.clean_up)
 
 
 def compilation_cache_folder() -> str:

@@ -1,0 +1,56 @@
+"""Which devices belong to this process, and arrays of which it holds nothing.
+
+Of a job of several processes, each knows all devices and describes every array, but holds the blocks on its own devices
+only. An array none of whose blocks it holds is a handle: shape, dtype and sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, Sharding
+
+
+def is_here(device: Any) -> bool:
+    """Whether a device belongs to this process."""
+    return device.process_index == jax.process_index()
+
+
+def any_here(devices: Iterable[Any]) -> bool:
+    """Whether this process takes part in what runs on these devices."""
+    return any(map(is_here, devices))
+
+
+def all_here(devices: Iterable[Any]) -> bool:
+    """Whether no other process takes part."""
+    return all(map(is_here, devices))
+
+
+def devices_of(mesh: Mesh) -> tuple[Any, ...]:
+    """The devices of a mesh, row-major."""
+    return tuple(mesh.devices.flat)
+
+
+def processes_of(devices: Iterable[Any]) -> tuple[int, ...]:
+    """The processes that devices belong to, by number."""
+    return tuple(sorted({device.process_index for device in devices}))
+
+
+def host_rows(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each host (process), hosts in the order of their first device."""
+    rows: dict[int, list[Any]] = {}
+    for device in devices:
+        rows.setdefault(device.process_index, []).append(device)
+    return list(rows.values())
+
+
+def host_by_host(devices: Sequence[Any]) -> list[Any]:
+    """Devices as plans number them."""
+    return [device for row in host_rows(devices) for device in row]
+
+
+def handle(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+    """An array that lies on devices of other processes."""
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
