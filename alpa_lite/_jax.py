@@ -191,13 +191,27 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
     return jax.device_put(array, sharding)
 
 
-def coordination() -> Any:
-    """The client of the service that the processes of a job have in common; None in a job of one process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What JAX knows of the processes before it knows their devices; `client` of the service that coordinates them."""
+
+    client: Any
+    process: int
+    num_processes: int
+
+
+def job() -> Job | None:
+    """The job that this process has joined, if it has."""
     try:
         from jax._src.distributed import global_state
-    except ImportError:  # private: it may move
+
+        if global_state.client is None:
+            return None
+        return Job(
+            client=global_state.client, process=global_state.process_id, num_processes=global_state.num_processes
+        )
+    except (ImportError, AttributeError):  # private: it may move
         return None
-    return getattr(global_state, "client", None)
 
 
 def forget_job() -> None:

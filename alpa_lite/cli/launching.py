@@ -26,7 +26,7 @@ def run_launch(given: argparse.Namespace) -> int:
     ended = launch(
         program,
         num_processes=given.processes,
-        environment=dict(os.environ) if per_process is None else virtual_environment(per_process),
+        environment=dict(os.environ) if per_process is None else _with_virtual_devices(per_process),
         port=given.port,
         grace_seconds=given.grace,
         out=sys.stderr.buffer if given.json else None,
@@ -34,6 +34,12 @@ def run_launch(given: argparse.Namespace) -> int:
     if given.json:
         answer(given, "", lambda: {"codes": ended.codes, "failed": ended.failed})
     return ended.code
+
+
+def _with_virtual_devices(count: int) -> dict[str, str]:
+    """This environment with so many virtual CPU devices; flags for XLA that are there stay."""
+    found = virtual_environment(count)
+    return {**found, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {found['XLA_FLAGS']}".strip()}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -77,14 +78,32 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
+def take_leave(seconds: float) -> None:
+    """Before a process that failed ends: the first one, which the others cannot live without, waits for theirs.
+
+    Where all fail alike, each has told why by then.
+    """
+    job = _jax.job()
+    if job is None:
+        return
+    if job.process > 0:
+        job.client.key_value_set(f"alpa_lite/left/{job.process}", "")
+        return
+    until = time.monotonic() + seconds
+    with suppress(jax.errors.JaxRuntimeError):
+        for process in range(1, job.num_processes):
+            left = max(0.0, until - time.monotonic())
+            job.client.blocking_key_value_get(f"alpa_lite/left/{process}", int(1000 * left) + 1)
+
+
 def _service() -> _Service:
-    client = _jax.coordination()
-    if client is None:
+    job = _jax.job()
+    if job is None:
         raise ExecutionError(
-            f"This is one of {jax.process_count()} processes, but JAX coordinates none: call alpa_lite.initialize() (or "
-            "jax.distributed.initialize) before anything else that uses JAX."
+            f"This is one of {jax.process_count()} processes, but JAX coordinates none: call alpa_lite.initialize() "
+            "(or jax.distributed.initialize) before anything else that uses JAX."
         )
-    return _service_of(client)
+    return _service_of(job.client)
 
 
 @lru_cache(maxsize=1)

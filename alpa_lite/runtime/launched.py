@@ -1,7 +1,7 @@
 """Runs a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
 
-The program runs as if Python had been given it. It differs in its end: a process that fails does not wait for the others,
-which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads at its import.
+The program runs as if Python had been given it. It differs in its end: a process that fails does not wait for the
+others, which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads at its import.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
+LAST_WORDS_SECONDS = 2.0
+"""The first process, without which JAX ends the others, stays so long for them to tell what they know."""
+
 
 def leave(code: int) -> None:
     """End this process with an exit code, without JAX's wait at exit until all processes of the job end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
     if "jax" in sys.modules:
         with suppress(Exception):
             from alpa_lite import _jax
+            from alpa_lite.runtime.agreement import take_leave
 
+            take_leave(LAST_WORDS_SECONDS)
             _jax.forget_job()
     with suppress(Exception):
         atexit._run_exitfuncs()
