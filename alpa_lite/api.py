@@ -20,7 +20,7 @@ import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
-from alpa_lite.joint_plan import check_same_plan, planned_together
+from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
@@ -166,7 +166,7 @@ class LoweredFunction:
         """Executables on the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
-        check_same_plan(self.planned.last_plan, traced.donated)
+        check_same_program(self.planned.last_plan, self.program, traced.donated)
         with options.progress.during("compile"):
             executor = Executor(
                 self.program,

@@ -21,6 +21,7 @@ import jax
 
 from alpa_lite import errors
 from alpa_lite.errors import AlpaLiteError, PlanError
+from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan, fingerprint
 from alpa_lite.plan_cache import Answer, Cache, content_digest, own_digest, planned
 from alpa_lite.planners.planner import Planner, PlanRequest
@@ -42,11 +43,11 @@ def planned_together(planner: Planner, request: PlanRequest, kept: Cache) -> Ans
     return _leading(planner, request, kept) if jax.process_index() == 0 else _following(request)
 
 
-def check_same_plan(plan: Plan, donated: object) -> None:
+def check_same_program(plan: Plan, program: Program, donated: object) -> None:
     """Raise `MismatchError` on all processes unless they are about to run the same plan of the same step."""
     if jax.process_count() > 1:
-        data = json.dumps(plan.to_json())
-        same_everywhere({**_versions(), "plan": _digest(data), "donated arguments": str(donated)})
+        facts = {"plan": _digest(json.dumps(plan.to_json())), "program": _digest(str(program))}
+        same_everywhere({**_versions(), **facts, "donated arguments": str(donated)})
 
 
 def _versions() -> dict[str, str]:

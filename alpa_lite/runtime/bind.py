@@ -200,12 +200,13 @@ class Binder:
         if first:
             self.staged[key] = self.num_slots
             self.num_slots += 1
-        staged = self.staged[key]
+        staged, here = self.staged[key], self.is_here[instruction.stage]
 
         def place_rows(slots: Slots) -> None:
             if first:
                 slots[staged] = placing.staged(slots[source], rows, sharding)
-            slots[target] = placing.rows(slots[staged], rows, microbatch, sharding)
+            if here:
+                slots[target] = placing.rows(slots[staged], rows, microbatch, sharding)
 
         return place_rows
 

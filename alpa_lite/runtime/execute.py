@@ -34,6 +34,7 @@ from alpa_lite.runtime.exchange import Blanks, warm
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.hang import explanation
 from alpa_lite.runtime.leaves import Leaves
+from alpa_lite.runtime.order import verify_order
 from alpa_lite.runtime.placing import Alone, InJob
 from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
@@ -152,6 +153,7 @@ class Executor:
         """In a job, what delivers small results; all processes have compiled their tasks when this returns."""
         if jax.process_count() == 1:
             return None
+        verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
         InJob.know(self.meshes)
         for leaves in (self.inputs, self.outputs):
             InJob.know(leaves.sharding(i).mesh for i in range(len(leaves.whole)))

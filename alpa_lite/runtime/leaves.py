@@ -63,10 +63,12 @@ class Run:
         return self._join(list(parts))
 
     def split(self, array: Any) -> list[Any]:
-        """Inverse of `join`; nothing where this process has no device of the stage."""
+        """Inverse of `join`."""
         if len(self.rows) == 1:
             return [array]
-        return self._split(array) if self.is_here else [None] * len(self.rows)
+        if not self.is_here:
+            return [handle((b - a, *array.shape[1:]), array.dtype, self.sharding) for a, b in self.rows]
+        return self._split(array)
 
     @cached_property
     def _join(self) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -96,12 +97,15 @@ class InJob(Placing):
         return handle(array.shape, array.dtype, sharding) if moved is None else moved
 
     def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
-        """Arrays of the job are moved once for all runs; None on processes that get nothing."""
-        return _Staged(self._moved(array, sharding, windows)) if _is_of_job(array) else array
+        """Arrays of the job are moved once for all runs."""
+        if not _is_of_job(array):
+            return array if isinstance(array, jax.Array) else np.asarray(array)
+        return _Staged(value=self._moved(array, sharding, windows), shape=array.shape, dtype=array.dtype)
 
     def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> Any:
         if not any_here(devices_of(sharding.mesh)):
-            return None
+            shape = (windows.size if d == windows.dim else n for d, n in enumerate(array.shape))
+            return handle(tuple(shape), array.dtype, sharding)
         if isinstance(array, _Staged):
             return _run_of(sharding, windows.dim, windows.count)(array.value, np.int32(number))
         return _spread(rows_of(array, windows, number), sharding)
@@ -129,11 +133,13 @@ class InJob(Placing):
         return None if moved is None else jax.random.wrap_key_data(moved, impl=jax.random.key_impl(keys))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """All runs of rows, each device having its share of every one."""
+    """All runs of rows of an array, each device having its share of every one; none on processes that get nothing."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 def _is_of_job(array: Any) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 def is_here(device: Any) -> bool:
@@ -54,3 +55,13 @@ def host_by_host(devices: Sequence[Any]) -> list[Any]:
 def handle(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
     """An array that lies on devices of other processes."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
+
+
+def batch_sharding() -> NamedSharding:
+    """How a batch lies of which each process of the job gives its rows: those of the first process come first.
+
+    `jax.make_array_from_process_local_data(alpa_lite.batch_sharding(), rows)` makes the batch of the job, whatever the
+    plan. Each process gives equally many rows. In a job of one process that is the whole batch on one device.
+    """
+    first = [row[0] for row in host_rows(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))]
+    return NamedSharding(Mesh(np.array(first), ("process",)), PartitionSpec("process"))

@@ -73,32 +73,60 @@ def reference(model: str, size: int) -> list[Any]:
     return found
 
 
-def run(name: str, model: str) -> dict[str, Any]:
+def fed(batch: Any, how: str, shardings: Any) -> Any:
+    """A batch as each process may give it: `whole`, as its `rows` of it, or as the `blocks` that it is to hold."""
+    if how == "whole":
+        return batch
+
+    def blocks(x: Any, sharding: Any) -> Any:
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: np.asarray(x)[i], dtype=x.dtype)
+
+    if how == "blocks":
+        return jax.tree.map(blocks, batch, shardings)
+
+    def mine(x: Any) -> Any:
+        rows = len(x) // jax.process_count()
+        first = jax.process_index() * rows
+        return jax.make_array_from_process_local_data(al.batch_sharding(), np.asarray(x)[first : first + rows])
+
+    return jax.tree.map(mine, batch)
+
+
+def run(name: str, model: str, feed: str) -> dict[str, Any]:
     """Some steps of a plan."""
     training = Training(model=model)
     planner, num_microbatches = planner_of(name)
-    step = al.parallelize(training.step(), cluster=cluster(), planner=planner, num_microbatches=num_microbatches)
-    state = training.start()
+    step = al.parallelize(
+        training.step(), cluster=cluster(), planner=planner, num_microbatches=num_microbatches, donate_argnums=0
+    )
     size = 48 if jax.device_count() % 3 == 0 else 32
     expected = reference(model, size)
     begun = time.perf_counter()
+    batch, key = make_batch(training.architecture, 0, size), jax.random.key(0)
+    state = training.start()
+    compiled = step.compiled(state, batch, key)
+    shardings = compiled.input_shardings()[0]
+    if feed != "whole":
+        state = al.init_sharded(training.start, like=compiled)
     for number in range(NUM_STEPS):
-        batch = make_batch(training.architecture, number, size)
+        batch = fed(make_batch(training.architecture, number, size), feed, shardings[1])
         state, metrics = step(state, batch, jax.random.key(number))
         loss = float(expected[number][1]["loss"])
         assert abs(float(metrics["loss"]) - loss) < 1e-5 * abs(loss)
         assert int(state.step) == number + 1
     assert_same((state, metrics), expected[-1])
-    program = step.compiled(state, batch, jax.random.key(0)).executor.program
     return {
         "plan": name,
+        "feed": feed,
         "stages": [str(stage.submesh) for stage in step.last_plan.stages],
-        "sent_bytes": sum(i.bytes for i in program.instructions),
+        "sent_bytes": sum(i.bytes for i in compiled.executor.program.instructions),
         "seconds": round(time.perf_counter() - begun, 2),
     }
 
 
 if __name__ == "__main__":
     MODELS["gpt_plain"] = dataclasses.replace(MODELS["gpt"], dropout=0.0)  # compiles in half of the time
-    for each in sys.argv[2:]:
-        print(json.dumps(run(each, sys.argv[1])), flush=True)
+    MODELS["gpt_stacked"] = dataclasses.replace(MODELS["gpt_scan"], dropout=0.0)
+    _, of_model, *plans = sys.argv
+    for number, plan in enumerate(plans):
+        print(json.dumps(run(plan, of_model, ("whole", "rows", "blocks")[number % 3])), flush=True)
