@@ -67,8 +67,8 @@ class Course:
     """What is handed on, and what is done before and after.
 
     array    as it lies on the source mesh
-    held     shape of the blocks out of which pieces are cut, which `resolve` makes of those of the array; None: as it is
-    chunk    shape of what pieces are put together to, of which `gather` makes a block of the result; None: it is one
+    held     shape of the blocks out of which pieces are cut; `resolve` makes them of those of the array if they differ
+    chunk    shape of what pieces are put together to; `gather` makes a block of the result of it if they differ
     shape    of the result, which lies as `wanted` says
     """
 

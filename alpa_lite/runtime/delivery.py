@@ -1,6 +1,6 @@
 """Small results of a step, readable on every process of a job: `float(loss)` works wherever the loss arose.
 
-    which     numbers of at most `MAX_BYTES` that some process could not read, but for arrays of the state       `wanted`
+    which     those of at most `MAX_BYTES` that some process could not read, but for arrays of the state   `wanted`
     gather    on the stage that has a result, if it is split there
     deliver   one program over one device of each process, for all results of a step
 
@@ -46,7 +46,7 @@ class Result:
 def wanted(result: Result) -> bool:
     """Whether it is to be delivered."""
     shape, dtype = result.array.shape, result.array.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return False
     small = prod(shape) * dtype.itemsize <= MAX_BYTES
     readable = result.sharding.is_fully_replicated and _count(result) == jax.process_count()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.runtime.agreement import meet
@@ -56,12 +56,12 @@ def token() -> jax.Array:
     return jnp.zeros((), jnp.int8)
 
 
-def stacked_spec(mesh: Mesh, shape: Sequence[int]) -> PartitionSpec:
+def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
     """One block per device, along the first dim; scalars are called the same everywhere, whatever each device has."""
     return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
 
 
-def stacked(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """An array of one block of a shape per device of a mesh."""
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
     return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
@@ -103,7 +103,7 @@ class Exchange:
         return None if at in each.sent else blanks.get(each.shape, dtype, device)
 
     def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
-        """By number the pieces that devices of this process get, and the program's token; takes those that they send."""
+        """By number the pieces that devices of this process get, and the program's token; given those that they send."""
         arrays: list[Any] = []
         for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
             shown = [

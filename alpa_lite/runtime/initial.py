@@ -18,7 +18,8 @@ def built_in_place(init_fn: Callable[..., Any], args: Sequence[Any], shardings: 
     """`init_fn(*args)` with each array in its place of `shardings`, a pytree of `NamedSharding`s.
 
     Every stage computes only the arrays that live on it, and of these each device only its blocks; of stages of other
-    processes there are handles. Processes that share a stage must give equal `args`. `argument`: of the step, which this will be, for messages.
+    processes there are handles. Processes that share a stage must give equal `args`. `argument`: of the step, which
+    this will be, for messages.
     """
     flat, structure = jax.tree.flatten(shardings)
     shapes = jax.eval_shape(init_fn, *args)

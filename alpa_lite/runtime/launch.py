@@ -44,7 +44,7 @@ class Launched:
     """How it went.
 
     codes    exit code of each process; 128 + n where signal n ended it
-    failed   the number of the one that failed first (of several at once the one with the worst code), None where none did
+    failed   the number of the one that failed first, of several at once that with the worst code; None: none did
     """
 
     codes: tuple[int, ...]

@@ -5,8 +5,8 @@
                 its devices; arrays over devices of several processes are moved by all of these        `InJob`
 
 In a job every process must make the same choices, whatever it holds of an array. So an array counts as the job's if it
-lies on devices of other processes too, or on a mesh that a plan was run on (`InJob.know`): of a stage's mesh one process
-may have all devices, and another none.
+lies on devices of other processes too, or on a mesh that a plan was run on (`InJob.know`): of a stage's mesh one
+process may have all devices, and another none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
@@ -67,7 +67,7 @@ class Alone(Placing):
         return self.put(rows_of(array, windows, number), sharding)
 
 
-_known: set[Mesh] = set()
+_known: set[Mesh | AbstractMesh] = set()
 """Meshes that plans were run on. JAX keeps every mesh for ever as well."""
 
 
@@ -80,7 +80,7 @@ class InJob(Placing):
         self._crossings: dict[object, Crossing] = {}
 
     @staticmethod
-    def know(meshes: Iterable[Mesh]) -> None:
+    def know(meshes: Iterable[Mesh | AbstractMesh]) -> None:
         """Arrays on these meshes are the job's."""
         _known.update(meshes)
 
@@ -111,12 +111,12 @@ class InJob(Placing):
         return _spread(rows_of(array, windows, number), sharding)
 
     def _moved(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
             return self._moved_keys(array, sharding, windows)
         if not isinstance(array.sharding, NamedSharding):
             raise ExecutionError(
-                f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it with "
-                "a jax.sharding.NamedSharding, as of compiled.input_shardings()."
+                f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it "
+                "with a jax.sharding.NamedSharding, as those of compiled.input_shardings()."
             )
         source = on_plain_mesh(array.sharding)
         key = (array.shape, array.dtype, source, sharding, windows)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 def is_here(device: Any) -> bool:
@@ -29,8 +29,9 @@ def all_here(devices: Iterable[Any]) -> bool:
     return all(map(is_here, devices))
 
 
-def devices_of(mesh: Mesh) -> tuple[Any, ...]:
+def devices_of(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     """The devices of a mesh, row-major."""
+    assert isinstance(mesh, Mesh), "an array that exists lies on devices"
     return tuple(mesh.devices.flat)
 
 

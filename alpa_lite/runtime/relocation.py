@@ -77,7 +77,9 @@ def course(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows 
 
 def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
     """The same on a mesh whose axes have no types of their own, as programs on local blocks want it."""
-    return NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
 class _Senders:

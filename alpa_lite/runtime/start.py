@@ -31,8 +31,8 @@ def initialize(
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
 
-    What is not given comes from `alpa-lite launch`, or else from what JAX finds: SLURM, Open MPI, Kubernetes, Cloud TPU.
-    Where nothing is found this process is the whole job, and says so.
+    What is not given comes from `alpa-lite launch`, or else from what JAX finds: SLURM, Open MPI, Kubernetes, Cloud
+    TPU. Where nothing is found this process is the whole job, and says so.
 
     Args:
         coordinator_address: where the first process listens, as `host:port`; the same on all processes.

@@ -1,7 +1,7 @@
 """A process of a job that trains a small GPT under plans given by name, and compares with `jax.jit` on its own device.
 
-`alpa-lite launch --processes P --devices-per-process D -m tests.distributed.train MODEL PLAN...`; of several plans each runs
-after the other. Prints a line of JSON for each.
+`alpa-lite launch --processes P --devices-per-process D -m tests.distributed.train MODEL PLAN...`; of several plans each
+runs after the other. Prints a line of JSON for each.
 """
 
 from __future__ import annotations
