@@ -27,8 +27,10 @@ from alpa_lite.lower.emit import Executable
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
 from alpa_lite.runtime.flight import Flight
 from alpa_lite.runtime.placing import Placing
+from alpa_lite.runtime.processes import devices_of
 from alpa_lite.runtime.relocation import Windows
 from alpa_lite.runtime.transfer import Transfer
+from alpa_lite.runtime.turns import in_turn
 from alpa_lite.sharding import Spec
 
 Slots = list[Any]
@@ -146,7 +148,7 @@ class Binder:
 
     def _run(self, number: int, instruction: Instruction) -> Action:
         executable = self.executables[instruction.task]
-        compiled, launched = executable.compiled, self.flight.launched
+        compiled, launched = in_turn(executable.compiled, devices_of(executable.mesh)), self.flight.launched
         group = self.groups[instruction.stage]
         writes = [self.slot[b] for b in instruction.writes]
         take = _taker([self.slot[b] for b in instruction.reads])

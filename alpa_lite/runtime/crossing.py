@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from alpa_lite import _jax
 from alpa_lite.runtime.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
 from alpa_lite.runtime.processes import any_here, devices_of, is_here
+from alpa_lite.runtime.turns import in_turn
 
 Local = Callable[[Any], Any]
 """What is done to a device's block, inside the program."""
@@ -129,6 +130,8 @@ class Crossing:
             for n, (a, b) in enumerate(ends)
             if a.process_index != b.process_index
         ]
+        self._launch_cut = None if self.cut is None else in_turn(self.cut, self.source)
+        self._launch_land = None if self.land is None else in_turn(self.land, self.target)
         found = Exchange(sent, dtype, blanks) if sent else None
         self.exchange = found if found is not None and found.is_here else None
 
@@ -178,7 +181,7 @@ class Crossing:
         return self._landed({**pieces, **exchanged}, note) if self.landing_here else None
 
     def _landed(self, pieces: dict[int, Any], note: Launched) -> Any:
-        if self.land is None:
+        if self._launch_land is None:
             (slot,) = self.land_slots
             like = jax.ShapeDtypeStruct(self.course.shape, self.course.array.dtype, sharding=self.course.wanted)
             return joined(like, [pieces[slot.numbers[at]] for at in self.landing_here])
@@ -186,7 +189,7 @@ class Crossing:
         for slot, blanks, like in zip(self.land_slots, self.blanks, self.landing, strict=True):
             shown = [blanks[at] if slot.numbers[at] < 0 else pieces[slot.numbers[at]] for at in self.landing_here]
             parts.append(joined(like, shown))
-        landed, done = self.land(*parts)
+        landed, done = self._launch_land(*parts)
         note(done, at_source=False)
         return landed
 
@@ -196,8 +199,8 @@ class Crossing:
         if self.whole:
             blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
             found = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
-        if self.cut is not None:
-            *cut, done = self.cut(array)
+        if self._launch_cut is not None:
+            *cut, done = self._launch_cut(array)
             note(done, at_source=True)
             for slot, made in zip(self.cut_slots, cut, strict=True):
                 blocks = zip(self.here, _jax.blocks(made), strict=True)

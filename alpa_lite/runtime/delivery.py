@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.runtime.exchange import AXIS, Blanks, joined, together, token
 from alpa_lite.runtime.processes import any_here, devices_of, is_here, processes_of
+from alpa_lite.runtime.turns import in_turn
 
 MAX_BYTES = 1 << 16
 """Results up to this size are delivered; larger ones stay where they arose."""
@@ -84,7 +85,7 @@ class Delivery:
         program = jax.shard_map(
             deliver, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
         )
-        self._deliver = jax.jit(program).lower(*self._avals).compile()
+        self._deliver = in_turn(jax.jit(program).lower(*self._avals).compile(), devices_of(mesh))
         together(devices_of(mesh), lambda: self._deliver(*map(self._shown, self._avals, self._blanks)))
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -95,7 +96,7 @@ class Delivery:
         ):
             array = leaves[result.number]
             if gather is not None:
-                array = gather(array)
+                array, _ = gather(array)
             shown.append(self._shown(aval, self._block(array, owner) if is_here(owner) else blank))
         *delivered, done = self._deliver(*shown)
         for result, array in zip(self.results, delivered, strict=True):
@@ -118,4 +119,5 @@ def _gathering(result: Result) -> Callable[[Any], Any] | None:
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):
         return None
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.jit(lambda x: x, out_shardings=whole).lower(result.array).compile()
+    gather = jax.jit(lambda x: (x, token()), out_shardings=(whole, whole)).lower(result.array).compile()
+    return in_turn(gather, devices_of(sharding.mesh))

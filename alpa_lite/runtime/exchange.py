@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.runtime.agreement import meet
 from alpa_lite.runtime.processes import any_here, is_here, processes_of
+from alpa_lite.runtime.turns import in_turn
 
 AXIS = "device"
 
@@ -96,7 +97,7 @@ class Exchange:
         program = jax.shard_map(
             permute, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
         )
-        self._permute = jax.jit(program).lower(*self._avals).compile()
+        self._permute = in_turn(jax.jit(program).lower(*self._avals).compile(), devices)
         together(devices, lambda: self._permute(*map(_zeros, self._avals)))
 
     def _blank(self, blanks: Blanks, each: _Round, dtype: Any, at: int, device: Any) -> Any:
@@ -165,12 +166,12 @@ def warm(mesh: Mesh) -> None:
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
 
-    def reduce() -> jax.Array:
-        return jax.numpy.stack([lax.psum(jnp.ones(()), group) for group in groups])
+    def reduce() -> tuple[jax.Array]:
+        return (jax.numpy.stack([lax.psum(jnp.ones(()), group) for group in groups]),)
 
-    program = jax.shard_map(reduce, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
-    compiled = jax.jit(program).lower().compile()
-    together(list(mesh.devices.flat), compiled)
+    program = jax.shard_map(reduce, mesh=mesh, in_specs=(), out_specs=(PartitionSpec(),), check_vma=False)
+    devices = list(mesh.devices.flat)
+    together(devices, in_turn(jax.jit(program).lower().compile(), devices))
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Any:

@@ -39,6 +39,7 @@ from alpa_lite.runtime.placing import Alone, InJob
 from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
+from alpa_lite.runtime.turns import in_turn
 from alpa_lite.runtime.units import concat_units, task_units, zeros_units
 from alpa_lite.runtime.watch import Watch, spans
 from alpa_lite.runtime.watchdog import Watchdog
@@ -230,7 +231,8 @@ class Executor:
         order = [position[b] for b in self.program.outputs]
         in_order = order == [*range(len(run.writes))]
         all_in_order = places == [*range(len(input_number))]
-        compiled, launched, put_all = executable.compiled, self.flight.launched, self.placing.put_all
+        compiled = in_turn(executable.compiled, devices_of(executable.mesh))
+        launched, put_all = self.flight.launched, self.placing.put_all
 
         def at_once(inputs: Sequence[Any]) -> list[Any]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]

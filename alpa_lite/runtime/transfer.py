@@ -28,6 +28,7 @@ from alpa_lite.lower.program import Buffer, Program
 from alpa_lite.runtime.crossing import Course, Crossing, Hand, Launched, Message, compiled
 from alpa_lite.runtime.exchange import Blanks, token
 from alpa_lite.runtime.processes import all_here, any_here, devices_of
+from alpa_lite.runtime.turns import in_turn
 from alpa_lite.sharding import Spec, local_shape
 
 
@@ -116,15 +117,16 @@ class _InPlace(Transfer):
 
     def __init__(self, planned: PlannedTransfer, mesh: Mesh, array: jax.ShapeDtypeStruct) -> None:
         self.walk = compiled(_walk(planned, mesh), [array])
+        self._launch = in_turn(self.walk, devices_of(mesh))
 
     @property
     def num_programs(self) -> int:
         return 1
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
-        moved, token = self.walk(array)
+        moved, done = self._launch(array)
         if launched is not None:
-            launched(token, at_source=True)
+            launched(done, at_source=True)
         return moved
 
 

@@ -31,6 +31,7 @@ def trained(processes: int, devices: int, model: str, *plans: str) -> list[Any]:
     return found[0]
 
 
+@pytest.mark.slow
 def test_stages_inside_processes_and_one_stage_over_all() -> None:
     pipeline, spmd = trained(2, 2, "gpt_plain", "a stage per process:blocks", "fsdp")
     assert pipeline["stages"] == ["devices 0..1", "devices 2..3"] and pipeline["sent_bytes"] > 0
