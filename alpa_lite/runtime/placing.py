@@ -91,9 +91,11 @@ class InJob(Placing):
             return array
         if array.sharding.is_equivalent_to(sharding, array.ndim):
             return _of_blocks(array.shape, array.dtype, sharding, _jax.blocks(array))
-        if array.is_fully_replicated and {*processes_of(devices_of(sharding.mesh))} <= {*_holders(array)}:
-            return _spread(_local(array), sharding) if any_here(devices_of(sharding.mesh)) else _absent(array, sharding)
-        moved = self._moved(array, sharding, None)
+        wanted_by, held_by = processes_of(devices_of(sharding.mesh)), processes_of(array.sharding.device_set)
+        if not (array.is_fully_replicated and {*wanted_by} <= {*held_by}):
+            moved = self._moved(array, sharding, None)
+        else:
+            moved = _spread(array.addressable_data(0), sharding) if jax.process_index() in wanted_by else None
         return handle(array.shape, array.dtype, sharding) if moved is None else moved
 
     def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
@@ -146,19 +148,6 @@ def _is_of_job(array: Any) -> bool:
     if not isinstance(array, jax.Array):
         return False
     return not array.is_fully_addressable or getattr(array.sharding, "mesh", None) in _known
-
-
-def _holders(array: Any) -> tuple[int, ...]:
-    return processes_of(array.sharding.device_set)
-
-
-def _local(array: Any) -> Any:
-    """A replicated array as one of this process alone."""
-    return array.addressable_data(0)
-
-
-def _absent(array: Any, sharding: NamedSharding) -> Any:
-    return handle(array.shape, array.dtype, sharding)
 
 
 def _of_blocks(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, blocks: Sequence[Any]) -> Any:

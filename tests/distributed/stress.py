@@ -1,7 +1,8 @@
 """A process of a job in which many programs over overlapping groups of devices are launched, none of them awaited.
 
 All processes launch in one order, but each is held up at other places, and programs have inputs that are ready at once
-or late. What shares a device must run in the order of the launches, or pieces get mixed up, or nothing moves. `python -m tests.distributed.stress SEED` under `alpa-lite launch`.
+or late. What shares a device must run in the order of the launches, or pieces get mixed up, or nothing moves.
+`python -m tests.distributed.stress SEED` under `alpa-lite launch`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def gathered(mesh: Mesh, size: int) -> Any:
 
 
 def groups_agree(seed: int) -> None:
-    """Programs on one device of each process, and on all devices, gather in the same groups, with inputs late or not."""
+    """Programs on one device of each process and on all gather in the same groups, with inputs late or there."""
     random = np.random.default_rng(seed)
     rows = np.array(jax.devices()).reshape(jax.process_count(), -1)
     grid = gathered(Mesh(rows, ("process", "device")), 1000)

@@ -68,7 +68,7 @@ def test_the_first_that_fails_ends_the_others(program: Any) -> None:
     path = program("if me == 1:\n    raise ValueError('it broke')\ntime.sleep(60)")
     began = time.monotonic()
     ended, _, err = launched(path)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert ended.codes == (128 + signal.SIGTERM, 1, 128 + signal.SIGTERM) and ended.failed == 1 and ended.code == 1
     lines = [line for line in err.splitlines() if line.startswith("[1]")]
     assert lines[0] == "[1] Traceback (most recent call last):" and lines[-1] == "[1] ValueError: it broke"
@@ -88,7 +88,7 @@ def test_who_does_not_listen_is_killed(program: Any) -> None:
     path = program(f"{ignores}if me == 0:\n    time.sleep(1)\n    sys.exit(3)\ntime.sleep(60)")
     began = time.monotonic()
     ended, _, _ = launched(path, num_processes=2, grace_seconds=0.5)
-    assert ended.codes == (3, 128 + signal.SIGKILL) and time.monotonic() - began < 10
+    assert ended.codes == (3, 128 + signal.SIGKILL) and time.monotonic() - began < 30
 
 
 def test_what_a_process_started_ends_with_it(program: Any) -> None:
