@@ -248,9 +248,25 @@ def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
     assert "device_count=4" in environment["XLA_FLAGS"]
 
 
+def test_launch_runs_a_program_in_processes(at_work, capsys):
+    (at_work / "job.py").write_text("import os, sys; print('device_count=2' in os.environ['XLA_FLAGS'], sys.argv[1:])")
+    command = ["launch", "--processes", "2", "--devices-per-process", "2", "job.py", "--steps", "3"]
+    code, out, _ = run(capsys, *command)
+    assert code == 0 and sorted(out.splitlines()) == ["[0] True ['--steps', '3']", "[1] True ['--steps', '3']"]
+    (at_work / "job.py").write_text("import os, sys; sys.exit(int(os.environ['ALPA_LITE_PROCESS_ID']) * 3)")
+    code, out, err = run(capsys, "launch", "--json", "--processes", "2", "-m", "job", "--steps", "3")
+    assert code == 3 and "process 1 ended with exit code 3" in err
+    found = documented("launch", json.loads(out))
+    assert found["failed"] == 1 and found["codes"][1] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["launch", "--processes", "2", "nowhere.py"], "'nowhere.py' is no file"),
+        (["launch", "--processes", "2"], "nothing to launch"),
+        (["launch", "--processes", "0", "users_model.py"], "at least one is needed"),
+        (["launch", "--processes", "1", "--devices-per-process", "0", "users_model.py"], "at least one device"),
         (["explain", "missing.json"], "cannot be read as a plan"),
         (["explain", "users_model.py"], "cannot be read as a plan"),
         (["plan", "users_model"], "MODULE:FUNCTION"),
