@@ -5,6 +5,7 @@ Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
 
 from __future__ import annotations
 
+import atexit
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -192,6 +193,36 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
     except (ImportError, AttributeError, TypeError):  # private: it may move
         pass
     return jax.device_put(array, sharding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What JAX knows of the processes before it knows their devices; `client` of the service that coordinates them."""
+
+    client: Any
+    process: int
+    num_processes: int
+
+
+def job() -> Job | None:
+    """The job that this process has joined, if it has."""
+    try:
+        from jax._src.distributed import global_state
+
+        if global_state.client is None:
+            return None
+        return Job(
+            client=global_state.client, process=global_state.process_id, num_processes=global_state.num_processes
+        )
+    except (ImportError, AttributeError):  # private: it may move
+        return None
+
+
+def forget_job() -> None:
+    """At exit, do not wait until all processes of the job end. A process that fails would wait for those it keeps."""
+    from jax._src import api
+
+    atexit.unregister(api.clean_up)
 
 
 def compilation_cache_folder() -> str:

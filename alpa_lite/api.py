@@ -20,11 +20,12 @@ import numpy as np
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
 from alpa_lite.plan import Plan
-from alpa_lite.plan_cache import Cache, planned
+from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Auto, Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
@@ -92,7 +93,7 @@ class TracedFunction:
         chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
-        answer = planned(chosen, request, self.options.cache if cache is None else cache)
+        answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         return PlannedFunction(function=self, last_plan=replace(answer.plan, request=request), cached=answer.cached)
 
     def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
@@ -165,6 +166,7 @@ class LoweredFunction:
         """Executables on the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
+        check_same_program(self.planned.last_plan, self.program, traced.donated)
         with options.progress.during("compile"):
             executor = Executor(
                 self.program,

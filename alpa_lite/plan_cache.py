@@ -105,6 +105,14 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     return digest.hexdigest()
 
 
+def content_digest(value: Any) -> str:
+    """The beginning of a digest that equal values share; empty where there is no content to compare."""
+    try:
+        return hashlib.sha256(json.dumps(_content(value)).encode()).hexdigest()[:12]
+    except _NoContentError:
+        return ""
+
+
 def _content(value: Any) -> Any:
     """Data that equal values share, and others do not. Raises `_NoContentError` for what is not known well enough."""
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -40,7 +40,8 @@ from alpa_lite.inspection.units import show_bytes
 from alpa_lite.lower.emit import boundary_spec
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.pricing import transfer_seconds
-from alpa_lite.runtime.transfer import Message, compile_transfer
+from alpa_lite.runtime.crossing import Message
+from alpa_lite.runtime.transfer import compile_transfer
 from alpa_lite.sharding import Spec
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel

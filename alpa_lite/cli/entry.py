@@ -12,6 +12,7 @@ import alpa_lite as al
 from alpa_lite.cli.benchmark import BENCH, DEMO
 from alpa_lite.cli.command import Command, Exit, complain
 from alpa_lite.cli.completion import COMPLETION
+from alpa_lite.cli.launching import LAUNCH
 from alpa_lite.cli.machine import CALIBRATE, DOCTOR
 from alpa_lite.cli.planning import PLAN
 from alpa_lite.cli.reading import DIFF, EXPLAIN, SIMULATE
@@ -21,7 +22,7 @@ from alpa_lite.intra_op.solve_file import seconds_since_start
 from cost_models import CostModelError
 
 COMMANDS: tuple[Command, ...] = (
-    PLAN, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, BENCH, DEMO, COMPLETION,
+    PLAN, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip
 
 

@@ -9,26 +9,25 @@ and writes slots by number. What an instruction is the last to read leaves its s
     ZEROS    `Binder._zeros`
     CONCAT   `Binder._concat`
     FREE     no function: the slots that the instruction before gives up
+
+In a job of several processes, what a process has no device for has no function there either: its slots stay empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
-import jax
-import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
 from alpa_lite.runtime.flight import Flight
-from alpa_lite.runtime.leaves import put
+from alpa_lite.runtime.placing import Placing
+from alpa_lite.runtime.relocation import Windows
 from alpa_lite.runtime.transfer import Transfer
 from alpa_lite.sharding import Spec
 
@@ -70,10 +69,12 @@ class Binder:
 
     zeros     per task, what makes its accumulators
     concats   per buffer, what puts the micro-batches of an output together
-    transfers per buffer, what brings it from another stage
+    transfers per buffer, what brings it from another stage, where this process takes part
+    is_here   per stage, whether this process has a device of it
     indices   per stage, the numbers of the micro-batches on its devices
     groups    per stage, the group of devices whose launches `flight` counts together
     sharding  of a spec on a stage
+    placing   puts arguments there
     """
 
     program: Program
@@ -82,15 +83,18 @@ class Binder:
     zeros: Mapping[int, Callable[[], Sequence[Any]]]
     concats: Mapping[Buffer, Callable[..., Any]]
     transfers: Mapping[Buffer, Transfer]
+    is_here: Sequence[bool]
     indices: Sequence[Sequence[Any]]
     groups: Sequence[int]
     flight: Flight
     sharding: Callable[[int, Spec | None], NamedSharding]
+    placing: Placing
 
     def __post_init__(self) -> None:
         self.input_slot = {v: i for i, v in enumerate(self.step.graph.inputs)}
         self.slot: dict[Buffer, int] = {}
         self.num_slots = len(self.step.graph.inputs)
+        self.staged: dict[object, int] = {}
 
     def bound(self) -> Bound:
         """The program with everything looked up."""
@@ -106,16 +110,20 @@ class Binder:
         last_place: dict[int, list[int]] = {}
         for number, instruction in enumerate(self.program.instructions):
             if instruction.kind == "FREE":
-                actions[-1][1].extend(self.slot[b] for b in instruction.reads)
+                if actions:
+                    actions[-1][1].extend(self.slot[b] for b in instruction.reads)
                 continue
             for buffer in instruction.writes:
                 if buffer not in self.slot:
                     self.slot[buffer] = self.num_slots
                     self.num_slots += 1
+            if not self._runs_here(instruction):
+                continue
             actions.append((kinds[instruction.kind](number, instruction), []))
             numbers.append(number)
             if instruction.kind == "PLACE":
                 last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
+                last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
         for slot, free in last_place.items():
             free.append(slot)
         return Bound(
@@ -125,6 +133,16 @@ class Binder:
             num_slots=self.num_slots,
             outputs=tuple(self.slot[b] for b in self.program.outputs),
         )
+
+    def _runs_here(self, instruction: Instruction) -> bool:
+        """Whether this process does anything for it: any may have to give a part of an argument."""
+        if instruction.kind == "SEND":
+            return instruction.writes[0] in self.transfers
+        return instruction.kind == "PLACE" or self.is_here[instruction.stage]
+
+    def _staged_by(self, instruction: Instruction) -> list[int]:
+        key = instruction.writes[0].value, instruction.stage, instruction.spec
+        return [self.staged[key]] if key in self.staged else []
 
     def _run(self, number: int, instruction: Instruction) -> Action:
         executable = self.executables[instruction.task]
@@ -167,18 +185,28 @@ class Binder:
         buffer = instruction.writes[0]
         sharding = self.sharding(instruction.stage, instruction.spec)
         source, target = self.input_slot[buffer.value], self.slot[buffer]
+        placing = self.placing
         if buffer.microbatch is None or buffer.microbatch == SUM:
 
             def place(slots: Slots) -> None:
-                slots[target] = put(slots[source], sharding)
+                slots[target] = placing.put(slots[source], sharding)
 
             return place
-        dim = self.step.batch_dims[buffer.value] or 0
+        dim, microbatch = self.step.batch_dims[buffer.value] or 0, buffer.microbatch
         size = self.step.graph.values[buffer.value].shape[dim]
-        rows = _rows(dim, buffer.microbatch * size, size)
+        rows = Windows(dim=dim, start=0, size=size, count=self.step.num_microbatches)
+        key = buffer.value, instruction.stage, instruction.spec
+        first = key not in self.staged
+        if first:
+            self.staged[key] = self.num_slots
+            self.num_slots += 1
+        staged, here = self.staged[key], self.is_here[instruction.stage]
 
         def place_rows(slots: Slots) -> None:
-            slots[target] = put(rows(slots[source]), sharding)
+            if first:
+                slots[staged] = placing.staged(slots[source], rows, sharding)
+            if here:
+                slots[target] = placing.rows(slots[staged], rows, microbatch, sharding)
 
         return place_rows
 
@@ -208,14 +236,3 @@ def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
     if len(slots) > 1:
         return itemgetter(*slots)
     return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _cut(array: Any, start: Any, size: int, dim: int) -> Any:
-    return lax.dynamic_slice_in_dim(array, start, size, dim)
-
-
-def _rows(dim: int, start: int, size: int) -> Callable[[Any], Any]:
-    """What takes `size` rows along `dim`: of NumPy arrays a view, of others a copy by one program for all starts."""
-    index, first = (*[slice(None)] * dim, slice(start, start + size)), np.int32(start)
-    return lambda array: _cut(array, first, size, dim) if isinstance(array, jax.Array) else np.asarray(array)[index]

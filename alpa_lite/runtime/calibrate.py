@@ -30,11 +30,11 @@ from alpa_lite.runtime.probes import (
     Probe,
     device_probes,
     dispatch_program,
-    host_rows,
     link_probes,
     share_programs,
     thorough_sizes,
 )
+from alpa_lite.runtime.processes import host_rows
 from alpa_lite.runtime.timing import Program, Stopwatch, Timing, num_samples, time_programs
 from cost_models.cluster import Cluster, Device, Link
 

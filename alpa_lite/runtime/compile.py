@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emit import Emitted
+from alpa_lite.runtime.processes import all_here, any_here
 
 Tell = Callable[[str, int, int], None]
 """What is compiled now, how many units are done, and how many there are."""
@@ -67,7 +68,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precompiled:
-    """The program and the executable of each unit, in order."""
+    """The program and the executable of each unit, in order; no executable where a unit has no device here."""
 
     emitted: tuple[Emitted, ...]
     compiled: tuple[Any, ...]
@@ -94,7 +95,7 @@ class _Group:
 
 
 def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: int | None = None) -> Precompiled:
-    """The executables of all units; `num_threads`: default as many as there are cores.
+    """The executables of all units with a device of this process; `num_threads`: default as many as there are cores.
 
     Raises:
         ExecutionError: XLA could not compile a unit; its name is in the message.
@@ -104,13 +105,15 @@ def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: 
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
     groups = {key: _group(alike) for key, alike in members.items()}
-    _Precompiler(len(units), tell or (lambda *_: None)).run([*groups.values()], num_threads or _num_cores())
+    count = sum(sum(group.uses.values()) for group in groups.values())
+    ours = [group for group in groups.values() if group.uses]
+    _Precompiler(count, tell or (lambda *_: None)).run(ours, num_threads or _num_cores())
     compiled = sum(group.compiled for group in groups.values())
     return Precompiled(
         emitted=tuple(groups[key].emitted for key in keys),
-        compiled=tuple(groups[key].on[unit.devices] for key, unit in zip(keys, units, strict=True)),
+        compiled=tuple(groups[key].on.get(unit.devices) for key, unit in zip(keys, units, strict=True)),
         counts=Counts(
-            units=len(units),
+            units=count,
             lowered=sum(group.num_lowered for group in groups.values()),
             compiled=compiled,
             loaded=sum(len(group.on) for group in groups.values()) - compiled,
@@ -124,8 +127,8 @@ def _group(alike: Sequence[Unit]) -> _Group:
     return _Group(
         name=name,
         emitted=alike[0].emit(name),
-        meshes={unit.devices: unit.mesh for unit in alike},
-        uses=Counter(unit.devices for unit in alike),
+        meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
+        uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
     )
 
 
@@ -190,13 +193,13 @@ def _compile_alone(lowered: Any) -> tuple[Any, int]:
 
 def _compile_first(group: _Group, devices: Devices) -> tuple[Any, int]:
     compiled = group.lowered.compile(device_assignment=devices)
-    if len(group.uses) > 1:
+    if len(group.uses) > 1 and all_here(devices):
         group.packed = _jax.packed(compiled, devices)
     return compiled, 1
 
 
 def _load_or_compile(group: _Group, devices: Devices) -> tuple[Any, int]:
-    loaded = _jax.unpacked(group.packed, devices) if group.packed is not None else None
+    loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0
     return group.lowered.compile(device_assignment=devices), 1

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.phases import StepGraph
@@ -27,10 +28,15 @@ from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.bind import Binder
 from alpa_lite.runtime.compile import Tell, precompile
+from alpa_lite.runtime.delivery import Delivery, Result, wanted
 from alpa_lite.runtime.donation import donations
+from alpa_lite.runtime.exchange import Blanks, warm
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.hang import explanation
-from alpa_lite.runtime.leaves import Leaves, put, put_all
+from alpa_lite.runtime.leaves import Leaves
+from alpa_lite.runtime.order import verify_order
+from alpa_lite.runtime.placing import Alone, InJob
+from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.runtime.units import concat_units, task_units, zeros_units
@@ -44,7 +50,7 @@ WATCHDOG_SECONDS = 300.0
 
 def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
     """A JAX mesh per stage. Raises `ExecutionError` when there are fewer devices than the plan uses."""
-    available = list(jax.devices() if devices is None else devices)
+    available = host_by_host(jax.devices() if devices is None else devices)
     needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
         raise ExecutionError(
@@ -92,9 +98,14 @@ class Executor:
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
-        self.inputs = Leaves(step.input_parts, [self._sharding(*program.homes[v]) for v in step.graph.inputs])
+        self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
+        blanks = Blanks()
+        self.placing = Alone() if jax.process_count() == 1 else InJob(blanks)
+        homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
+        self.inputs = Leaves(step.input_parts, homes, self.placing)
         output_homes = zip(program.outputs, program.output_specs, strict=True)
-        self.outputs = Leaves(step.output_parts, [self._sharding(buffer.stage, spec) for buffer, spec in output_homes])
+        self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
+        self.outputs = Leaves(step.output_parts, self._returned, self.placing)
         given = donations(program, plan, step, donated)
         tasks = task_units(program, plan, step, equations, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
@@ -106,7 +117,8 @@ class Executor:
         ]
         rest = iter(made.compiled[len(tasks) :])
         self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
-        self.transfers = compile_transfers(program, step, self.meshes)
+        self._delivery = self._connected(blanks)
+        self.transfers = compile_transfers(program, step, self.meshes, blanks)
         self._groups = device_groups(self.meshes)
         on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
         self.flight = Flight(
@@ -128,12 +140,65 @@ class Executor:
             zeros=self._zeros,
             concats=self._concats,
             transfers=self.transfers,
+            is_here=self._is_here,
             indices=self._indices,
             groups=self._groups,
             flight=self.flight,
             sharding=self._sharding,
+            placing=self.placing,
         ).bound()
         self._at_once = self._as_one_task()
+
+    def _connected(self, blanks: Blanks) -> Delivery | None:
+        """In a job, what delivers small results; all processes have compiled their tasks when this returns."""
+        if jax.process_count() == 1:
+            return None
+        verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
+        InJob.know(self.meshes)
+        for leaves in (self.inputs, self.outputs):
+            InJob.know(leaves.sharding(i).mesh for i in range(len(leaves.whole)))
+        for mesh in dict.fromkeys(self.meshes):
+            if any_here(devices_of(mesh)) and not all_here(devices_of(mesh)):
+                warm(mesh)
+        results = [self._result(number) for number in range(len(self.outputs.whole))]
+        return Delivery([result for result in results if wanted(result)], jax.devices(), blanks)
+
+    def _result(self, leaf: int) -> Result:
+        """A result of the step, for its delivery."""
+        graph, parts = self.step.graph, self.step.output_parts
+        values = [v for v, part in zip(graph.outputs, parts, strict=True) if part.leaf == leaf]
+        shape = graph.values[values[0]].shape
+        if parts[graph.outputs.index(values[0])].rows is not None:
+            shape = (sum(graph.values[v].shape[0] for v in values), *shape[1:])
+        dtype = _jax.struct((), graph.values[values[0]].dtype).dtype
+        array = jax.ShapeDtypeStruct(self._full(values[0], shape), dtype, sharding=self.outputs.sharding(leaf))
+        return Result(number=leaf, array=array, is_state=values[0] in self.step.aliases)
+
+    def _full(self, value: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a result of the whole step, of which the graph tells that of a micro-batch."""
+        dim = self.step.batch_dims[value]
+        count = self.step.num_microbatches
+        return tuple(n * count if d == dim else n for d, n in enumerate(shape))
+
+    def _complete(self, results: list[Any]) -> list[Any]:
+        """Results of the step, handles where they lie on other processes."""
+        if all(self._is_here):
+            return results
+        found: list[Any] = []
+        for value, array, sharding in zip(self.step.graph.outputs, results, self._returned, strict=True):
+            if any_here(devices_of(sharding.mesh)):
+                found.append(array)
+            else:
+                about = self.step.graph.values[value]
+                found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
+        return found
+
+    def _delivered(self, leaves: list[Any]) -> list[Any]:
+        if self._delivery is None or not self._delivery.results:
+            return leaves
+        found, token = self._delivery(leaves)
+        self.flight.launched(0, len(self.program.instructions), token)
+        return found
 
     def _microbatch_indices(self) -> list[list[Any]]:
         """The number of each micro-batch, on each stage, placed once."""
@@ -142,7 +207,7 @@ class Executor:
         for mesh in self.meshes:
             if mesh not in on_devices:
                 whole = NamedSharding(mesh, PartitionSpec())
-                on_devices[mesh] = [jax.device_put(np.int32(i), whole) for i in range(count)]
+                on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
         return [on_devices[mesh] for mesh in self.meshes]
 
     def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
@@ -151,6 +216,8 @@ class Executor:
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
             return None
+        if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
+            return None  # the others place arguments one by one, in the order of the instructions
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]
@@ -163,7 +230,7 @@ class Executor:
         order = [position[b] for b in self.program.outputs]
         in_order = order == [*range(len(run.writes))]
         all_in_order = places == [*range(len(input_number))]
-        compiled, launched = executable.compiled, self.flight.launched
+        compiled, launched, put_all = executable.compiled, self.flight.launched, self.placing.put_all
 
         def at_once(inputs: Sequence[Any]) -> list[Any]:
             arrays = inputs if all_in_order else [inputs[i] for i in places]
@@ -203,8 +270,9 @@ class Executor:
             else:
                 self._run_watched(slots, record)
             results = [slots[i] for i in self.bound.outputs]
+        leaves = self._delivered(self.outputs.join(self._complete(results)))
         self.watchdog.watch()
-        return self.outputs.join(results)
+        return leaves
 
     def _run_awaited(self, slots: list[Any], record: list[TaskTime]) -> None:
         began = time.perf_counter()
@@ -244,4 +312,4 @@ class Executor:
 
     def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""
-        return [put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]
+        return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

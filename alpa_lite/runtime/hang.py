@@ -14,7 +14,12 @@ MOST_INPUTS = 8
 
 
 def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], number: int) -> str:
-    """The sentence for instruction `number`: task, micro-batch, stage, devices, inputs, and what to do."""
+    """The sentence for instruction `number`, or for what follows the last one: task, micro-batch, stage, devices, inputs, and what to do."""
+    if number == len(program.instructions):
+        return (
+            "the delivery of the step's small results to all processes. Either it is stuck, because one of them does "
+            "not call the step, or takes longer than that; in the second case give a higher watchdog_seconds."
+        )
     instruction = program.instructions[number]
     if instruction.kind == "SEND":
         return _of_transfer(program, step, meshes, number)

@@ -6,14 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import PlanError
+from alpa_lite.runtime.exchange import Blanks
+from alpa_lite.runtime.placing import InJob
+from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle
 
 
 def built_in_place(init_fn: Callable[..., Any], args: Sequence[Any], shardings: Any, argument: int | str) -> Any:
     """`init_fn(*args)` with each array in its place of `shardings`, a pytree of `NamedSharding`s.
 
-    Every stage computes only the arrays that live on it. `argument`: of the step, which this will be, for messages.
+    Every stage computes only the arrays that live on it, and of these each device only its blocks; of stages of other
+    processes there are handles. Processes that share a stage must give equal `args`. `argument`: of the step, which
+    this will be, for messages.
     """
     flat, structure = jax.tree.flatten(shardings)
     shapes = jax.eval_shape(init_fn, *args)
@@ -23,14 +29,27 @@ def built_in_place(init_fn: Callable[..., Any], args: Sequence[Any], shardings: 
             f"{structure}. Give an init_fn that returns that argument."
         )
     result: list[Any] = [None] * len(flat)
+    leaves = jax.tree.leaves(shapes)
     for mesh in dict.fromkeys(s.mesh for s in flat):
         mine = [i for i, s in enumerate(flat) if s.mesh == mesh]
+        if not any_here(devices_of(mesh)):
+            for i in mine:
+                result[i] = handle(leaves[i].shape, leaves[i].dtype, flat[i])
+            continue
 
         def part(*inputs: Any, mine: Sequence[int] = tuple(mine)) -> list[Any]:
             leaves = jax.tree.leaves(init_fn(*inputs))
             return [leaves[i] for i in mine]
 
-        built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*args)
+        built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*_on(mesh, args))
         for i, array in zip(mine, built, strict=True):
             result[i] = array
     return jax.tree.unflatten(structure, result)
+
+
+def _on(mesh: Mesh, args: Sequence[Any]) -> Sequence[Any]:
+    """The arrays among arguments on all devices of a mesh, where several processes have to give them."""
+    if all_here(devices_of(mesh)):
+        return args
+    placing, whole = InJob(Blanks()), NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: placing.put(x, whole) if isinstance(x, jax.Array) else x, args)

@@ -19,24 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph.phases import Part
+from alpa_lite.runtime.placing import Placing
+from alpa_lite.runtime.processes import any_here, devices_of, handle, is_here
+from alpa_lite.runtime.relocation import Windows
 
 STAGE_AXIS = "stage"
 """Mesh axis over which the leading dim of a joint array is split."""
-
-
-def put(array: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
-    if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
-        return array
-    return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
-
-
-def put_all(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """`put` for each array; of those that are there nothing but their sharding is looked at."""
-    try:
-        return [x if x.sharding == s else put(x, s) for x, s in zip(arrays, shardings, strict=True)]
-    except AttributeError:  # NumPy's
-        return [put(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +44,31 @@ class Run:
         """Rows of all parts together."""
         return self.rows[-1][1] - self.rows[0][0]
 
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether the stage has a device of this process."""
+        return any_here(devices_of(self.sharding.mesh))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Devices of the stage that belong to this process."""
+        return sum(map(is_here, devices_of(self.sharding.mesh)))
+
     def join(self, parts: Sequence[Any]) -> Any:
         """The parts as one array on the stage."""
-        return parts[0] if len(parts) == 1 else self._join(list(parts))
+        if len(parts) == 1:
+            return parts[0]
+        if not self.is_here:
+            return handle((self.num_rows, *parts[0].shape[1:]), parts[0].dtype, self.sharding)
+        return self._join(list(parts))
 
     def split(self, array: Any) -> list[Any]:
         """Inverse of `join`."""
-        return [array] if len(self.rows) == 1 else self._split(array)
+        if len(self.rows) == 1:
+            return [array]
+        if not self.is_here:
+            return [handle((b - a, *array.shape[1:]), array.dtype, self.sharding) for a, b in self.rows]
+        return self._split(array)
 
     @cached_property
     def _join(self) -> Any:
@@ -109,26 +115,34 @@ class Stack:
         """Where the whole array lives between steps."""
         return self.joint or NamedSharding(self.runs[0].sharding.mesh, PartitionSpec())
 
-    def split(self, array: Any) -> list[Any]:
+    def split(self, array: Any, placing: Placing) -> list[Any]:
         """The parts, each on its stage."""
         if self.joint is None or not isinstance(array, jax.Array) or array.sharding != self.joint:
-            return [put(array[start:stop], run.sharding) for run in self.runs for start, stop in run.rows]
+            return [self._part(array, a, b, run, placing) for run in self.runs for a, b in run.rows]
         blocks, parts = iter(_jax.blocks(array)), list[Any]()
         for run in self.runs:
             shape = (run.num_rows, *array.shape[1:])
-            mine = list(islice(blocks, run.devices.size))
-            parts += run.split(jax.make_array_from_single_device_arrays(shape, run.sharding, mine))
+            mine = list(islice(blocks, run.num_blocks))
+            whole = jax.make_array_from_single_device_arrays(shape, run.sharding, mine, dtype=array.dtype)
+            parts += run.split(whole)
         return parts
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    @staticmethod
+    def _part(array: Any, start: int, stop: int, run: Run, placing: Placing) -> Any:
+        rows = Windows(dim=0, start=start, size=stop - start, count=1)
+        return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
+
+    def join(self, parts: Sequence[Any], placing: Placing) -> Any:
         """The whole array."""
         rest = iter(parts)
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
         if self.joint is None:
-            return self._on_first([jax.device_put(x, self.sharding) for x in joined])
+            moved = [placing.put(x, self.sharding) for x in joined]
+            shape = (self.runs[-1].rows[-1][1], *moved[0].shape[1:])
+            return self._on_first(moved) if self.runs[0].is_here else handle(shape, moved[0].dtype, self.sharding)
         shards = [block for x in joined for block in _jax.blocks(x)]
         shape = (sum(x.shape[0] for x in joined), *joined[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.joint, shards)
+        return jax.make_array_from_single_device_arrays(shape, self.joint, shards, dtype=joined[0].dtype)
 
     @cached_property
     def _on_first(self) -> Any:
@@ -138,8 +152,9 @@ class Stack:
 class Leaves:
     """All arguments (or all results) of a step: whole arrays, some of them in parts inside."""
 
-    def __init__(self, parts: Sequence[Part], shardings: Sequence[NamedSharding]) -> None:
+    def __init__(self, parts: Sequence[Part], shardings: Sequence[NamedSharding], placing: Placing) -> None:
         """Of each graph input (or output), in order, what it is a part of and where it is."""
+        self._placing = placing
         self.whole: list[NamedSharding | Stack] = []
         for _, members in groupby(zip(parts, shardings, strict=True), key=lambda member: member[0].leaf):
             self.whole.append(_leaf(list(members)))
@@ -156,7 +171,7 @@ class Leaves:
             return list(leaves)
         parts: list[Any] = []
         for array, whole in zip(leaves, self.whole, strict=True):
-            parts += whole.split(array) if isinstance(whole, Stack) else [array]
+            parts += whole.split(array, self._placing) if isinstance(whole, Stack) else [array]
         return parts
 
     def join(self, parts: Sequence[Any]) -> list[Any]:
@@ -165,7 +180,9 @@ class Leaves:
             return list(parts)
         rest = iter(parts)
         return [
-            whole.join([next(rest) for run in whole.runs for _ in run.rows]) if isinstance(whole, Stack) else next(rest)
+            whole.join([next(rest) for run in whole.runs for _ in run.rows], self._placing)
+            if isinstance(whole, Stack)
+            else next(rest)
             for whole in self.whole
         ]
 

@@ -40,8 +40,11 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         ClusterError: the file that was given cannot be read.
     """
     found = tuple(jax.devices() if devices is None else devices)
-    cluster = _of_first_process(path, found) if jax.process_count() > 1 else _described(path, found)
-    return _measured(found) if cluster is None else cluster
+    several = jax.process_count() > 1
+    cluster = _of_first_process(path, found) if several else _described(path, found)
+    if cluster is not None:
+        return cluster
+    return Cluster.from_json(agreed_data(_measured(found).to_json())) if several else _measured(found)
 
 
 def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:

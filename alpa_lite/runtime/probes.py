@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite.runtime.processes import host_rows
 from alpa_lite.runtime.timing import Program
 from cost_models.collective import Collective, Group
 from cost_models.work import Product, Work
@@ -93,14 +94,6 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
         link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
         every_group=True,
     )
-
-
-def host_rows(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each host (process), hosts in the order of their first device."""
-    rows: dict[int, list[Any]] = {}
-    for device in devices:
-        rows.setdefault(device.process_index, []).append(device)
-    return list(rows.values())
 
 
 def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:

@@ -1,67 +1,34 @@
 """Carries out a planned transfer on devices: at most one program on each mesh, and copies between devices.
 
-    cut     on the source mesh: resolves a partial sum and copies the boxes to send out of the blocks     `_cut`
-    copy    all pieces at once, each from its device to another; those that stay are not touched          `_Crossing`
-    land    on the receiving mesh: puts pieces into one chunk per device, and gathers the chunks          `_land`
+    resolve   on the source mesh: a partial sum, before pieces are cut         `_Crossing`
+    cross     pieces, from device to device or between processes               `crossing`
+    gather    on the receiving mesh: the chunks of receivers of one block      `_Crossing`
 
-Nothing goes through the host. Both programs are compiled ahead, for all devices of a mesh alike: a slot is a shape of
-which every device has at most one piece, and tables say at which offset (`_slots`). Where the blocks of the source are
-sent whole there is nothing to cut, and where they are what the receivers want nothing to land.
+Both programs are compiled ahead. In a job of several processes each compiles and launches what its devices take part
+in; a transfer inside one process is there what it is in a job of one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from numpy.typing import NDArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.cross_mesh import Box, PlannedTransfer
+from alpa_lite.cross_mesh import PlannedTransfer
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import boundary_shape, boundary_spec, move
 from alpa_lite.lower.program import Buffer, Program
+from alpa_lite.runtime.crossing import Course, Crossing, Hand, Launched, Message, compiled
+from alpa_lite.runtime.exchange import Blanks, token
+from alpa_lite.runtime.processes import all_here, any_here, devices_of
 from alpa_lite.sharding import Spec, local_shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Bytes that were handed from one device to another."""
-
-    source: Any
-    target: Any
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """Pieces of one shape, at most one per device: their numbers by device (-1: none), and offsets [devices, dims]."""
-
-    shape: tuple[int, ...]
-    numbers: tuple[int, ...]
-    offsets: NDArray[np.int32]
-
-    @property
-    def is_full(self) -> bool:
-        """True when every device has one."""
-        return -1 not in self.numbers
-
-
-class Launched(Protocol):
-    """Is told of the token of a program, and on which of the two meshes it runs."""
-
-    def __call__(self, token: Any, *, at_source: bool) -> None:
-        """A program was launched."""
-        ...
 
 
 class Transfer(ABC):
@@ -76,40 +43,52 @@ class Transfer(ABC):
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
         """The array in the target layout, asynchronously; what goes to another device is appended to `sent`.
 
-        `launched` is told of each program that may have to wait for other devices.
+        `launched` is told of each program that may have to wait for other devices. On a process without devices of the
+        source `array` is not looked at, and on one without devices of the target nothing comes back.
         """
 
 
-def compile_transfers(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, Transfer]:
-    """The transfer of each SEND of a program, by what it writes; equal ones are compiled once."""
-    compiled, found = dict[object, Transfer](), dict[Buffer, Transfer]()
+def compile_transfers(
+    program: Program, step: StepGraph, meshes: Sequence[Mesh], blanks: Blanks | None = None
+) -> dict[Buffer, Transfer]:
+    """The transfer of each SEND of a program that devices of this process take part in, by what it writes.
+
+    Equal ones are compiled once. All processes of a job do so in the order of the program.
+    """
+    made, found = dict[object, Transfer](), dict[Buffer, Transfer]()
+    shared = Blanks() if blanks is None else blanks
     for instruction in program.instructions:
         planned = instruction.transfer
         if planned is None:
             continue
         dtype = step.graph.values[instruction.writes[0].value].dtype
         source, target = meshes[instruction.source_stage], meshes[instruction.stage]
+        if not any_here((*devices_of(source), *devices_of(target))):
+            continue
         key = (planned, dtype, source, target)
-        if key not in compiled:
-            compiled[key] = compile_transfer(planned, dtype, source, target)
-        found[instruction.writes[0]] = compiled[key]
+        if key not in made:
+            made[key] = compile_transfer(planned, dtype, source, target, shared)
+        found[instruction.writes[0]] = made[key]
     return found
 
 
-def compile_transfer(planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh) -> Transfer:
+def compile_transfer(
+    planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks | None = None
+) -> Transfer:
     """A transfer of arrays of a dtype (by name) between the JAX meshes of its two layouts.
 
     That of typed PRNG keys is planned for the words that they are stored as (`lower.program.planned_transfer`).
     """
     is_key = dtype.startswith("key<")
     outside, inside = planned.source.spec, planned.target.spec
-    if _keeps_form(planned):
+    shared = Blanks() if blanks is None else blanks
+    if _keeps_form(planned) and all_here((*devices_of(source), *devices_of(target))):
         return _Whole(source, target, Spec(inside.dims[:-1]) if is_key else inside, is_key=is_key)
     if is_key:
-        return _OfKeys(planned, dtype, source, target)
+        return _OfKeys(planned, dtype, source, target, shared)
     shape = boundary_shape(planned.shape, outside, dict(source.shape))
     array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(source, boundary_spec(outside)))
-    return _InPlace(planned, source, array) if planned.in_place else _Crossing(planned, source, target, array)
+    return _InPlace(planned, source, array) if planned.in_place else _Crossing(planned, target, array, shared)
 
 
 class _Whole(Transfer):
@@ -136,7 +115,7 @@ class _InPlace(Transfer):
     """The walk of collectives between two specs on one mesh."""
 
     def __init__(self, planned: PlannedTransfer, mesh: Mesh, array: jax.ShapeDtypeStruct) -> None:
-        self.walk = _compiled(_walk(planned, mesh), [array])
+        self.walk = compiled(_walk(planned, mesh), [array])
 
     @property
     def num_programs(self) -> int:
@@ -150,77 +129,46 @@ class _InPlace(Transfer):
 
 
 class _Crossing(Transfer):
-    """Cut, copy, land."""
+    """From one mesh to another."""
 
-    def __init__(self, planned: PlannedTransfer, source: Mesh, target: Mesh, array: jax.ShapeDtypeStruct) -> None:
-        pieces, held, landed = planned.pieces, planned.source_blocks(), planned.landing_blocks()
-        boxes = [piece.box for piece in pieces]
-        self.planned = planned
-        self.source, self.target = list(source.devices.flat), list(target.devices.flat)
-        self.wanted = NamedSharding(target, boundary_spec(planned.target.spec))
-        self.whole = [n for n, p in enumerate(pieces) if p.box == held[p.source] and not planned.resolve]
-        others = [n for n in range(len(pieces)) if n not in set(self.whole)]
-        self.cut_slots = _slots([(n, pieces[n].source) for n in others], boxes, held)
-        self.land_slots = _slots([(n, piece.target) for n, piece in enumerate(pieces)], boxes, landed)
-        self.copied = [n for n, p in enumerate(pieces) if self.source[p.source] != self.target[p.target]]
-        self.copy = _jax.copying_to([SingleDeviceSharding(self.target[pieces[n].target]) for n in self.copied])
-        self.cut = _compiled(_cut(planned, source, self.cut_slots), [array]) if others else None
-        avals = [_stacked(target, slot, array.dtype) for slot in self.land_slots]
-        needed = not _lands_as_wanted(planned, self.land_slots)
-        landing = _land(planned, target, self.land_slots, array.dtype)
-        self.land = _compiled(landing, avals, self.wanted) if needed else None
-        self.landing = [(aval.shape, aval.sharding) for aval in avals]
-        self.blanks = [self._blanks(slot, array.dtype) for slot in self.land_slots]
-
-    def _blanks(self, slot: _Slot, dtype: Any) -> dict[int, Any]:
-        """What devices without a piece in a slot show instead, by their place."""
-        missing = [at for at, number in enumerate(slot.numbers) if number < 0]
-        return {at: jax.device_put(np.zeros(slot.shape, dtype), self.target[at]) for at in missing}
+    def __init__(self, planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> None:
+        held, landed = planned.source_blocks(), planned.landing_blocks()
+        hands = tuple(
+            Hand(
+                source=piece.source,
+                target=piece.target,
+                shape=piece.shape,
+                start=tuple(a - first for (a, _), (first, _) in zip(piece.box, held[piece.source], strict=True)),
+                landing=tuple(a - first for (a, _), (first, _) in zip(piece.box, landed[piece.target], strict=True)),
+            )
+            for piece in planned.pieces
+        )
+        course = Course(
+            array=array,
+            hands=hands,
+            held=tuple(stop - start for start, stop in held[0]),
+            chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
+            shape=planned.shape,
+            wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
+            resolve=partial(_local, planned) if planned.resolve else None,
+            gather=partial(_gathered, planned) if planned.gathers else None,
+        )
+        self.crossing = Crossing(course, blanks)
+        self.cut, self.land = self.crossing.cut, self.crossing.land
 
     @property
     def num_programs(self) -> int:
-        return (self.cut is not None) + (self.land is not None)
+        return self.crossing.num_programs
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
-        pieces = self._pieces(array, launched)
-        leaving = [pieces[n] for n in self.copied]
-        pieces.update(zip(self.copied, self.copy(leaving), strict=True))
-        if sent is not None:
-            for n, piece in zip(self.copied, leaving, strict=True):
-                planned = self.planned.pieces[n]
-                _note(sent, piece, self.source[planned.source], self.target[planned.target])
-        if self.land is None:
-            (slot,) = self.land_slots
-            return _joined(self.planned.shape, self.wanted, [pieces[n] for n in slot.numbers])
-        parts: list[Any] = []
-        for slot, blanks, (shape, sharding) in zip(self.land_slots, self.blanks, self.landing, strict=True):
-            shown = [pieces[n] if n >= 0 else blanks[at] for at, n in enumerate(slot.numbers)]
-            parts.append(_joined(shape, sharding, shown))
-        landed, token = self.land(*parts)
-        if launched is not None:
-            launched(token, at_source=False)
-        return landed
-
-    def _pieces(self, array: Any, launched: Launched | None) -> dict[int, Any]:
-        """Each piece on its source device."""
-        found = dict[int, Any]()
-        if self.whole:
-            blocks = _jax.blocks(array)
-            found = {n: blocks[self.planned.pieces[n].source] for n in self.whole}
-        if self.cut is not None:
-            *cut, token = self.cut(array)
-            if launched is not None:
-                launched(token, at_source=True)
-            for slot, made in zip(self.cut_slots, cut, strict=True):
-                found.update({n: block for n, block in zip(slot.numbers, _jax.blocks(made), strict=True) if n >= 0})
-        return found
+        return self.crossing(array, sent, launched)
 
 
 class _OfKeys(Transfer):
     """Typed PRNG keys, transferred as the words that they are stored as."""
 
-    def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh) -> None:
-        self.words = compile_transfer(planned, "uint32", source, target)
+    def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks) -> None:
+        self.words = compile_transfer(planned, "uint32", source, target, blanks)
         (outside, sent), (wanted, landed) = (
             [NamedSharding(mesh, boundary_spec(spec)) for spec in (Spec(layout.spec.dims[:-1]), layout.spec)]
             for layout, mesh in ((planned.source, source), (planned.target, target))
@@ -229,16 +177,18 @@ class _OfKeys(Transfer):
         held = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=outside)
         words = jax.ShapeDtypeStruct(planned.shape, jnp.uint32, sharding=landed)
         impl = _jax.key_implementation(dtype)
-        self.unwrap = jax.jit(jax.random.key_data, out_shardings=sent).lower(held).compile()
+        unwrap = jax.jit(jax.random.key_data, out_shardings=sent)
         wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=wanted)
-        self.wrap = wrap.lower(words).compile()
+        self.unwrap = unwrap.lower(held).compile() if any_here(devices_of(source)) else None
+        self.wrap = wrap.lower(words).compile() if any_here(devices_of(target)) else None
 
     @property
     def num_programs(self) -> int:
-        return 2 + self.words.num_programs
+        return (self.unwrap is not None) + self.words.num_programs + (self.wrap is not None)
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
-        return self.wrap(self.words(self.unwrap(array), sent, launched))
+        words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
+        return None if self.wrap is None else self.wrap(words)
 
 
 def _keeps_form(planned: PlannedTransfer) -> bool:
@@ -258,66 +208,29 @@ def _note(sent: list[Message], array: Any, source: Any, target: Any) -> None:
         sent.append(Message(source=source, target=target, bytes=array.nbytes))
 
 
-def _joined(shape: tuple[int, ...], sharding: Any, parts: Sequence[Any]) -> Any:
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-
-
-def _slots(pieces: Sequence[tuple[int, int]], boxes: Sequence[Box], blocks: Sequence[Box]) -> list[_Slot]:
-    """Pieces, given as (number, place of the device), by their shape and how many of it their device has before."""
-    seen, places = Counter[tuple[int, tuple[int, ...]]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
-    for number, at in pieces:
-        shape = tuple(stop - start for start, stop in boxes[number])
-        places.setdefault((shape, seen[at, shape]), {})[at] = number
-        seen[at, shape] += 1
-    slots: list[_Slot] = []
-    for (shape, _), numbers in places.items():
-        offsets = np.zeros((len(blocks), len(shape)), np.int32)
-        for at, number in numbers.items():
-            offsets[at] = [start - first for (start, _), (first, _) in zip(boxes[number], blocks[at], strict=True)]
-        by_place = tuple(numbers.get(at, -1) for at in range(len(blocks)))
-        slots.append(_Slot(shape=shape, numbers=by_place, offsets=offsets))
-    return slots
-
-
-def _stacked_spec(mesh: Mesh, slot: _Slot) -> PartitionSpec:
-    """One piece per device, along the first dim; scalars are the same everywhere."""
-    return PartitionSpec(mesh.axis_names) if slot.shape else PartitionSpec()
-
-
-def _stacked(mesh: Mesh, slot: _Slot, dtype: Any) -> jax.ShapeDtypeStruct:
-    shape = (len(slot.numbers) * slot.shape[0], *slot.shape[1:]) if slot.shape else ()
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, _stacked_spec(mesh, slot)))
-
-
-def _lands_as_wanted(planned: PlannedTransfer, slots: Sequence[_Slot]) -> bool:
-    block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
-    return not planned.gathers and len(slots) == 1 and slots[0].is_full and slots[0].shape == block
-
-
-def _compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
-    """A program that also gives a token; `wanted`: where its result lies, which JAX may lose of empty arrays."""
-    shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
-    return jax.jit(function, out_shardings=shardings).lower(*avals).compile()
-
-
-def _token() -> jax.Array:
-    """A scalar that is there when its program is done."""
-    return jnp.zeros((), jnp.int8)
-
-
-def _local(x: Any, planned: PlannedTransfer, sizes: Mapping[str, int]) -> Any:
+def _local(planned: PlannedTransfer, x: Any) -> Any:
+    sizes = planned.source.mesh.axis_sizes
     x = x[0] if planned.source.spec.partial else x
     for step in planned.resolve:
         x = move(x, step, sizes)
     return x
 
 
+def _gathered(planned: PlannedTransfer, x: Any) -> Any:
+    """The chunks of all receivers of a block; padding that a gather brings along is cut off."""
+    block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
+    for step in planned.gathers:
+        x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
+    return x
+
+
 def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
-    sizes, wanted = dict(mesh.shape), planned.target.spec
+    wanted = planned.target.spec
 
     def walk(x: Any) -> Any:
-        x = _local(x, planned, sizes)
-        return x[None] if wanted.partial else x, _token()
+        x = _local(planned, x)
+        return x[None] if wanted.partial else x, token()
 
     return jax.shard_map(
         walk,
@@ -326,41 +239,3 @@ def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
         out_specs=(boundary_spec(wanted), PartitionSpec()),
         check_vma=False,
     )
-
-
-def _cut(planned: PlannedTransfer, mesh: Mesh, slots: Sequence[_Slot]) -> Callable[..., Any]:
-    """One array per slot, with the piece of each device; devices without one give some other part of their block."""
-    sizes = dict(mesh.shape)
-
-    def cut(x: Any) -> Any:
-        x, at = _local(x, planned, sizes), lax.axis_index(mesh.axis_names)
-        cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
-        return (*cuts, _token())
-
-    out_specs = (*(_stacked_spec(mesh, slot) for slot in slots), PartitionSpec())
-    return jax.shard_map(
-        cut, mesh=mesh, in_specs=boundary_spec(planned.source.spec), out_specs=out_specs, check_vma=False
-    )
-
-
-def _land(planned: PlannedTransfer, mesh: Mesh, slots: Sequence[_Slot], dtype: Any) -> Callable[..., Any]:
-    """The pieces of each device put together, and gathered; padding that a gather brings along is cut off."""
-    block = local_shape(planned.target.spec, planned.shape, dict(mesh.shape))
-    chunk = tuple(max((b - a for a, b in ends), default=0) for ends in zip(*planned.landing_blocks(), strict=True))
-    whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
-
-    def land(*parts: Any) -> Any:
-        at = lax.axis_index(mesh.axis_names)
-        x = parts[0] if whole else jnp.zeros(chunk, dtype)
-        for slot, part in zip(slots, () if whole else parts, strict=False):
-            placed = lax.dynamic_update_slice(x, part, tuple(jnp.asarray(slot.offsets)[at]))
-            present = np.array(slot.numbers) >= 0
-            x = placed if slot.is_full else jnp.where(jnp.asarray(present)[at], placed, x)
-        for step in planned.gathers:
-            x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
-            x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
-        return x, _token()
-
-    in_specs = tuple(_stacked_spec(mesh, slot) for slot in slots)
-    out_specs = (boundary_spec(planned.target.spec), PartitionSpec())
-    return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -11,7 +11,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.lower import program
 from alpa_lite.planners import Hybrid
-from alpa_lite.runtime.transfer import Launched, Message, Transfer
+from alpa_lite.runtime.crossing import Launched, Message
+from alpa_lite.runtime.transfer import Transfer
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 

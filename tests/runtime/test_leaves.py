@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph.phases import Part
-from alpa_lite.runtime.leaves import Leaves, put
+from alpa_lite.runtime.leaves import Leaves
+from alpa_lite.runtime.placing import Alone
 
 SHAPE = (8, 4, 6)
 
@@ -24,7 +25,8 @@ def _leaves(devices: Any, rows: list[int], spec: PartitionSpec, stages: list[int
     ends = np.cumsum([0, *rows])
     parts = [Part(leaf=0, rows=(int(a), int(b))) for a, b in pairwise(ends)]
     whole = NamedSharding(meshes[0], PartitionSpec())
-    return Leaves([*parts, Part(leaf=1)], [*(NamedSharding(meshes[s], spec) for s in stages), whole])
+    shardings = [*(NamedSharding(meshes[s], spec) for s in stages), whole]
+    return Leaves([*parts, Part(leaf=1)], shardings, Alone())
 
 
 ARRAY = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -74,7 +76,7 @@ def test_equal_stages_hold_their_rows_without_copies(name: str, together: bool, 
 def test_numpy_arrays_are_put_as_jax_puts_them(dtype: str, spec: tuple[str | None, ...], devices: Any) -> None:
     sharding = NamedSharding(Mesh(np.array(devices).reshape(2, 4), ("x", "y")), PartitionSpec(*spec))
     array = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
-    got, want = put(array[:, ::-1], sharding), jax.device_put(array[:, ::-1], sharding)
+    got, want = Alone().put(array[:, ::-1], sharding), jax.device_put(array[:, ::-1], sharding)
     assert (got.dtype, got.sharding, got.committed) == (want.dtype, want.sharding, want.committed)
     np.testing.assert_array_equal(got, want)
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):

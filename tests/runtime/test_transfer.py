@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from alpa_lite.cross_mesh import Layout, PlannedTransfer, plan_transfer
 from alpa_lite.lower.emit import boundary_spec
-from alpa_lite.runtime.transfer import Message, compile_transfer
+from alpa_lite.runtime.crossing import Message
+from alpa_lite.runtime.transfer import compile_transfer
 from tests.test_cross_mesh import layout, spec, transfers
 
 Y2, Y4, X2Y4, X2Y2 = {"x": 1, "y": 2}, {"x": 1, "y": 4}, {"x": 2, "y": 4}, {"x": 2, "y": 2}

@@ -1,0 +1,71 @@
+"""Runs a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
+
+The program runs as if Python had been given it. It differs in its end: a process that fails does not wait for the
+others, which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads at its import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+from contextlib import suppress
+from types import TracebackType
+
+LAST_WORDS_SECONDS = 2.0
+"""The first process, without which JAX ends the others, stays so long for them to tell what they know."""
+
+
+def leave(code: int) -> None:
+    """End this process with an exit code, without JAX's wait at exit until all processes of the job end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if "jax" in sys.modules:
+        with suppress(Exception):
+            from alpa_lite import _jax
+            from alpa_lite.runtime.agreement import take_leave
+
+            take_leave(LAST_WORDS_SECONDS)
+            _jax.forget_job()
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def run(arguments: list[str]) -> None:
+    """Run a program; where it fails this process ends here."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        if code:
+            leave(code)
+        raise SystemExit(0) from None
+    except BaseException as error:
+        error.__traceback__ = _users(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _users(error: BaseException) -> TracebackType | None:
+    """The traceback from the first frame that is neither this file's nor runpy's."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        found = found.tb_next
+    return found
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,128 @@
+"""Makes this process one of a job."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.launch import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.launched import leave
+
+LOST_LAUNCHER = 143
+"""Exit code of a process whose launcher is gone."""
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    coordinator_bind_address: str | None = None,
+    **options: Any,
+) -> None:
+    """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
+
+    What is not given comes from `alpa-lite launch`, or else from what JAX finds: SLURM, Open MPI, Kubernetes, Cloud
+    TPU. Where nothing is found this process is the whole job, and says so.
+
+    Args:
+        coordinator_address: where the first process listens, as `host:port`; the same on all processes.
+        num_processes: of the job.
+        process_id: number of this process.
+        coordinator_bind_address: the interface and port on which the first process listens. Default: that of the
+            coordinator's address if it is a number or `localhost`, so that a job on loopback cannot be reached from
+            outside; for names of hosts JAX's default, all interfaces.
+        options: others of `jax.distributed.initialize`.
+
+    Raises:
+        ExecutionError: the port is in use, or the others were not there in time.
+    """
+    launched = coordinator_address is None and COORDINATOR in os.environ
+    if launched:
+        coordinator_address = os.environ[COORDINATOR]
+        num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
+        options = {"cluster_detection_method": "deactivate", **options}
+        _end_with_launcher()
+    if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        coordinator_bind_address = _interface(coordinator_address)
+    if process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
+        _check_port(listens_at)
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            coordinator_bind_address=coordinator_bind_address,
+            **options,
+        )
+        _leave_when_failing()
+    except ValueError as error:
+        if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
+            raise
+        print("alpa_lite: no other processes were found; this one is the whole job.", file=sys.stderr, flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise ExecutionError(
+            f"Process {process_id} could not join the job at {coordinator_address}: {error}. Start all {num_processes} "
+            "processes, the first of them on the host of that address; others may use the port, or a firewall close it."
+        ) from error
+
+
+def _interface(address: str | None) -> str | None:
+    """What to listen on for an address; None leaves it to JAX."""
+    host, _, _ = (address or "").rpartition(":")
+    if host == "localhost":
+        return address
+    with suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return address
+    return None
+
+
+def _check_port(address: str) -> None:
+    """The coordination service would share the port of another one without a word, and mix up their processes."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(place)
+    except (OSError, ValueError) as error:
+        raise ExecutionError(
+            f"The coordinator cannot listen at {address}: {error}. Give a coordinator_address whose port is free and "
+            "whose host is this one."
+        ) from error
+
+
+def _leave_when_failing() -> None:
+    """An error that nobody catches ends this process at once: at exit JAX waits for the others, which wait for this."""
+    tell = sys.excepthook
+
+    def tell_and_leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        tell(kind, error, traceback)
+        leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = tell_and_leave
+
+
+def _end_with_launcher() -> None:
+    """A thread that ends this process when its launcher is gone, which nothing else would tell it of."""
+    with suppress(KeyError, ValueError, OSError):
+        pipe = int(os.environ.pop(LAUNCHER))
+        os.fstat(pipe)
+        threading.Thread(target=_await_end, args=(pipe,), daemon=True, name="alpa_lite watches its launcher").start()
+
+
+def _await_end(pipe: int) -> None:
+    with suppress(OSError):
+        while os.read(pipe, 1):
+            pass
+        os._exit(LOST_LAUNCHER)

@@ -1,0 +1,107 @@
+"""What goes wrong is told on every process in one sentence, and nothing is left waiting."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from alpa_lite.runtime.agreement import differences
+from alpa_lite.runtime.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
+from tests.distributed.launched import ROOT, run
+
+STEP = """
+import dataclasses, json
+import alpa_lite as al
+al.initialize()
+import jax, jax.numpy as jnp, numpy as np
+me = jax.process_index()
+
+def step(w, x):
+    loss, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * g, loss
+
+w, x = np.ones((8, 8), np.float32), np.ones((16, 8), np.float32)
+cluster = al.cluster("p3.16xlarge")
+
+def refused(what, *args, **options):
+    try:
+        al.plan(what, *args, **options)
+    except al.AlpaLiteError as error:
+        print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
+"""
+
+DIFFERENT = """
+refused(step, w, x, planner=al.planners.Pipeline(num_stages=7), num_microbatches=5, cluster=cluster)
+refused(step, w, x if me == 0 else x[:8], cluster=cluster)
+refused(step, w, x, cluster=cluster, planner=al.planners.DataParallel() if me != 1 else al.planners.FSDP())
+mine = al.plan(step, w, x, cluster=cluster, planner=al.planners.DataParallel())
+compiled = al.parallelize(step, planner=mine, cluster=cluster).trace(w, x).plan().lower()
+given = mine if me == 0 else dataclasses.replace(mine, name="other")
+object.__setattr__(compiled.planned, "last_plan", given)
+try:
+    compiled.compile()
+except al.AlpaLiteError as error:
+    print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
+if me == 1:
+    raise ValueError("the user's own")
+al.plan(step, w, x, cluster=cluster)
+"""
+
+
+def test_errors_and_differences_are_told_on_every_process(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STEP + DIFFERENT)
+    began = time.monotonic()
+    done = run(3, 1, str(program))
+    lines = {i: [line for line in done.stdout.splitlines() if line.startswith(f"[{i}] {{")] for i in range(3)}
+    texts = [[line[4:] for line in lines[i]] for i in range(3)]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 4, done.stdout + done.stderr
+    alone, shapes, planners, plans = texts[0]
+    assert '"BatchError"' in alone or '"PlanError"' in alone
+    assert '"MismatchError"' in shapes and "processes 1 and 2 have step 'step', traced as" in shapes
+    assert "process 1 has planner FSDP" in planners and "where process 0 has data parallel" in planners
+    assert "processes 1 and 2 have plan" in plans
+    assert "[1] ValueError: the user's own" in done.stderr and done.returncode == 1
+    assert time.monotonic() - began < 120
+
+
+def test_facts_that_differ_in_words() -> None:
+    same = {"jax": "0.10.2", "step": "abc"}
+    assert differences([same, same, same]) == ""
+    text = differences([same, {**same, "jax": "0.10.1"}, {"step": "abc"}, {**same, "jax": "0.10.1"}])
+    assert "processes 1 and 3 have jax 0.10.1, where process 0 has 0.10.2" in text
+    assert "process 2 has jax none, where process 0 has 0.10.2" in text
+
+
+def test_a_port_in_use_is_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run(1, 1, "--port", port, "-m", "tests.distributed.joins")
+    assert done.returncode == 1 and f"The coordinator cannot listen at 127.0.0.1:{port}" in done.stderr
+    assert "Address already in use" in done.stderr
+
+
+def test_a_coordinator_that_starts_late_is_waited_for() -> None:
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), NUM_PROCESSES: "2"}
+    environment |= {COORDINATOR: f"127.0.0.1:{port}", "XLA_FLAGS": ""}
+    processes = []
+    for number in (1, 0):
+        command = [sys.executable, "-m", "tests.distributed.joins"]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env={**environment, PROCESS_ID: str(number)}, stdout=subprocess.PIPE)
+        )
+        if number:
+            time.sleep(6)
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert outputs == [b"process 1 of 2\n", b"process 0 of 2\n"]

@@ -1,0 +1,47 @@
+"""A GPT trained by several processes, under plans of all kinds, is the one that `jax.jit` trains on one device.
+
+Numbers are compared by each process for what it holds (`train`); here is what the plans had to be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.launched import answers, run
+
+SPMD = ["data_parallel", "data_parallel in micro-batches", "data_parallel in micro-batches", "fsdp", "megatron", "auto"]
+PIPELINES = ["a stage per process", "two stages", "uneven", "a stage per device", "two-dimensional stages"]
+
+
+def trained(processes: int, devices: int, model: str, *plans: str) -> list[Any]:
+    """What process 0 tells of each plan; the others tell the same."""
+    found = answers(run(processes, devices, "-m", "tests.distributed.train", model, *plans, timeout=1500))
+    assert set(found) == {*range(processes)}
+    told = {number: [(row["plan"], row["stages"], row["sent_bytes"]) for row in rows] for number, rows in found.items()}
+    assert all(told[number] == told[0] for number in told) and len(told[0]) == len(plans)
+    return found[0]
+
+
+def test_stages_inside_processes_and_one_stage_over_all() -> None:
+    pipeline, spmd = trained(2, 2, "gpt_plain", "a stage per process", "fsdp")
+    assert pipeline["stages"] == ["devices 0..1", "devices 2..3"] and pipeline["sent_bytes"] > 0
+    assert spmd["stages"] == ["devices 0..3"]
+
+
+def test_stages_that_span_processes_and_uneven_ones() -> None:
+    """Processes have devices 0, 1 and 2, 3 and 4, 5."""
+    uneven, halves = trained(3, 2, "gpt_plain", "uneven", "two stages")
+    assert uneven["stages"] == ["devices 0..3", "devices 4..4", "devices 5..5"]
+    assert halves["stages"] == ["devices 0..2", "devices 3..5"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "gpt_stacked"])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2), (3, 2)])
+def test_everywhere(processes: int, devices: int, model: str) -> None:
+    plans = [*SPMD, *PIPELINES]
+    if processes * devices % 4:
+        plans.remove("two-dimensional stages")
+    trained(processes, devices, model, *plans)
