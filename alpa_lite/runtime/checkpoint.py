@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from alpa_lite.errors import CheckpointError, CheckpointWarning, PlanError
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.agreement import agreed_data
+from alpa_lite.runtime.agreement import agreed_data, anywhere, meet
 from alpa_lite.runtime.checksums import LIST, damage
 from alpa_lite.runtime.function import CompiledFunction
 from alpa_lite.runtime.saved_leaves import (
@@ -181,7 +180,7 @@ class Checkpoints:
             self._writer.finish()
         except Exception as error:
             problem = error
-        if _anywhere(problem is not None):
+        if anywhere(problem is not None):
             raise self._failed(step, problem or OSError("another process could not write its part")) from problem
         self._pending = None
         self._remove(f"{step}{_REPLACED}")
@@ -228,7 +227,7 @@ class Checkpoints:
     def _problem(self, step: int) -> str:
         """What is wrong with a checkpoint; the same on all processes, each of which looks at a part."""
         found = damage(self._path(step), share=jax.process_index(), num_shares=jax.process_count())
-        if _anywhere(bool(found)) and not found:
+        if anywhere(bool(found)) and not found:
             return "another process found it so"
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return ", ".join(found[:_SHOWN]) + more
@@ -295,15 +294,9 @@ class Checkpoints:
             writer.close()
 
 
-def _anywhere(value: bool) -> bool:
-    """Whether it is true on any process."""
-    return value if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.array(value))))
-
-
 def _together(what: str) -> None:
     """All processes go on when all have come here: what the first one did to the folder is done."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"alpa_lite checkpoints: {what}")
+    meet(range(jax.process_count()))
 
 
 def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:

@@ -103,7 +103,7 @@ class Exchange:
         return None if at in each.sent else blanks.get(each.shape, dtype, device)
 
     def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
-        """By number the pieces that devices of this process get, and the program's token; given those that they send."""
+        """By number the pieces that devices of this process get, and the program's token. They send `pieces`."""
         arrays: list[Any] = []
         for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
             shown = [

@@ -14,7 +14,10 @@ MOST_INPUTS = 8
 
 
 def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], number: int) -> str:
-    """The sentence for instruction `number`, or for what follows the last one: task, micro-batch, stage, devices, inputs, and what to do."""
+    """The sentence for instruction `number`: task, micro-batch, stage, devices, inputs, and what to do.
+
+    The number after the last one stands for what follows the program in a job of several processes.
+    """
     if number == len(program.instructions):
         return (
             "the delivery of the step's small results to all processes. Either it is stuck, because one of them does "

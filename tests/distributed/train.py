@@ -1,7 +1,7 @@
 """A process of a job that trains a small GPT under plans given by name, and compares with `jax.jit` on its own device.
 
-`alpa-lite launch --processes P --devices-per-process D -m tests.distributed.train MODEL PLAN...`; of several plans each
-runs after the other. Prints a line of JSON for each.
+`alpa-lite launch --processes P --devices-per-process D -m tests.distributed.train MODEL PLAN:FEED...`; of several plans
+each runs after the other. Prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -128,5 +128,6 @@ if __name__ == "__main__":
     MODELS["gpt_plain"] = dataclasses.replace(MODELS["gpt"], dropout=0.0)  # compiles in half of the time
     MODELS["gpt_stacked"] = dataclasses.replace(MODELS["gpt_scan"], dropout=0.0)
     _, of_model, *plans = sys.argv
-    for number, plan in enumerate(plans):
-        print(json.dumps(run(plan, of_model, ("whole", "rows", "blocks")[number % 3])), flush=True)
+    for each in plans:
+        plan, _, feed = each.partition(":")
+        print(json.dumps(run(plan, of_model, feed or "whole")), flush=True)
