@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 
 from alpa_lite.errors import CheckpointError, CheckpointWarning, PlanError
 from alpa_lite.plan import Plan
@@ -186,7 +185,7 @@ class Checkpoints:
         self._remove(f"{step}{_REPLACED}")
         if self._keep is not None:
             self._remove(*map(str, self.steps[: -self._keep]))
-        _together("the old ones are gone")
+        _together()
 
     def stop_requested(self, step: int) -> bool:
         """Whether the job was told by SIGTERM to end, after `step`; the same on all processes.
@@ -266,7 +265,7 @@ class Checkpoints:
                 self._rename(f"{number}", f"{number}{_DAMAGED}")
             self._rename(f"{step}", f"{step}{_REPLACED}")
         self._damaged.clear()
-        _together("there is room")
+        _together()
 
     def _bring_back(self, step: int) -> None:
         """What was to be replaced, unless it was."""
@@ -294,7 +293,7 @@ class Checkpoints:
             writer.close()
 
 
-def _together(what: str) -> None:
+def _together() -> None:
     """All processes go on when all have come here: what the first one did to the folder is done."""
     meet(range(jax.process_count()))
 
