@@ -4,6 +4,7 @@ from alpa_lite import errors as errors
 from alpa_lite import planners as planners
 from alpa_lite import schedule as schedule
 from alpa_lite.api import Calibration as Calibration
+from alpa_lite.api import Checkpoints as Checkpoints
 from alpa_lite.api import CompiledFunction as CompiledFunction
 from alpa_lite.api import LoweredFunction as LoweredFunction
 from alpa_lite.api import ParallelFunction as ParallelFunction

@@ -31,6 +31,7 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
+from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
 from alpa_lite.runtime.function import CompiledFunction, compiling, flatten_arguments
 from alpa_lite.runtime.initial import init_sharded as init_sharded

@@ -13,8 +13,9 @@
     ├── FigureError           a figure cannot be drawn
     ├── RuleError             a sharding rule does not fit its op, or is registered twice
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
-    └── ExecutionError        the devices at hand cannot run the plan
-        └── HangError         a step does not end
+    ├── ExecutionError        the devices at hand cannot run the plan
+    │   └── HangError         a step does not end
+    └── CheckpointError       a state cannot be saved or restored
 """
 
 from typing import TypeVar
@@ -86,3 +87,11 @@ class ExecutionError(AlpaLiteError, RuntimeError):
 
 class HangError(ExecutionError):
     """Nothing of a step has ended for too long; the message names the instruction that it waits for."""
+
+
+class CheckpointError(AlpaLiteError, RuntimeError):
+    """A state cannot be saved, or a checkpoint cannot be restored."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, and an earlier one is used."""

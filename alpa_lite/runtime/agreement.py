@@ -2,7 +2,9 @@
 
     agreed_data       what the first process says
     same_everywhere   raise on every process unless all of them state the same facts
+    anywhere          whether something is true on any process
     meet              wait for one another
+    take_leave        tell which processes are gone, before this one ends
 
 With one process, that is what it said itself. The processes that take part must call these functions in the same order.
 While one of them is awaited for long, the others say so; JAX ends all of them when one has died.
@@ -78,22 +80,44 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
-def take_leave(seconds: float) -> None:
-    """Before a process that failed ends: the first one, which the others cannot live without, waits for theirs.
+def anywhere(value: bool) -> bool:
+    """Whether it is true on any process; on all of them."""
+    return value if jax.process_count() == 1 else _service().anywhere(value)
 
-    Where all fail alike, each has told why by then.
+
+def take_leave(seconds: float) -> None:
+    """Before a process that failed ends: tell who is gone, as far as the processes that fail with it know.
+
+    What fails on all at once is mostly that one of them was lost. So each says that it leaves; of whom the first one,
+    without which JAX ends the others, does not hear within so many seconds, it tells the others.
     """
     job = _jax.job()
-    if job is None:
+    if job is None or job.num_processes == 1:
         return
-    if job.process > 0:
+    with suppress(jax.errors.JaxRuntimeError):  # the first one is gone: JAX ends this process
         job.client.key_value_set(f"alpa_lite/left/{job.process}", "")
-        return
-    until = time.monotonic() + seconds
-    with suppress(jax.errors.JaxRuntimeError):
-        for process in range(1, job.num_processes):
+        if job.process == 0:
+            _tell_who_is_gone(job, seconds)
+        elif told := job.client.blocking_key_value_get("alpa_lite/gone", int(1000 * seconds) + 500):
+            _say(told)
+
+
+def _tell_who_is_gone(job: _jax.Job, seconds: float) -> None:
+    until, silent = time.monotonic() + seconds, list[int]()
+    for process in range(1, job.num_processes):
+        try:
             left = max(0.0, until - time.monotonic())
             job.client.blocking_key_value_get(f"alpa_lite/left/{process}", int(1000 * left) + 1)
+        except jax.errors.JaxRuntimeError:
+            silent.append(process)
+    told = ""
+    if silent:
+        which = f"process {silent[0]}" if len(silent) == 1 else f"processes {', '.join(map(str, silent))}"
+        told = f"no word from {which}: lost, or waiting for the others. The job ends."
+        _say(told)
+    job.client.key_value_set("alpa_lite/gone", told)
+    if len(silent) < job.num_processes - 1:
+        time.sleep(0.5)  # in which the others read it
 
 
 def _service() -> _Service:
@@ -117,7 +141,7 @@ class _Service:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._said, self._compared = itertools.count(), itertools.count()
+        self._said, self._compared, self._asked = itertools.count(), itertools.count(), itertools.count()
         self._met: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 
     def said_by_first(self, value: Any) -> Any:
@@ -129,15 +153,21 @@ class _Service:
         self._set(f"{key}/{jax.process_index()}", dict(facts))
         if jax.process_index() > 0:
             return self._first(f"{key}/differ", None)
-        return self._first(
-            f"{key}/differ", differences([self._get(f"{key}/{i}", i) for i in range(jax.process_count())])
-        )
+        return self._first(f"{key}/differ", differences(self._of_all(key)))
+
+    def anywhere(self, value: bool) -> bool:
+        key = f"any/{next(self._asked)}"
+        self._set(f"{key}/{jax.process_index()}", value)
+        return bool(self._first(f"{key}/all", None if jax.process_index() else any(self._of_all(key))))
 
     def meet(self, processes: tuple[int, ...]) -> None:
         number = next(self._met[processes])
         key = f"alpa_lite/meet/{'-'.join(map(str, processes))}/{number}"
         milliseconds = int(1000 * PATIENCE_SECONDS)
         self._client.wait_at_barrier(key, milliseconds, list(processes))
+
+    def _of_all(self, key: str) -> list[Any]:
+        return [self._get(f"{key}/{i}", i) for i in range(jax.process_count())]
 
     def _first(self, key: str, value: Any) -> Any:
         """What the first process has under a key."""

@@ -17,6 +17,9 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.launch import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.launched import leave
 
+HEARTBEAT_SECONDS = 20
+"""JAX waits for 100 s."""
+
 LOST_LAUNCHER = 143
 """Exit code of a process whose launcher is gone."""
 
@@ -27,6 +30,7 @@ def initialize(
     process_id: int | None = None,
     *,
     coordinator_bind_address: str | None = None,
+    heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
     **options: Any,
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
@@ -41,6 +45,8 @@ def initialize(
         coordinator_bind_address: the interface and port on which the first process listens. Default: that of the
             coordinator's address if it is a number or `localhost`, so that a job on loopback cannot be reached from
             outside; for names of hosts JAX's default, all interfaces.
+        heartbeat_timeout_seconds: a process that gives no sign of life for so long is taken for lost, which ends the
+            others. Most are noticed at once, by the connections that break.
         options: others of `jax.distributed.initialize`.
 
     Raises:
@@ -62,6 +68,7 @@ def initialize(
             num_processes,
             process_id,
             coordinator_bind_address=coordinator_bind_address,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             **options,
         )
         _leave_when_failing()

@@ -1,0 +1,208 @@
+"""Checkpoints on disk, through Orbax. The only module that imports it, and imported only where checkpoints are used.
+
+    folder/<step>/manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 64 MiB     (Orbax)
+                  leaves.json                           what they are
+                  plan.json                             how they were placed; `Plan.load` reads it
+                  SHA256SUMS                            of all files, written last
+
+A checkpoint is written under another name, which it loses when all is there. Every process writes the shards that it
+has, and reads what its devices need.
+
+What goes wrong on one process is kept until all have come to the end of a save (`_Careful`): one that gave up early
+would leave the others waiting for it. A checkpoint that is not whole gets no list of checksums, so it is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from alpa_lite.runtime.checksums import LIST, write_checksums, write_part
+from alpa_lite.runtime.saved_leaves import Leaf, Wanted
+
+UNFINISHED: str = ocp.utils.TMP_DIR_SUFFIX
+"""In the name of a checkpoint that is being written, after its step."""
+
+_CHUNK_BYTES = 64 * 2**20  # the most that is read to get at a small part of a large array
+_REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each
+_READ_AT_ONCE_GB = 16
+_LONGEST_SAVE_SECONDS = 3600
+_WRITTEN_LAST = ("commit_success.txt", "_CHECKPOINT_METADATA")
+
+
+class _Local:
+    """An array whose devices all belong to this process, of several: to Orbax it must not look like a `jax.Array`,
+    of which it expects every process to have a part."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+
+class ShardHandler(ocp.type_handlers.ArrayHandler):
+    """Arrays of which a process has all shards, some or none: those of pipeline stages live on some processes only."""
+
+    def __init__(self) -> None:
+        """Keys and shardings are told elsewhere."""
+        super().__init__(
+            primary_host=None,  # whoever has a part of an array also writes what the array is
+            use_replica_parallel=jax.process_count() > 1,
+            min_slice_bytes_for_replica_parallel=_REPLICAS_SHARE_FROM,
+            enable_write_sharding_file=False,
+            array_metadata_store=None,
+        )
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
+        """Write the shards that this process has."""
+        args = args or [ocp.SaveArgs()] * len(values)
+        here = [i for i, value in enumerate(values) if value.sharding.addressable_devices]
+        if not here:
+            return []
+        local = jax.process_count() > 1
+        arrays: list[Any] = [_Local(values[i]) if local and values[i].is_fully_addressable else values[i] for i in here]
+        return await super().serialize(arrays, [infos[i] for i in here], [args[i] for i in here])
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+        """Read what this process's devices need."""
+        here = [i for i, arg in enumerate(args) if arg.sharding.addressable_devices]
+        read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
+        arrays = dict(zip(here, read, strict=True))
+        return [
+            arrays[i]
+            if i in arrays
+            else jax.make_array_from_single_device_arrays(arg.global_shape, arg.sharding, [], dtype=arg.dtype)
+            for i, arg in enumerate(args)
+        ]
+
+
+def _arrays_handler() -> Any:
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ShardHandler()), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, restore_concurrent_gb=_READ_AT_ONCE_GB)
+
+
+class _Careful(ocp.AsyncCheckpointHandler):
+    """Writes a checkpoint; `problem` is what went wrong on this process."""
+
+    def __init__(self) -> None:
+        self._arrays = _arrays_handler()
+        self._content: Content | None = None
+        self.problem: Exception | None = None
+
+    async def async_save(self, directory: Any, args: Content) -> list[Any]:
+        self._content, self.problem = args, None
+        written: list[Any] = []
+        try:
+            if args.arrays:
+                chunks = dict.fromkeys(args.arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
+                item = ocp.args.PyTreeSave(item=dict(args.arrays), save_args=chunks)
+                written = await self._arrays.async_save(directory, args=item) or []
+        except Exception as error:
+            self.problem = error
+        return [_Written(written, Path(directory), self)]
+
+    def save(self, directory: Any, args: Content) -> None:
+        raise NotImplementedError
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        raise NotImplementedError
+
+    def finalize(self, directory: Any) -> None:
+        """On the first process, when all have written what they could."""
+        folder, content = Path(directory), self._content
+        try:
+            if self.problem is None and content is not None:
+                for process in range(1, jax.process_count()):
+                    if not (folder / f"{LIST}.{_part(process)}").exists():
+                        raise OSError(f"process {process} could not write its part")
+                if content.arrays:
+                    self._arrays.finalize(directory)
+                for name, data in content.beside.items():
+                    (folder / name).write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
+                write_checksums(folder, skip=lambda name: name in _WRITTEN_LAST)
+        except Exception as error:
+            self.problem = error
+
+    def close(self) -> None:
+        self._arrays.close()
+
+
+@ocp.args.register_with_handler(_Careful, for_save=True, for_restore=True)
+@dataclass
+class Content(ocp.args.CheckpointArgs):
+    """What a checkpoint gets: arrays by name, and JSON data by the name of their files."""
+
+    arrays: Mapping[str, Any]
+    beside: Mapping[str, Any]
+
+
+class _Written:
+    """Of one process: ends when what was begun is on disk, with its digests."""
+
+    def __init__(self, futures: Sequence[Any], folder: Path, handler: _Careful) -> None:
+        self._futures, self._folder, self._handler = futures, folder, handler
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            for each in self._futures:
+                each.result(timeout=timeout)
+            if jax.process_index() > 0 and self._handler.problem is None:
+                write_part(self._folder, _part(jax.process_index()))
+        except Exception as error:
+            self._handler.problem = error
+
+
+def _part(process: int) -> str:
+    """The subfolder that a process writes its arrays into."""
+    return f"ocdbt.process_{process}"
+
+
+class Writer:
+    """Writes checkpoints, one at a time. All processes call it alike."""
+
+    def __init__(self) -> None:
+        """Nothing is written yet."""
+        self._handler = _Careful()
+        options = ocp.AsyncOptions(timeout_secs=_LONGEST_SAVE_SECONDS)
+        self._checkpointer = ocp.AsyncCheckpointer(self._handler, async_options=options)
+
+    def start(self, path: Path, content: Content) -> None:
+        """Begin to write; returns when the arrays may be overwritten."""
+        self._checkpointer.save(path, args=content)
+
+    def finish(self) -> None:
+        """Wait until it is complete. Raises what went wrong on this process."""
+        self._checkpointer.wait_until_finished()
+        if self._handler.problem is not None:
+            raise self._handler.problem
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self._checkpointer.close()
+
+
+def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Any]:
+    """The arrays of a checkpoint by name, as they are stored: in their places, or on the host."""
+    how = {each.name: _restore_args(each, saved[each.name]) for each in wanted if not each.leaf.is_empty}
+    if not how:
+        return {}
+    with ocp.Checkpointer(_arrays_handler()) as reader:
+        args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how, partial_restore=True)
+        return reader.restore(folder, args=args)
+
+
+def _restore_args(each: Wanted, saved: Leaf) -> Any:
+    if each.sharding is None or saved.is_number:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    form = each.leaf.as_stored
+    return ocp.ArrayRestoreArgs(sharding=each.stored_sharding, global_shape=form.shape, dtype=form.dtype, strict=True)

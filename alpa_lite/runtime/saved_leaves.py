@@ -1,0 +1,276 @@
+"""A state as arrays by name, as a checkpoint holds it; independent of the pytrees that it is taken from and put into.
+
+    saved     shape and dtype of each leaf by its name, and the arrays to write            `stored`
+    wanted    the same of a state to be restored, and where each leaf goes                 `wanted`, `check_fit`
+    back      leaves of the wanted kind, of the arrays that were read                      `Wanted.restored`
+
+Names are the paths in the state, as `params/0/w`. What storage cannot hold is written in another form: typed keys as
+their data, integers of 4 bits and less as 8 bits; arrays without elements are not written at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from alpa_lite import _jax
+from alpa_lite.errors import CheckpointError
+
+FORMAT = 1
+"""Version of what a checkpoint says of its arrays."""
+
+_WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+"""Dtypes that are stored as others, which hold the same numbers."""
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+_LARGEST_BYTES = {"c": 16}
+_SHOWN = 3
+"""How many names a message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """What a checkpoint says of one leaf. Keys have the dtype `key<...>` and the shape without their data.
+
+    `is_number`: it was a number of Python's, which has no dtype of its own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_number: bool = False
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds typed random keys."""
+        return self.dtype.startswith("key<")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements."""
+        return 0 in self.shape
+
+    @property
+    def as_stored(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype in the file."""
+        if self.is_key:
+            return jax.eval_shape(jax.random.key_data, _jax.struct(self.shape, self.dtype))
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(_WIDER.get(self.dtype, self.dtype)))
+
+    @property
+    def kind(self) -> object:
+        """Whole numbers, fractions, or what else it holds."""
+        return self.dtype if self.is_key else next(kind for kind in _KINDS if jnp.issubdtype(self.dtype, kind))
+
+    def fits(self, other: Leaf) -> bool:
+        """Whether one can be restored as the other."""
+        alike = self.kind == other.kind if self.is_number or other.is_number else self.dtype == other.dtype
+        return alike and self.shape == other.shape
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        return {**data, "is_number": True} if self.is_number else data
+
+    @staticmethod
+    def from_json(data: Any) -> Leaf:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        leaf = Leaf(
+            shape=tuple(int(size) for size in data["shape"]),
+            dtype=str(data["dtype"]),
+            is_number=data.get("is_number") is True,
+        )
+        if not leaf.is_key:
+            jnp.dtype(leaf.dtype)
+        return leaf
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A state to be written: what each leaf is, and the arrays with elements, in the form that storage holds."""
+
+    leaves: Mapping[str, Leaf]
+    arrays: Mapping[str, Any]
+
+
+def stored(state: Any) -> Stored:
+    """A state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
+    leaves: dict[str, Leaf] = {}
+    arrays: dict[str, Any] = {}
+    for name, value in _named(state):
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise CheckpointError(
+                f"The array {name} of the state was deleted: a step took its memory over (donate_argnums). Save what "
+                "that step returned."
+            )
+        leaf = leaves[name] = _described(name, value)
+        if not leaf.is_empty:
+            arrays[name] = _storable(value, leaf)
+    return Stored(leaves=leaves, arrays=arrays)
+
+
+def _storable(value: Any, leaf: Leaf) -> Any:
+    if leaf.is_key:
+        return jax.random.key_data(value)
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    return array.astype(_WIDER[leaf.dtype]) if leaf.dtype in _WIDER else array
+
+
+def leaves_to_json(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
+    """Plain data."""
+    return {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
+
+
+def leaves_from_json(data: Any) -> dict[str, Leaf]:
+    """Inverse of `leaves_to_json`. Raises `CheckpointError` for anything else."""
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']!r}")
+        return {str(name): Leaf.from_json(leaf) for name, leaf in data["leaves"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"its list of arrays is none that this version of alpa_lite writes ({error}): restore it with the version "
+            "that saved it"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One leaf of a state to be restored.
+
+    sharding   where its array goes; None: it is NumPy's, or a number
+    number     what a number is to be: `int`, `np.float32`
+    """
+
+    name: str
+    leaf: Leaf
+    sharding: Sharding | None
+    number: type[Any] | None = None
+
+    @property
+    def stored_sharding(self) -> Sharding | None:
+        """Of the array as it is stored: that of keys has a dim more."""
+        if not self.leaf.is_key or not isinstance(self.sharding, NamedSharding):
+            return self.sharding
+        spec = PartitionSpec(*self.sharding.spec[: len(self.leaf.shape)])
+        return NamedSharding(self.sharding.mesh, spec, memory_kind=self.sharding.memory_kind)
+
+    def restored(self, array: Any) -> Any:
+        """The leaf, of what was read: an array in its place, or NumPy's (None of an array without elements)."""
+        form = self.leaf.as_stored
+        array = np.zeros(form.shape, form.dtype) if array is None else array
+        if self.number is not None:
+            return self.number(array[()])
+        if self.sharding is None:
+            return np.array(array, self.leaf.dtype)
+        if not isinstance(array, jax.Array):
+            array = _placed(self.name, array, form, self.stored_sharding)
+        if self.leaf.is_key:
+            return jax.jit(_keys, static_argnums=1, out_shardings=self.sharding)(
+                array, _jax.key_implementation(self.leaf.dtype)
+            )
+        if self.leaf.dtype in _WIDER:
+            return jax.jit(lambda x: x.astype(self.leaf.dtype), out_shardings=self.sharding)(array)
+        return array
+
+
+def _keys(data: Any, implementation: str) -> Any:
+    return jax.random.wrap_key_data(data, impl=implementation)
+
+
+def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """An array of the host's, which every process has; each puts its own parts in their places."""
+    converted = np.asarray(array).astype(form.dtype)
+    if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
+        raise CheckpointError(f"it holds {array} for {name}, which is too large for {form.dtype}")
+    return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
+
+
+def wanted(like: Any, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
+    """The leaves of a pytree like the state to be restored: arrays, `jax.ShapeDtypeStruct`s, numbers.
+
+    shardings: where each goes; None: where the arrays are, or as the structs say; those that do not say so go to the
+        first device.
+    """
+    named = _named(like)
+    places = shardings if shardings is not None else [_place(value) for _, value in named]
+    return [
+        Wanted(
+            name=name,
+            leaf=_described(name, value),
+            sharding=place,
+            number=type(value) if isinstance(value, (bool, int, float, complex, np.generic)) else None,
+        )
+        for (name, value), place in zip(named, places, strict=True)
+    ]
+
+
+def _place(value: Any) -> Sharding | None:
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return value.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return None
+
+
+def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: bool) -> None:
+    """Raise `CheckpointError` unless a checkpoint has the leaves that are wanted, and (unless `partial`) no others."""
+    names = {each.name for each in wanted}
+    missing = [name for name in names if name not in saved]
+    extra = [] if partial else [name for name in saved if name not in names]
+    if missing or extra:
+        parts = [*_listed("lacks", missing), *_listed("has besides", extra)]
+        advice = ", or give partial=True to restore a part of it" if not missing else ""
+        raise CheckpointError(
+            f"it holds another state than the one that is asked for: it {' and '.join(parts)}. Give the state that was "
+            f"saved as `like`{advice}"
+        )
+    for each in wanted:
+        if not each.leaf.fits(saved[each.name]):
+            raise CheckpointError(
+                f"it holds {saved[each.name]} for {each.name}, but {each.leaf} is asked for. Nothing is cut, padded or "
+                "converted: restore it as it was saved, and change it then"
+            )
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what} {', '.join(sorted(names)[:_SHOWN])}{more}"] if names else []
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves by their paths; paths that read alike are numbered."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths]
+    counts, seen, result = Counter(names), Counter[str](), list[tuple[str, Any]]()
+    for name, (_, value) in zip(names, paths, strict=True):
+        seen[name] += 1
+        result.append((f"{name}#{seen[name]}" if counts[name] > 1 else name, value))
+    return result
+
+
+def _described(name: str, value: Any) -> Leaf:
+    is_number = type(value) in (bool, int, float, complex)
+    dtype = np.asarray(value).dtype if is_number else getattr(value, "dtype", None)
+    if _can_be_stored(dtype):
+        return Leaf(shape=tuple(np.shape(value)), dtype=str(dtype), is_number=is_number)
+    what = type(value).__name__ if dtype is None else f"{type(value).__name__} of {dtype}"
+    raise CheckpointError(
+        f"{name} of the state is a {what}, but checkpoints hold arrays and numbers. Leave it out of the state, or make "
+        "it an array of numbers."
+    )
+
+
+def _can_be_stored(dtype: Any) -> bool:
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype is not None
+    if not any(jnp.issubdtype(dtype, kind) for kind in _KINDS):
+        return False
+    return np.dtype(dtype).itemsize <= _LARGEST_BYTES.get(np.dtype(dtype).kind, 8)

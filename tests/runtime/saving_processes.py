@@ -1,0 +1,137 @@
+"""One of two processes of two devices each that save and restore a state: `saving_processes.py PORT ID FOLDER FAILS`.
+
+Some arrays lie on all devices, some on those of one process, as the stages of a pipeline do. Prints a JSON object.
+
+FAILS: the process that gets no room on its disk for the second checkpoint; -1: none.
+"""
+
+import faulthandler
+import json
+import resource
+import signal
+import sys
+import time
+import warnings
+
+import jax
+import numpy as np
+import tensorstore
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import alpa_lite as al
+from alpa_lite.errors import CheckpointError
+from tests.runtime.saved_states import ROWS, global_values
+
+READ = "/tensorstore/kvstore/file/bytes_read"
+
+
+def placements() -> list[dict[str, NamedSharding]]:
+    """Two ways to place the arrays: over all devices, on the first process, on the second; and the other way round."""
+    devices = np.array(jax.devices())
+    everywhere, first, second = (Mesh(part, "x") for part in (devices, devices[:2], devices[2:]))
+
+    def place(mesh: Mesh, *spec: str | None) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return [
+        {
+            "everywhere": place(everywhere, "x"),
+            "first": place(first, "x"),
+            "second": place(second, None, "x"),
+            "copies": place(everywhere),
+            "keys": place(second, "x"),
+        },
+        {
+            "everywhere": place(second, None, "x"),
+            "first": place(everywhere, "x"),
+            "second": place(first),
+            "copies": place(first, "x"),
+            "keys": place(everywhere, "x"),
+        },
+    ]
+
+
+def make(name: str, sharding: NamedSharding) -> jax.Array:
+    """An array of the state, in its place."""
+    value = global_values()[name]
+    if name == "keys":
+        return jax.jit(lambda: jax.random.split(jax.random.key(7), ROWS), out_shardings=sharding)()
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+
+
+def is_right(name: str, array: jax.Array) -> bool:
+    """Whether the parts on this process's devices are those of the whole."""
+    data = jax.random.key_data(array) if name == "keys" else array
+    return all(np.array_equal(np.asarray(s.data), global_values()[name][s.index]) for s in data.addressable_shards)
+
+
+def main() -> None:
+    """Join the other process, and do what is wanted."""
+    port, number, folder, fails = sys.argv[1:]
+    faulthandler.dump_traceback_later(100, exit=True)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number))
+    found = save_and_restore(folder) if fails == "-1" else fail(folder, number == fails)
+    print(json.dumps(found))
+
+
+def fail(folder: str, here: bool) -> dict[str, object]:
+    """Save twice, the second time with no room on one of the processes."""
+    state = {name: make(name, sharding) for name, sharding in placements()[0].items()}
+    checkpoints = al.Checkpoints(folder)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    if here:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    begun, found = time.perf_counter(), dict[str, object]()
+    try:
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    except CheckpointError as error:
+        found["error"] = str(error)
+    return {**found, "seconds": time.perf_counter() - begun}
+
+
+def save_and_restore(folder: str) -> dict[str, object]:
+    """Save under the first placement, restore under both, and save what was restored."""
+    first, second = placements()
+    state = {name: make(name, sharding) for name, sharding in first.items()} | {"numbers": np.arange(3), "epoch": 5}
+    found: dict[str, object] = {}
+    with al.Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state)
+        for way, shardings in (("same", first), ("other", second)):
+            like = {
+                name: jax.ShapeDtypeStruct(state[name].shape, state[name].dtype, sharding=sharding)
+                for name, sharding in shardings.items()
+            }
+            before = _bytes_read()
+            step, restored = checkpoints.restore(like | {"numbers": np.zeros(3, int), "epoch": 0}, verify=False)
+            found[f"{way}: bytes"] = _bytes_read() - before
+            found[f"{way}: right"] = all(is_right(name, restored[name]) for name in like)
+            found[f"{way}: placed"] = all(restored[name].sharding == shardings[name] for name in like)
+            found[f"{way}: host"] = restored["numbers"].tolist(), restored["epoch"], step
+        checkpoints.save(4, {**restored, "epoch": 6})
+        checkpoints.wait()
+        found["steps"] = checkpoints.steps
+        damaged = next(path for path in sorted((checkpoints.folder / "4").rglob("d/*")))
+        if jax.process_index() == 0:
+            damaged.write_bytes(damaged.read_bytes()[:-1])
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found["after damage"] = checkpoints.restore({"epoch": 0}, partial=True)[0]
+        found["told"] = [str(each.message) for each in told]
+        checkpoints.save(5, state)
+    found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
+    return found
+
+
+def _bytes_read() -> int:
+    metrics = tensorstore.experimental_collect_matching_metrics(READ)
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""States that lie on several processes: every process writes and reads its own shards, and none waits for another
+that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from tests.runtime.saved_states import ROWS, global_values
+
+ROOT = Path(__file__).parents[2]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _run_two(folder: Path, *, fails: int = -1) -> list[dict[str, Any]]:
+    """What each of two processes says."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "NPROC": "16",
+    }
+    script, port = str(Path(__file__).with_name("saving_processes.py")), str(_free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(number), str(folder), str(fails)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode == 0 for process in processes), ended
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the two processes, and what each of them said."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, _run_two(folder)
+
+
+@pytest.mark.parametrize("way", ["same", "other"])
+def test_arrays_of_some_processes_come_back_in_any_place(way: str, said: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in said[1]:
+        assert found[f"{way}: right"] and found[f"{way}: placed"]
+        assert found[f"{way}: host"] == [[0, 1, 2], 5, 3]
+
+
+@pytest.mark.parametrize("way", ["same", "other"])
+def test_each_process_reads_about_its_half(way: str, said: tuple[Path, list[dict[str, Any]]]) -> None:
+    whole = sum(array.nbytes for array in global_values().values())
+    for found in said[1]:
+        assert found[f"{way}: bytes"] < 0.6 * whole
+
+
+def test_old_ones_go_and_all_processes_see_the_same(said: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in said[1]:
+        assert found["steps"] == [3, 4]
+        assert found["left"] == ["3", "4.damaged", "5"]
+
+
+def test_damage_that_one_process_sees_counts_for_all(said: tuple[Path, list[dict[str, Any]]]) -> None:
+    sentences = [sentence for found in said[1] for sentence in found["told"]]
+    assert [found["after damage"] for found in said[1]] == [3, 3] and len(sentences) == 2
+    assert all("step 4" in sentence and "Step 3 is used" in sentence for sentence in sentences)
+    assert any("is not what was written" in sentence for sentence in sentences)
+
+
+def test_one_process_restores_what_two_saved(said: tuple[Path, list[dict[str, Any]]]) -> None:
+    keys = jax.random.split(jax.random.key(7), ROWS)
+    like = {name: np.zeros_like(array) for name, array in global_values().items() if name != "keys"}
+    _, state = al.Checkpoints(said[0]).restore({**like, "keys": keys, "numbers": np.zeros(3, int), "epoch": 0})
+    assert all(np.array_equal(state[name], global_values()[name]) for name in like)
+    assert (jax.random.key_data(state["keys"]) == global_values()["keys"]).all() and state["epoch"] == 5
+
+
+@pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_cannot_write_holds_up_nobody(fails: int, tmp_path: Path) -> None:
+    found = _run_two(tmp_path, fails=fails)
+    assert all("step 2 " in each["error"] and "newest one is of step 1" in each["error"] for each in found)
+    assert "File too large" in found[fails]["error"] and "could not write its part" in found[1 - fails]["error"]
+    assert all(each["seconds"] < 30 for each in found)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
