@@ -21,6 +21,7 @@ import numpy as np
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.joint_plan import check_same_program, planned_together
+from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
@@ -145,6 +146,7 @@ class PlannedFunction:
         with self.function.options.progress.during("lower"):
             plan.verify(step.step)
             step = as_planned(step, plan)
+            check_fits(plan, step.step)
             return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
 
     def __str__(self) -> str:

@@ -2,19 +2,65 @@
 
 Fields that equal their default are left out, so that files stay small and old files stay readable. Mappings with
 integer keys are written with string keys, as JSON demands. Classes with `to_json`/`from_json` of their own use those.
+
+Files may be damaged or hostile: reading makes nothing but the annotated classes, takes no value for one of another
+kind, and raises nothing but `PlanError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import types
 import typing
 from collections.abc import Mapping
+from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
+
+CHECKSUM = "checksum"
+"""The entry of a file that holds the digest of all others."""
+
+MAX_BYTES = 256 * 2**20
+"""The largest file that is read: no plan is as large."""
+
+_MAX_WHOLE = 2**63
+_NOT_FINITE = ("inf", "-inf", "nan")
+
+
+def write_file(data: Mapping[str, Any], path: str | Path) -> None:
+    """Write plain data with a checksum."""
+    Path(path).write_text(json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False))
+
+
+def read_file(path: str | Path) -> Any:
+    """The plain data of a file, whose checksum, if it has one, must be right. Raises `PlanError` in a sentence."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+        data = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"{path} cannot be read as a plan: {error}. Give a file that plan.save wrote.") from error
+    if not isinstance(data, dict) or CHECKSUM not in data:
+        return data
+    given = data.pop(CHECKSUM)
+    if given != _digest(data):
+        raise PlanError(
+            f"{path} was damaged or changed after it was saved: its checksum is not that of its content. Give a file "
+            f'as plan.save wrote it. If you changed it on purpose, remove its entry "{CHECKSUM}".'
+        )
+    return data
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def encode(value: Any) -> Any:
@@ -48,43 +94,87 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 def decode(wanted: Any, data: Any) -> Any:
     """The value of type `wanted` that `encode` wrote as `data`. Raises `PlanError` when the data do not fit."""
-    if wanted is Any:
-        return data
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         return None if data is None else decode(next(a for a in arguments if a is not type(None)), data)
     if origin is tuple:
         return _decode_tuple(arguments, data)
     if origin is not None and issubclass(origin, Mapping):
-        return {decode(arguments[0], key): decode(arguments[1], item) for key, item in data.items()}
-    from_json = getattr(wanted, "from_json", None)
-    if from_json is not None:
-        return from_json(data)
-    return _decode_dataclass(wanted, data) if dataclasses.is_dataclass(wanted) else wanted(data)
+        return _decode_mapping(arguments, data)
+    if hasattr(wanted, "from_json") or dataclasses.is_dataclass(wanted):
+        return _decode_object(wanted, data)
+    return _decode_plain(wanted, data)
+
+
+def _decode_plain(wanted: Any, data: Any) -> Any:
+    is_whole = type(data) is int and abs(data) < _MAX_WHOLE
+    if wanted is float and (is_whole or (type(data) is str and data in _NOT_FINITE)):
+        return float(data)
+    if type(data) is wanted and (is_whole or wanted is not int):
+        return data
+    if issubclass(wanted, Enum) and data in [member.value for member in wanted]:
+        return wanted(data)
+    raise PlanError(f"{_shown(data)} stands where the file needs a {wanted.__name__}.")
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise PlanError(f"{_shown(data)} stands where the file needs a list.")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(decode(arguments[0], item) for item in data)
-    return tuple(decode(a, item) for a, item in zip(arguments, data, strict=True))
+        return tuple([decode(arguments[0], item) for item in data])
+    if len(arguments) != len(data):
+        raise PlanError(f"A list of {len(data)} stands where the file needs one of {len(arguments)}.")
+    return tuple([decode(a, item) for a, item in zip(arguments, data, strict=True)])
+
+
+def _decode_mapping(arguments: tuple[Any, ...], data: Any) -> dict[Any, Any]:
+    key_type, item_type = arguments
+    return {_key(key_type, key): decode(item_type, item) for key, item in _object(data).items()}
+
+
+def _key(wanted: Any, text: str) -> Any:
+    if wanted is str:
+        return text
+    if not (text.isascii() and text.isdecimal() and len(text) < 19 and text == str(int(text))):
+        raise PlanError(f"{_shown(text)} stands where the file needs a number.")
+    return int(text)
+
+
+def _decode_object(wanted: Any, data: Any) -> Any:
+    given = _object(data)
+    from_json = getattr(wanted, "from_json", None)
+    try:
+        return from_json(given) if from_json is not None else _decode_dataclass(wanted, given)
+    except PlanError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise PlanError(f"The file does not hold a complete {wanted.__name__}: {error}.") from error
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass."""
     return typing.get_type_hints(cls)
 
 
-def _decode_dataclass(cls: Any, data: Any) -> Any:
-    hints = _hints(cls)
-    if not isinstance(data, Mapping):
-        raise PlanError(f"A {cls.__name__} is written as an object, but the file has {type(data).__name__}.")
+def _decode_dataclass(cls: Any, data: Mapping[str, Any]) -> Any:
+    hints = hints_of(cls)
     unknown = set(data) - set(hints)
     if unknown:
         raise PlanError(
             f"The file names {sorted(unknown)}, which a {cls.__name__} of this version does not know. It was written "
             "by another version of alpa_lite, or it is no plan."
         )
-    try:
-        return cls(**{name: decode(hints[name], item) for name, item in data.items()})
-    except (TypeError, ValueError, KeyError) as error:
-        raise PlanError(f"The file does not hold a complete {cls.__name__}: {error}.") from error
+    return cls(**{name: decode(hints[name], item) for name, item in data.items()})
+
+
+def _object(data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{_shown(data)} stands where the file needs an object.")
+    return data
+
+
+def _shown(data: Any) -> str:
+    """What stands in a file, as far as it has room in a sentence."""
+    text = repr(data) if not isinstance(data, (dict, list)) else type(data).__name__
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -93,5 +93,5 @@ class CheckpointError(AlpaLiteError, RuntimeError):
     """A state cannot be saved, or a checkpoint cannot be restored."""
 
 
-class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over, and an earlier one is used."""
+class UnusableFileWarning(UserWarning):
+    """A file or checkpoint that cannot be used was passed over."""

@@ -7,18 +7,18 @@ A plan names ops and values by their number in the traced graph; `fingerprint` t
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from alpa_lite.codec import decode, encode
+from alpa_lite.codec import decode, encode, hints_of, read_file, write_file
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.mesh import sharing
+from alpa_lite.plan_checks import check_plan
 from alpa_lite.plan_parts import Accumulator as Accumulator
 from alpa_lite.plan_parts import ArrayShape as ArrayShape
 from alpa_lite.plan_parts import CollectiveUse as CollectiveUse
@@ -127,7 +127,7 @@ class Plan:
         """Inverse of `to_json`. Raises `PlanError` when the data are no plan of this version."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
-        hints = get_type_hints(Plan)
+        hints = hints_of(Plan)
         missing = [name for name in _decided() if name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
@@ -135,24 +135,32 @@ class Plan:
         for name in _decided():
             try:
                 found[name] = decode(hints[name], data[name])
-            except (TypeError, ValueError, AttributeError, KeyError) as error:
+            except RecursionError as error:
                 raise PlanError(
-                    f"{name!r} of the plan file is none: {error}. It was edited or cut off: save the plan again."
+                    "The plan file nests too deeply. Give a file that plan.save of this version wrote."
                 ) from error
-        return Plan(**found)
+            except PlanError as error:
+                raise PlanError(f"{name!r} of the plan file is none: {error}") from error
+        plan = Plan(**found)
+        check_plan(plan)
+        return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), allow_nan=False))
+        """Write the plan to a JSON file, with a checksum."""
+        write_file(self.to_json(), path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote. Raises `PlanError` for anything else."""
+        """Read a plan that `save` wrote. Raises `PlanError` for anything else.
+
+        A file whose checksum is not that of its content is refused; one without a checksum is read, so that plans can
+        be edited. Every file is checked for sense.
+        """
+        data = read_file(path)
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{path} cannot be read as a plan: {error}. Give a file that plan.save wrote.") from error
-        return Plan.from_json(data)
+            return Plan.from_json(data)
+        except PlanError as error:
+            raise PlanError(f"{path} holds no plan that can be used: {error}") from error
 
     def __str__(self) -> str:
         from alpa_lite.inspection.tables import plan_text

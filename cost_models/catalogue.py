@@ -165,7 +165,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         sentence = f"The cluster file {str(path)!r} cannot be read ({error}): give the path of a file."
         raise ClusterError(sentence) from error
     return parse_object(str(path), text)
@@ -175,7 +175,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     """The JSON object in `text`."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterError(f"The cluster file {name!r} is not JSON ({error}): correct that line.") from error
     if not isinstance(data, dict):
         raise ClusterError(f"The cluster file {name!r} holds no JSON object: start from Cluster.to_json().")

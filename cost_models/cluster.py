@@ -193,7 +193,17 @@ class Cluster:
         Raises:
             ClusterError: a key is missing or unknown, a name is unknown, or a value cannot be.
         """
-        values = without_comments(data)
+        try:
+            return cls._from_values(without_comments(require_object("The cluster", data)))
+        except ClusterError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+            raise ClusterError(
+                f"The cluster holds a value of another kind than it should ({error}): see Cluster.to_json()."
+            ) from error
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Cluster:
         mixed = bool(values.get("groups"))
         check_keys("The cluster", values, cls, optional=("device", "num_hosts", "intra_host") if mixed else ())
         for key in _LINKS:
@@ -276,7 +286,8 @@ def cluster_sources(name: str) -> dict[str, str]:
         named = link if isinstance(link, str) else dict(link or {}).get("link")
         if isinstance(named, str):
             found |= {f"{part}.{key}": source for key, source in link_sources(named).items()}
-    return {**found, **data.get("sources", {})}
+    own = data.get("sources", {})
+    return {**found, **(cast("Mapping[str, str]", own) if isinstance(own, Mapping) else {})}
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -15,7 +16,7 @@ import jax
 import pulp
 
 from alpa_lite import _jax
-from alpa_lite.errors import ExecutionError
+from alpa_lite.errors import UnusableFileWarning
 from alpa_lite.inspection.self_test import SelfTest, self_test
 from alpa_lite.inspection.tables import Table, render
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
@@ -164,11 +165,11 @@ def calibration_found() -> tuple[str, str]:
     path = path_for(fingerprint(jax.devices()))
     if not path.exists():
         return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
-    try:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UnusableFileWarning)
         local_cluster()
-    except ExecutionError as error:
-        return f"{path} cannot be used", str(error)
-    return str(path), ""
+    unusable = [str(each.message) for each in told if issubclass(each.category, UnusableFileWarning)]
+    return (f"{path} cannot be used", unusable[0]) if unusable else (str(path), "")
 
 
 def solver_error() -> str:

@@ -52,6 +52,8 @@ def read_pins(path: str | Path) -> PinFile:
         data = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read: {error}. Give a YAML file with pins: {_FORM}.") from error
+    except RecursionError as error:
+        raise PlanError(f"{path}: this nests too deeply. For each pin {_FORM}.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""

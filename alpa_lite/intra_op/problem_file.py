@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -60,7 +61,9 @@ def read_problem(path: str | Path) -> Problem:
         raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
     except json.JSONDecodeError as error:
         raise ProblemFileError(f"{path} is not JSON: {error}.") from error
-    except (KeyError, TypeError) as error:
+    except (EOFError, zlib.error, RecursionError) as error:
+        raise ProblemFileError(f"{path} cannot be read: it is cut off, damaged or no problem ({error}).") from error
+    except (KeyError, TypeError, OverflowError) as error:
         raise ProblemFileError(
             f"{path} is no intra-op problem: {error} is missing or of the wrong kind. Needed are problem.nodes with "
             "intervals, costs and usages, and problem.edges with nodes and costs."

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.cross_mesh import Layout, PlannedTransfer, plan_transfer
-from alpa_lite.errors import VerificationError
+from alpa_lite.errors import MismatchError, VerificationError
 from alpa_lite.graph.ir import Value, item_bytes
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.slice import Slicer, TaskSpec
@@ -241,6 +241,11 @@ class _ProgramBuilder:
         return self._send(source, target, spec)
 
     def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:
+        if source not in self.written:
+            raise MismatchError(
+                f"This plan of {self.plan.function!r} contradicts the order of its step: {target} needs {source}, "
+                "which is made later. It was edited or damaged; make a new plan with al.plan."
+            )
         transfer = planned_transfer(
             self.plan, self.graph.values[source.value], (source.stage, self.written[source]), (target.stage, spec)
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.errors import CheckpointError, CheckpointWarning, PlanError
+from alpa_lite.errors import CheckpointError, PlanError, UnusableFileWarning
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.agreement import agreed_data, anywhere, meet
 from alpa_lite.runtime.checksums import LIST, damage
@@ -78,7 +78,7 @@ class Checkpoints:
         except CheckpointError as error:
             if kind is None:
                 raise
-            warnings.warn(str(error), CheckpointWarning, stacklevel=2)
+            warnings.warn(str(error), UnusableFileWarning, stacklevel=2)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Checkpoints:
             problem = self._problem(number) if verify else ""
             if not problem:
                 for sentence in refused:
-                    warnings.warn(f"{sentence} Step {number} is used.", CheckpointWarning, stacklevel=2)
+                    warnings.warn(f"{sentence} Step {number} is used.", UnusableFileWarning, stacklevel=2)
                 return number, jax.tree.unflatten(structure, self._read(number, leaves, partial=partial))
             refused.append(f"The checkpoint of step {number} in {self.folder} is damaged: {problem}.")
             if step is None:

@@ -1,7 +1,7 @@
 """This process's devices as a `Cluster`.
 
     1. the file that is given, if one is;
-    2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.path_for`);
+    2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.path_for`), unless it is damaged;
     3. else measured on the spot, in about three seconds, once per process.
 
 Of a job of several processes, the first one's files count, so that all describe the same cluster.
@@ -13,13 +13,14 @@ time instead of running side by side.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from alpa_lite.errors import ExecutionError
+from alpa_lite.errors import ExecutionError, UnusableFileWarning
 from alpa_lite.runtime.agreement import agreed_data
 from alpa_lite.runtime.calibrate import quick_cluster
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
@@ -36,7 +37,7 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         devices: default `jax.devices()`.
 
     Raises:
-        ExecutionError: the file was measured on other devices, or describes another number of them, or is broken.
+        ExecutionError: the file that was given was measured on other devices, or describes another number of them.
         ClusterError: the file that was given cannot be read.
     """
     found = tuple(jax.devices() if devices is None else devices)
@@ -63,7 +64,7 @@ def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Clus
 
 
 def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
-    """The cluster of a file, if one is given or kept.
+    """The cluster of a file, if one is given, or kept and usable.
 
     Raises:
         ExecutionError: see `local_cluster`.
@@ -76,11 +77,13 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
         return None
     try:
         return _checked(load_cluster(str(kept)), kept, found)
-    except ClusterError as error:
-        raise ExecutionError(
-            f"What was measured on these devices cannot be used: {error} Run `alpa-lite calibrate` again, or delete "
-            "the file to have the devices measured quickly at each start."
-        ) from error
+    except (ClusterError, ExecutionError) as error:
+        sentence = (
+            f"What was measured on these devices cannot be used, and they are measured quickly: {error} Run "
+            "`alpa-lite calibrate` again, or delete the file."
+        )
+        warnings.warn(sentence, UnusableFileWarning, stacklevel=3)
+        return None
 
 
 def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cluster:

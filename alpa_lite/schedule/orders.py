@@ -75,11 +75,15 @@ class Schedule(ABC):
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "Schedule":
-        """The schedule that `to_json` described. Raises PlanError for an unknown name or option."""
+        """The schedule that `to_json` described. Raises PlanError for an unknown name or option, or a wrong value."""
         default = schedule_named(str(data.get("name")))
         if unknown := data.keys() - default.to_json().keys():
             raise PlanError(f"The schedule {default.name!r} has no option named {', '.join(sorted(unknown))}.")
-        return replace(default, **{key: value for key, value in data.items() if key != "name"})
+        options = {key: value for key, value in data.items() if key != "name"}
+        for key, value in options.items():
+            if type(value) is not type(getattr(default, key)):
+                raise PlanError(f"The option {key} of the schedule {default.name!r} is {value!r}; give a number.")
+        return replace(default, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ SHOWN = {
     "scan_over_layers": "the pipeline has 4 stages of 2 layers each",
     "mixture_of_experts": "experts of the last plan",
     "convolutions": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
+    "checkpointed_training": "done",
     "compare_plans": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
 }
 """A piece of what each example prints when it got to its end."""

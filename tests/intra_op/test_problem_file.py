@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from alpa_lite.intra_op.problem_file import read_problem, solution_data, write_p
 from alpa_lite.intra_op.solve_file import seconds_since_start, solution_line, solve_file, solver_named
 from alpa_lite.intra_op.solvers import BruteForce, Highs, Portfolio
 from tests.intra_op.instances import random_problem
+from tests.mutations import damaged, mutated
 
 TWO_NODES = {
     "problem": {
@@ -153,3 +155,34 @@ def test_whole_numbers_stay_whole_and_infinity_keeps_its_sign(tmp_path: Path):
 
 def test_the_process_knows_its_age():
     assert 0.0 <= seconds_since_start() < 24 * 3600
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ["json", "json.gz"])
+def test_any_damage_is_a_sentence_or_a_problem(ending: str, count: int, tmp_path: Path):
+    path = tmp_path / f"problem.{ending}"
+    write_problem(random_problem(np.random.default_rng(0)), path)
+    whole = path.read_bytes()
+    data = json.loads(gzip.decompress(whole) if ending == "json.gz" else whole)
+
+    @settings(max_examples=count)
+    @given(seed=st.integers(0, 2**32), changes=st.integers(0, 3))
+    def run(seed: int, changes: int) -> None:
+        chance = random.Random(seed)
+        if changes:
+            text = json.dumps(mutated(data, chance, changes=changes)).encode()
+            path.write_bytes(gzip.compress(text, 1) if ending == "json.gz" else text)
+        else:
+            path.write_bytes(damaged(whole, chance))
+        try:
+            read_problem(path)
+        except ProblemFileError as error:
+            assert str(error).startswith(str(path))
+
+    run()
+
+
+def test_deep_nesting_is_a_sentence(tmp_path: Path):
+    (tmp_path / "deep.json").write_text("[" * 10**5)
+    with pytest.raises(ProblemFileError, match="cannot be read"):
+        read_problem(tmp_path / "deep.json")

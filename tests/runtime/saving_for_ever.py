@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, CheckpointWarning
+from alpa_lite.errors import AlpaLiteError, UnusableFileWarning
 from alpa_lite.runtime import saved_arrays
 from tests.runtime.saved_states import bits, numbered
 
@@ -27,7 +27,7 @@ def say(*words: object) -> None:
 
 def run(folder: Path) -> None:
     """Restore, compare with what was saved, and save one step after the other."""
-    warnings.simplefilter("error", CheckpointWarning)
+    warnings.simplefilter("error", UnusableFileWarning)
     checkpoints, step = al.Checkpoints(folder, keep=2), -1
     if checkpoints.latest is not None:
         step, state = checkpoints.restore(numbered(0))
@@ -50,7 +50,7 @@ def main() -> None:
             say("pid", os.getpid())
             try:
                 run(Path(sys.argv[1]))
-            except (AlpaLiteError, AssertionError, CheckpointWarning) as error:
+            except (AlpaLiteError, AssertionError, UnusableFileWarning) as error:
                 say("damaged", " ".join(str(error).split()))
             os._exit(1)
         os.waitpid(child, 0)

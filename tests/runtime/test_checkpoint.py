@@ -26,7 +26,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
-from alpa_lite.errors import CheckpointError, CheckpointWarning
+from alpa_lite.errors import CheckpointError, UnusableFileWarning
 from alpa_lite.runtime.checksums import LIST
 from tests.end_to_end.cases import PLANNERS, Training, assert_same, eager_cluster, make_batch
 from tests.runtime.saved_states import bits, numbered
@@ -194,7 +194,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / f"3{ocp.utils.TMP_DIR_SUFFIX}").mkdir()  # somebody is writing this
     _flip(tmp_path / "2" / "leaves.json")
     before = sorted(path for path in tmp_path.rglob("*"))
-    with al.Checkpoints(tmp_path, keep=1) as checkpoints, pytest.warns(CheckpointWarning):
+    with al.Checkpoints(tmp_path, keep=1) as checkpoints, pytest.warns(UnusableFileWarning):
         checkpoints.restore(numbered(0))
     assert before == sorted(path for path in tmp_path.rglob("*"))
 
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
         return
     with pytest.raises(CheckpointError, match=r"step 2 .*damaged.* No other is left"):
         checkpoints.restore(numbered(0), step=2)
-    with pytest.warns(CheckpointWarning, match=r"step 2 .*damaged: .*Step 1 is used"):
+    with pytest.warns(UnusableFileWarning, match=r"step 2 .*damaged: .*Step 1 is used"):
         step, state = checkpoints.restore(numbered(0))
     assert step == 1 and all(bits(state[name]) == bits(numbered(1)[name]) for name in state)
     assert checkpoints.steps == (1,)
@@ -342,7 +342,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stays(
 def test_a_failed_save_does_not_hide_why_training_ended(tmp_path: Path, little_room: None) -> None:
     del little_room
     with (
-        pytest.warns(CheckpointWarning, match="could not be written"),
+        pytest.warns(UnusableFileWarning, match="could not be written"),
         pytest.raises(ZeroDivisionError),
         al.Checkpoints(tmp_path) as checkpoints,
     ):

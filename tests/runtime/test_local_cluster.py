@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import ExecutionError
+from alpa_lite.errors import ExecutionError, UnusableFileWarning
 from alpa_lite.runtime import fingerprint as fingerprints
 from alpa_lite.runtime import local_cluster as module
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
@@ -59,15 +59,21 @@ def test_a_file_of_other_devices_is_refused(devices, tmp_path):
         al.local_cluster(few)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_broken_file_is_a_sentence(devices, tmp_path, text):
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 10**5, "\udcff"])
+def test_a_broken_file_is_passed_over_unless_it_was_given(devices, tmp_path, text):
     kept = path_for(fingerprint(devices))
     kept.parent.mkdir()
-    kept.write_text(text)
-    with pytest.raises(ExecutionError, match=r"Run `alpa-lite calibrate` again, or delete"):
-        al.local_cluster()
+    kept.write_text(text, errors="surrogateescape")
+    with pytest.warns(UnusableFileWarning, match=r"cannot be used.* Run `alpa-lite calibrate` again, or delete"):
+        assert al.local_cluster().name == "measured quickly"
     with pytest.raises(ClusterError):
         al.local_cluster(kept)
+
+
+def test_a_kept_file_of_other_devices_is_passed_over(devices):
+    write(path_for(fingerprint(devices)), "8 × gpu NVIDIA H100, 1 host")
+    with pytest.warns(UnusableFileWarning, match="measured on other devices"):
+        assert al.local_cluster().name == "measured quickly"
 
 
 def test_fingerprints(devices):
