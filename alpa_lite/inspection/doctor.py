@@ -174,18 +174,17 @@ def calibration_found() -> tuple[str, str]:
 
 def solver_error() -> str:
     """Solve max x + 2y with x + y <= 1.5 in whole numbers; empty when the answer is right, else what went wrong."""
-    remedy = "Reinstall the solver: pip install --force-reinstall highspy pulp."
+    remedy = "Reinstall the solver: pip install --force-reinstall highspy 'pulp<4'."
     try:
         problem = pulp.LpProblem("doctor", pulp.LpMaximize)
         x, y = (problem.add_variable(name, 0, 1, pulp.LpInteger) for name in "xy")
         problem += x + 2 * y
         problem += x + y <= 1.5
         status = problem.solve(pulp.HiGHS(msg=False))
+        right = status == pulp.LpStatusOptimal and round(pulp.value(problem.objective)) == 2
     except Exception as error:  # any failure of the solver or of its package is what this function is to report
         return f"HiGHS does not run: {error}. {remedy}"
-    if status != pulp.LpStatusOptimal or round(pulp.value(problem.objective)) != 2:
-        return f"HiGHS runs but gives a wrong answer (status {pulp.LpStatus[status]}). {remedy}"
-    return ""
+    return "" if right else f"HiGHS runs but gives a wrong answer (status {status}). {remedy}"
 
 
 def virtual_cpu_environment(num_devices: int) -> dict[str, str]:

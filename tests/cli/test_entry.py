@@ -26,7 +26,7 @@ def start(*arguments, cwd, **options):
 BENCH = ["bench", "--model", "mlp-tiny", "--cluster", "p3.16xlarge", "--planners", "data_parallel"]
 
 
-@pytest.mark.parametrize("arguments", [["completion", "bash"], ["completion", "fish", "--json"], BENCH])
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["doctor", "--quick", "--json"], BENCH])
 def test_a_reader_that_left(arguments, tmp_path):
     """As in `alpa-lite … | head -1`, once head is done."""
     read, write = os.pipe()

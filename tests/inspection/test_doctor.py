@@ -42,6 +42,11 @@ def test_no_advice_for_accelerators():
     assert doctor.device_advice(["gpu NVIDIA H100"] * 8, {}) == ()
 
 
+def test_a_solver_of_another_version_is_a_sentence(monkeypatch):
+    monkeypatch.delattr(doctor.pulp, "LpStatusOptimal")
+    assert "HiGHS does not run" in doctor.solver_error() and "pulp<4" in doctor.solver_error()
+
+
 def test_a_broken_solver_is_a_sentence(monkeypatch):
     def broken(**options):
         raise OSError("no library")
