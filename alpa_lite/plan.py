@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FORMAT = 5
 """Version of the plan file."""
 
+_LONGEST = 600  # characters of a sentence about a file, of which it may quote anything
+
 INTERRUPTED = "interrupted"
 """The status of a search that the user ended; its plan is the best so far."""
 
@@ -121,6 +123,9 @@ class Plan:
         try:
             plan = Plan(**{name: decode(hints[name], data[name]) for name in _decided()})
             check_plan(plan)
+        except PlanError as error:
+            text = str(error)
+            raise error if len(text) <= _LONGEST else PlanError(f"{text[:_LONGEST]}…") from error
         except RecursionError as error:
             raise PlanError(
                 "The plan file nests too deeply. Give a file that plan.save of this version wrote."
