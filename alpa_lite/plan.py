@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 FORMAT = 5
 """Version of the plan file."""
 
+_LONGEST = 600  # characters of a sentence about a file, of which it may quote anything
+
 INTERRUPTED = "interrupted"
 """The status of a search that the user ended; its plan is the best so far."""
 
@@ -131,18 +133,16 @@ class Plan:
         missing = [name for name in _decided() if name not in data]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
-        found: dict[str, Any] = {}
-        for name in _decided():
-            try:
-                found[name] = decode(hints[name], data[name])
-            except RecursionError as error:
-                raise PlanError(
-                    "The plan file nests too deeply. Give a file that plan.save of this version wrote."
-                ) from error
-            except PlanError as error:
-                raise PlanError(f"{name!r} of the plan file is none: {error}") from error
-        plan = Plan(**found)
-        check_plan(plan)
+        try:
+            plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided()})
+            check_plan(plan)
+        except PlanError as error:
+            text = str(error)
+            raise error if len(text) <= _LONGEST else PlanError(f"{text[:_LONGEST]}…") from error
+        except RecursionError as error:
+            raise PlanError(
+                "The plan file nests too deeply. Give a file that plan.save of this version wrote."
+            ) from error
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -241,6 +241,14 @@ class Plan:
 def _decided() -> list[str]:
     """The fields that a plan consists of."""
     return [f.name for f in fields(Plan) if f.compare]
+
+
+def _decoded(name: str, wanted: Any, data: Any) -> Any:
+    """A field from its data."""
+    try:
+        return decode(wanted, data)
+    except PlanError as error:
+        raise PlanError(f"{name!r} of the plan file is none: {error}") from error
 
 
 def fingerprint(step: StepGraph) -> str:

@@ -3,7 +3,7 @@
     stages      follow each other without gaps; their submeshes lie in the cluster and have the devices of their meshes
     layers      of ops, inputs and recomputed layers are those that there are
     specs       name axes of their stage's mesh, each once
-    prediction  speaks of the stages that there are
+    prediction  speaks of the stages that there are, in numbers that time and bytes can have
 
 Whether it fits the ops of a step is another question (`lower.fits`).
 """
@@ -11,6 +11,7 @@ Whether it fits the ops of a step is another question (`lower.fits`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ from alpa_lite.sharding import Spec
 _MOST_DEVICES = 2**24
 _MOST_MICROBATCHES = 2**24
 _MOST_PARTS = 2**16
+_LARGEST = 1e30
 
 
 def check_plan(plan: Any) -> None:
@@ -105,3 +107,11 @@ def _prediction(plan: Any) -> Iterator[str]:
     for use in (*prediction.collectives, *plan.undivided):
         if not 0 <= use.stage < count:
             yield f"it predicts something of stage {use.stage}, of {count}"
+    for part in (*plan.stages, prediction, *prediction.collectives, *plan.opaque, *plan.undivided):
+        for each in fields(part):
+            value = getattr(part, each.name)
+            numbers = value if each.name == "peak_bytes" else (value,) if isinstance(value, float) else ()
+            if not all(0 <= number <= _LARGEST or each.name == "bubble_fraction" for number in numbers):
+                yield f"it predicts {each.name} of {value}"
+    if not abs(prediction.bubble_fraction) <= 1:
+        yield f"it predicts bubble_fraction of {prediction.bubble_fraction}"

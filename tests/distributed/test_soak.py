@@ -143,6 +143,7 @@ def test_fewer_or_more_processes_take_over(uninterrupted: dict[int, set[float]],
     np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_for_a_while_is_waited_for(
     uninterrupted: dict[int, set[float]], tmp_path: Path
 ) -> None:
