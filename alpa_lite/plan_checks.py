@@ -10,9 +10,11 @@ Whether it fits the ops of a step is another question (`lower.fits`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
+from math import prod
 from typing import Any
 
 from alpa_lite.errors import PlanError
@@ -22,6 +24,8 @@ from alpa_lite.sharding import Spec
 _MOST_DEVICES = 2**24
 _MOST_MICROBATCHES = 2**24
 _MOST_PARTS = 2**16
+_MOST_ELEMENTS = 2**48
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,20}|key<\w{1,20}>")
 _LARGEST = 1e30
 
 
@@ -71,8 +75,18 @@ def _stages(plan: Any) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _misuse((*spec.dims, spec.partial), axes))
         for placement in _placements(stage.ops.values()):
             yield from (f"{name}: {x}" for x in _misuse((*placement.factors, placement.partial), axes))
+        yield from (f"{name} {problem}" for problem in _shapes(stage))
         if any(op >= len(plan.op_layers) for op in stage.ops):
             yield f"{name} places ops beyond the {len(plan.op_layers)} that there are"
+
+
+def _shapes(stage: StagePlan) -> Iterator[str]:
+    for name, shape in stage.shapes.items():
+        spec = stage.specs.get(name)
+        if spec is None or len(spec.dims) != len(shape.dims):
+            yield f"has an argument {name!r} of shape {shape}, in the spec {spec}"
+        elif not _DTYPE.fullmatch(shape.dtype) or min(shape.dims, default=0) < 0 or prod(shape.dims) > _MOST_ELEMENTS:
+            yield f"has an argument {name!r} of shape {shape}, which no array has"
 
 
 def _specs(stage: StagePlan) -> Iterator[Spec]:
