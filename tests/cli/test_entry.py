@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no si
 
 def start(*arguments, cwd, **options):
     """A command as a process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ALPA_LITE_CACHE": "off"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "ALPA_LITE_CACHE": "off"}
     command = [sys.executable, "-m", "alpa_lite.cli", *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
