@@ -50,8 +50,9 @@ VALUES = {  # that calls return
 def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
-        "AlpaLiteError Calibration CompiledFunction LoweredFunction ParallelFunction Plan PlannedFunction "
-        "TracedFunction calibrate cluster init_sharded local_cluster parallelize plan register_rule".split()
+        "AlpaLiteError Calibration Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan PlannedFunction "
+        "TracedFunction batch_sharding calibrate cluster init_sharded initialize local_cluster parallelize plan "
+        "register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
