@@ -10,9 +10,11 @@ What is in a folder: `saved_arrays`. A checkpoint is there when its list of chec
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,8 +100,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the state holds something else, or could not be written; earlier checkpoints stay.
         """
-        if isinstance(step, bool) or int(step) != step or step < 0:
-            raise CheckpointError(f"step={step!r} was given; give a whole number that is not negative.")
+        number = _whole(step)
         content = stored(state)
         beside = {"leaves.json": leaves_to_json(content.leaves)}
         if plan is not None:
@@ -107,12 +108,14 @@ class Checkpoints:
         self.wait()
         store = _store()
         try:
-            self._make_way(int(step))
+            self._make_way(number)
             self._writer = self._writer or store.Writer()
-            self._pending = int(step)
-            self._writer.start(self.folder / str(step), store.Content(arrays=content.arrays, beside=beside))
+            self._pending = number
+            self._writer.start(self.folder / f"{number}", store.Content(arrays=content.arrays, beside=beside))
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise self._failed(int(step), error) from error
+            raise self._failed(number, error) from error
         if not self._asynchronous:
             self.wait()
 
@@ -153,7 +156,8 @@ class Checkpoints:
             refused.append(f"The checkpoint of step {number} in {self.folder} is damaged: {problem}.")
             if step is None:
                 self._damaged.add(number)
-        raise CheckpointError(f"{' '.join(refused)} No other is left to restore.")
+        left = "No other is left" if step is None else "Leave step= out to have the newest one that is undamaged"
+        raise CheckpointError(f"{' '.join(refused)} {left}.")
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan under which a step (default: the newest) was saved; None where none was given.
@@ -184,7 +188,8 @@ class Checkpoints:
         self._pending = None
         self._remove(f"{step}{_REPLACED}")
         if self._keep is not None:
-            self._remove(*map(str, self.steps[: -self._keep]))
+            others = [each for each in self.steps if each != step]
+            self._remove(*map(str, others[: len(others) - self._keep + 1]))
         _together()
 
     def stop_requested(self, step: int) -> bool:
@@ -241,7 +246,8 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         """What to raise when a save failed. What it wrote is removed, since the disk may be full."""
         self._pending = None
-        self._drop_writer()
+        with suppress(Exception):  # what it says is what went wrong before
+            self._drop_writer()
         self._remove_unfinished(step)
         self._bring_back(step)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
@@ -255,14 +261,21 @@ class Checkpoints:
 
         Damaged checkpoints no longer count; one of the same step is kept until the new one is complete.
         """
+        place = self.folder / f"{step}"
+        if place.exists() and not (place / LIST).exists():
+            raise CheckpointError(
+                f"{place} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove it, or give "
+                "another folder."
+            )
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"*{_REPLACED}"):
-                self._bring_back(int(path.name.removesuffix(_REPLACED)))
+                if (number := path.name.removesuffix(_REPLACED)).isdecimal():
+                    self._bring_back(int(number))
             for path in self.folder.glob(f"*{_store().UNFINISHED}*"):
                 self._remove(path.name)
-            for number in self._damaged:
-                self._rename(f"{number}", f"{number}{_DAMAGED}")
+            for damaged in self._damaged:
+                self._rename(f"{damaged}", f"{damaged}{_DAMAGED}")
             self._rename(f"{step}", f"{step}{_REPLACED}")
         self._damaged.clear()
         _together()
@@ -291,6 +304,16 @@ class Checkpoints:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+def _whole(step: Any) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"step={step!r} was given; give a whole number that is not negative.")
+    return number
 
 
 def _together() -> None:

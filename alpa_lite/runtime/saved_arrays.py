@@ -1,6 +1,6 @@
 """Checkpoints on disk, through Orbax. The only module that imports it, and imported only where checkpoints are used.
 
-    folder/<step>/manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 64 MiB     (Orbax)
+    folder/<step>/manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 16 MiB     (Orbax)
                   leaves.json                           what they are
                   plan.json                             how they were placed; `Plan.load` reads it
                   SHA256SUMS                            of all files, written last
@@ -30,7 +30,7 @@ from alpa_lite.runtime.saved_leaves import Leaf, Wanted
 UNFINISHED: str = ocp.utils.TMP_DIR_SUFFIX
 """In the name of a checkpoint that is being written, after its step."""
 
-_CHUNK_BYTES = 64 * 2**20  # the most that is read to get at a small part of a large array
+_CHUNK_BYTES = 16 * 2**20  # the most that is read to get at a small part of a large array
 _REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each
 _READ_AT_ONCE_GB = 16
 _LONGEST_SAVE_SECONDS = 3600
@@ -88,7 +88,11 @@ def _arrays_handler() -> Any:
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ShardHandler()), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, restore_concurrent_gb=_READ_AT_ONCE_GB)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry,
+        restore_concurrent_gb=_READ_AT_ONCE_GB,
+        use_compression=False,  # takes longer than the twelfth of the bytes that it saves of weights
+    )
 
 
 class _Careful(ocp.AsyncCheckpointHandler):
@@ -96,11 +100,13 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = _arrays_handler()
-        self._content: Content | None = None
+        self._beside: Mapping[str, Any] = {}
+        self._has_arrays = False
         self.problem: Exception | None = None
 
     async def async_save(self, directory: Any, args: Content) -> list[Any]:
-        self._content, self.problem = args, None
+        # Not the arrays themselves, which would stay on the devices.
+        self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
         written: list[Any] = []
         try:
             if args.arrays:
@@ -119,15 +125,15 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         """On the first process, when all have written what they could."""
-        folder, content = Path(directory), self._content
+        folder = Path(directory)
         try:
-            if self.problem is None and content is not None:
+            if self.problem is None:
                 for process in range(1, jax.process_count()):
                     if not (folder / f"{LIST}.{_part(process)}").exists():
                         raise OSError(f"process {process} could not write its part")
-                if content.arrays:
+                if self._has_arrays:
                     self._arrays.finalize(directory)
-                for name, data in content.beside.items():
+                for name, data in self._beside.items():
                     (folder / name).write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
                 write_checksums(folder, skip=lambda name: name in _WRITTEN_LAST)
         except Exception as error:

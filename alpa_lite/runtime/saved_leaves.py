@@ -10,7 +10,6 @@ their data, integers of 4 bits and less as 8 bits; arrays without elements are n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -246,14 +245,17 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves by their paths; paths that read alike are numbered."""
+    """The leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths]
-    counts, seen, result = Counter(names), Counter[str](), list[tuple[str, Any]]()
-    for name, (_, value) in zip(names, paths, strict=True):
-        seen[name] += 1
-        result.append((f"{name}#{seen[name]}" if counts[name] > 1 else name, value))
-    return result
+    named: dict[str, Any] = {}
+    for path, value in paths:
+        name = alone = jax.tree_util.keystr(path, simple=True, separator="/") or "state"
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{alone}#{number}"
+        named[name] = value
+    return list(named.items())
 
 
 def _described(name: str, value: Any) -> Leaf:

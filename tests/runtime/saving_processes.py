@@ -14,6 +14,7 @@ import time
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
@@ -96,7 +97,8 @@ def fail(folder: str, here: bool) -> dict[str, object]:
 def save_and_restore(folder: str) -> dict[str, object]:
     """Save under the first placement, restore under both, and save what was restored."""
     first, second = placements()
-    state = {name: make(name, sharding) for name, sharding in first.items()} | {"numbers": np.arange(3), "epoch": 5}
+    state = {name: make(name, sharding) for name, sharding in first.items()}
+    state |= {"numbers": np.arange(3), "epoch": 5, "own": jnp.arange(5)}  # each process has an array of its own
     found: dict[str, object] = {}
     with al.Checkpoints(folder, keep=2) as checkpoints:
         for step in (1, 2, 3):
@@ -107,11 +109,13 @@ def save_and_restore(folder: str) -> dict[str, object]:
                 for name, sharding in shardings.items()
             }
             before = _bytes_read()
-            step, restored = checkpoints.restore(like | {"numbers": np.zeros(3, int), "epoch": 0}, verify=False)
+            step, restored = checkpoints.restore(
+                like | {"numbers": np.zeros(3, int), "epoch": 0, "own": jnp.zeros(5, int)}, verify=False
+            )
             found[f"{way}: bytes"] = _bytes_read() - before
             found[f"{way}: right"] = all(is_right(name, restored[name]) for name in like)
             found[f"{way}: placed"] = all(restored[name].sharding == shardings[name] for name in like)
-            found[f"{way}: host"] = restored["numbers"].tolist(), restored["epoch"], step
+            found[f"{way}: host"] = restored["numbers"].tolist(), restored["epoch"], restored["own"].tolist(), step
         checkpoints.save(4, {**restored, "epoch": 6})
         checkpoints.wait()
         found["steps"] = checkpoints.steps

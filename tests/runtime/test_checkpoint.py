@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -187,6 +189,41 @@ def test_one_that_was_to_be_replaced_is_kept_until_it_is(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
 
 
+def test_going_back_keeps_what_is_saved_then(tmp_path: Path) -> None:
+    with al.Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (np.int64(10), jnp.int32(20), 15, 16):
+            checkpoints.save(step, numbered(int(step)))
+            checkpoints.wait()
+            assert int(step) in checkpoints.steps and len(checkpoints.steps) <= 2
+    assert checkpoints.steps == (16, 20)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "thesis.tex").write_text("the only copy")
+    (tmp_path / "notes.replaced").mkdir()
+    checkpoints = al.Checkpoints(tmp_path, keep=1)
+    with pytest.raises(CheckpointError, match="is no checkpoint of alpa_lite, so that it is not replaced"):
+        checkpoints.save(1, numbered(1))
+    with checkpoints:
+        checkpoints.save(2, numbered(2))
+        checkpoints.save(3, numbered(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3", "notes.replaced"]
+    assert (tmp_path / "1" / "thesis.tex").read_text() == "the only copy"
+
+
+def test_what_was_saved_is_let_go(tmp_path: Path) -> None:
+    """Else a state would stay on the devices beside the one after it."""
+    array = jnp.arange(1000.0)
+    watched = weakref.ref(array)
+    with al.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": array})
+        checkpoints.wait()
+        del array
+        gc.collect()
+        assert watched() is None
+
+
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     with al.Checkpoints(tmp_path, keep=None) as checkpoints:
         for step in (1, 2):
@@ -256,7 +293,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     if (file, damage) == (LIST, "lose"):
         assert checkpoints.steps == (1,)  # as if it had not been finished
         return
-    with pytest.raises(CheckpointError, match=r"step 2 .*damaged.* No other is left"):
+    with pytest.raises(CheckpointError, match=r"step 2 .*damaged.* Leave step= out"):
         checkpoints.restore(numbered(0), step=2)
     with pytest.warns(UnusableFileWarning, match=r"step 2 .*damaged: .*Step 1 is used"):
         step, state = checkpoints.restore(numbered(0))
@@ -302,7 +339,7 @@ def test_a_folder_without_checkpoints_is_a_sentence(tmp_path: Path) -> None:
         al.Checkpoints(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True])
+@pytest.mark.parametrize("step", [-1, 1.5, True, float("nan"), "3", None])
 def test_steps_are_whole_numbers(step: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step="):
         al.Checkpoints(tmp_path).save(step, {})

@@ -62,14 +62,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_arrays_of_some_processes_come_back_in_any_place(way: str, said: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in said[1]:
         assert found[f"{way}: right"] and found[f"{way}: placed"]
-        assert found[f"{way}: host"] == [[0, 1, 2], 5, 3]
+        assert found[f"{way}: host"] == [[0, 1, 2], 5, [0, 1, 2, 3, 4], 3]
 
 
 @pytest.mark.parametrize("way", ["same", "other"])
-def test_each_process_reads_about_its_half(way: str, said: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_each_process_reads_its_part(way: str, said: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A half, and where a device needs a part of what another wrote at once, the rest of that."""
     whole = sum(array.nbytes for array in global_values().values())
     for found in said[1]:
-        assert found[f"{way}: bytes"] < 0.6 * whole
+        assert found[f"{way}: bytes"] < (0.51 if way == "same" else 0.67) * whole
 
 
 def test_old_ones_go_and_all_processes_see_the_same(said: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -88,8 +89,11 @@ def test_damage_that_one_process_sees_counts_for_all(said: tuple[Path, list[dict
 def test_one_process_restores_what_two_saved(said: tuple[Path, list[dict[str, Any]]]) -> None:
     keys = jax.random.split(jax.random.key(7), ROWS)
     like = {name: np.zeros_like(array) for name, array in global_values().items() if name != "keys"}
-    _, state = al.Checkpoints(said[0]).restore({**like, "keys": keys, "numbers": np.zeros(3, int), "epoch": 0})
-    assert all(np.array_equal(state[name], global_values()[name]) for name in like)
+    _, state = al.Checkpoints(said[0]).restore(
+        {**like, "keys": keys, "numbers": np.zeros(3, int), "epoch": 0, "own": np.zeros(5, np.int32)}
+    )
+    wanted = {**global_values(), "numbers": np.arange(3), "own": np.arange(5)}
+    assert all(np.array_equal(state[name], wanted[name]) for name in like)
     assert (jax.random.key_data(state["keys"]) == global_values()["keys"]).all() and state["epoch"] == 5
 
 
