@@ -26,7 +26,7 @@ from tests.lower.pick import CALLS
 from tests.rules.opaque import FAMILIES
 from tests.rules.row import Row
 from tests.rules.rows import ROWS
-from tests.rules.shardy import COMBINER, CROPPED, HALO, MINOR, NO_RULE, SUBTRACTED, WINDOW, reasons
+from tests.rules.shardy import COMBINER, CROPPED, HALO, MINOR, NO_RULE, SUBTRACTED, WINDOW, WRITTEN, reasons
 
 PAGE = Path(__file__).parents[2] / "docs" / "primitives.md"
 LABELS = {
@@ -36,6 +36,7 @@ LABELS = {
     COMBINER: "combiners",
     SUBTRACTED: "subtraction",
     CROPPED: "cropping",
+    WRITTEN: "updates",
 }
 INTRODUCTION = """# Primitives
 
