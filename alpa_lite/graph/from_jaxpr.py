@@ -29,23 +29,10 @@ from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.loops import is_over_layers, scans
 from alpa_lite.graph.wiring import accumulated, parts_of
 
-_CALLS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_vmap_call",
-    "composite",
-    "linear_call",
-    "remat_opt",
-    "eval_jaxpr",
-    "program_order",
-    "xla_metadata_call",
-}
+_CALLS = frozenset(
+    "jit pjit closed_call core_call call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "custom_vmap_call composite linear_call remat_opt eval_jaxpr program_order xla_metadata_call".split()
+)
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
 #: Parameters that hold the bodies of control flow, and those that count the constants of each.
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
