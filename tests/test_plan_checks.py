@@ -33,7 +33,7 @@ from tests.test_plan import planned
 FEW = (("mlp", "hybrid"), ("mlp", "zero_2"))
 REAL = (*FEW, ("gpt_scan", "pipeline_2"), ("gpt", "hybrid"), ("mlp", "zero_bubble_4"))
 PARTS = ("ops", "accumulators", "inputs", "specs")
-SECONDS = 20
+SECONDS = 120
 
 
 @cache
