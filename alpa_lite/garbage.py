@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (1_000_000, 10, 10)
+_THRESHOLDS = (5_000_000, 10, 10)
 """New objects before a collection, and how many of each generation lead to one of the next."""
 
 
@@ -16,9 +16,22 @@ _THRESHOLDS = (1_000_000, 10, 10)
 def rare_collection() -> Iterator[None]:
     """Let the collector of cycles run rarely meanwhile; one that is off, or is rarer still, is left as it is."""
     before = gc.get_threshold()
-    if before[0] > 0:
-        gc.set_threshold(*(max(old, new) for old, new in zip(before, _THRESHOLDS, strict=True)))
+    if before[0] == 0 or all(old >= new for old, new in zip(before, _THRESHOLDS, strict=True)):
+        yield
+        return
+    gc.set_threshold(*(max(old, new) for old, new in zip(before, _THRESHOLDS, strict=True)))
     try:
         yield
     finally:
+        _let_new_objects_be_old()
         gc.set_threshold(*before)
+
+
+def _let_new_objects_be_old() -> None:
+    """Without it the next ordinary collection looks at all that was made, young as it still is.
+
+    Objects that are frozen go into the oldest generation when they are no longer; those of the user stay frozen.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()

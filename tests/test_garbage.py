@@ -39,12 +39,32 @@ def test_an_exception_restores_what_was_there() -> None:
     assert gc.get_threshold() == (500, 5, 5)
 
 
-@pytest.mark.parametrize("given", [(0, 10, 10), (1_000_000, 50, 50)])
+@pytest.mark.parametrize("given", [(0, 10, 10), (10_000_000, 50, 50)])
 def test_a_collector_that_is_off_or_runs_more_rarely_is_left_alone(given: tuple[int, int, int]) -> None:
     gc.set_threshold(*given)
     with rare_collection():
         assert gc.get_threshold() == given
     assert gc.get_threshold() == given
+
+
+def test_what_was_made_inside_is_old_afterwards() -> None:
+    gc.set_threshold(700, 10, 10)
+    with rare_collection():
+        made = [[i] for i in range(50_000)]
+    young = {id(x) for generation in (0, 1) for x in gc.get_objects(generation)}
+    assert not young & set(map(id, made))
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with rare_collection():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
 
 
 def _step(weights: Any, x: Any) -> Any:
