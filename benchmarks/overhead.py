@@ -3,13 +3,15 @@
     plan / jit     a step of a plan of one stage against `jax.jit` of the same function with the plan's shardings of
                    arguments and results and the same donation, on all devices and on one               `against_jit`
     dispatch       seconds of the driver per instruction, FREE not counted, on a pipeline of one-device stages with
-                   next to nothing to compute; waits for credits are taken off                          `driver`
+                   next to nothing to compute: by the clock, waits for credits taken off, and of those its thread
+                   ran                                                                                  `driver`
     first call     seconds by phase, in a new process without caches and in another with them           `first_call`
 
 Steps of both sides are run in turn, each side first every other time, on states of their own; medians count, and of
 the ratios of the pairs the median with its quartiles. The steps are those of a Transformer with Adam; its hundreds of
 arguments are part of what is measured. Virtual CPU devices share one processor: of their steps the ratio counts, not
-the time. There the driver's time includes what XLA computes in the calling thread, as it does with tiny programs.
+the time. There the driver's time includes what XLA computes in the calling thread, as it does with tiny programs, and
+by the clock also what the threads of the devices take of the cores that they share with it.
 """
 
 from __future__ import annotations
@@ -82,22 +84,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """The driver's time of one step of a program with so many instructions."""
+    """The driver's time of one step of a program with so many instructions.
+
+    seconds          by the clock, without `waited_seconds`, the waits for credits
+    thread_seconds   that its thread ran
+    """
 
     num_instructions: int
     num_stages: int
     seconds: float
+    thread_seconds: float
     waited_seconds: float
-
-    @property
-    def seconds_per_instruction(self) -> float:
-        """Without waits."""
-        return self.seconds / self.num_instructions
-
-    @property
-    def share_of_one_second(self) -> float:
-        """Of a step of one second with as many instructions."""
-        return self.seconds / 1.0
 
 
 def case(sizes: Sizes) -> tuple[Callable[..., Any], Any, Any]:
@@ -179,10 +176,11 @@ def driver(sizes: Sizes) -> Driver:
         donate_argnums=0,
     ).compiled(weights, x)
     weights, _ = compiled.place(weights, x)
-    flight, seconds, waited = compiled.executor.flight, list[float](), list[float]()
+    flight, seconds, ran, waited = compiled.executor.flight, list[float](), list[float](), list[float]()
     for _ in range(3 + sizes.repeats):
-        before, began = flight.waited_seconds, time.perf_counter()
+        before, began, thread_began = flight.waited_seconds, time.perf_counter(), time.thread_time()
         weights, value = compiled(weights, x)
+        ran.append(time.thread_time() - thread_began)
         seconds.append(time.perf_counter() - began)
         waited.append(flight.waited_seconds - before)
         jax.block_until_ready((weights, value))
@@ -192,6 +190,7 @@ def driver(sizes: Sizes) -> Driver:
         num_instructions=len(instructions),
         num_stages=sizes.num_stages,
         seconds=statistics.median(net[3:]),
+        thread_seconds=statistics.median(ran[3:]),
         waited_seconds=statistics.median(waited[3:]),
     )
 
@@ -271,15 +270,14 @@ def rendered(found: dict[str, Any]) -> list[Table]:
         counts = str(pair.num_devices), str(pair.num_arguments)
         pairs.add_row(*counts, plan, jit, f"{pair.ratio:.3f}", f"{low:.3f}..{high:.3f}", launch, jit_launch)
     row = Driver(**found["driver"])
-    dispatch = Table("stages", "instructions", "driver per step", "per instruction", "of a 1 s step", "waited")
-    dispatch.add_row(
-        str(row.num_stages),
-        str(row.num_instructions),
-        f"{1e3 * row.seconds:.2f} ms",
-        f"{1e6 * row.seconds_per_instruction:.1f} µs",
-        f"{100 * row.share_of_one_second:.2f} %",
-        f"{1e3 * row.waited_seconds:.2f} ms",
-    )
+    dispatch = Table("stages", "instructions", "driver's", "per step", "per instruction", "of a 1 s step", "waited")
+    waited = f"{1e3 * row.waited_seconds:.2f} ms"
+    for kind, seconds, rest in (("clock", row.seconds, waited), ("thread", row.thread_seconds, "")):
+        each = f"{1e6 * seconds / row.num_instructions:.1f} µs"
+        share = f"{100 * seconds:.2f} %"
+        dispatch.add_row(
+            str(row.num_stages), str(row.num_instructions), kind, f"{1e3 * seconds:.2f} ms", each, share, rest
+        )
     names = [*next(iter(found["first_call"].values()))]
     calls = Table("first call", *names, "together")
     for name, seconds in found["first_call"].items():

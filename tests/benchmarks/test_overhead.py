@@ -24,8 +24,8 @@ def test_a_plan_and_jit_run_the_same_step(num_devices: int, devices: Any) -> Non
 def test_the_driver_is_timed_per_instruction(devices: Any) -> None:
     row = overhead.driver(SMALL)
     assert row.num_instructions >= 2 * 2 * SMALL.num_microbatches
-    assert row.seconds_per_instruction == row.seconds / row.num_instructions > 0
-    assert row.share_of_one_second == row.seconds
+    assert row.seconds > 0 and row.thread_seconds > 0
+    assert row.thread_seconds <= 1.1 * (row.seconds + row.waited_seconds)  # two clocks
 
 
 def test_the_command_ends_with_one_object_and_the_second_start_plans_nothing(capsys: Any) -> None:
