@@ -71,19 +71,20 @@ def source_line(eqn: Any) -> str:
     line = source_info_util.summarize(eqn.source_info)
     if line.startswith(_OWN_FOLDER):
         return ""
-    if not _in_a_library(line):
+    if not in_a_library(line):
         return line
     # Innermost last; what lies outside of this package called it, and has no part in the step.
     for num_frames in _NUMBERS_OF_FRAMES:
         frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
         inner = itertools.takewhile(lambda frame: not frame.startswith(_OWN_FOLDER), frames)
-        caller = next((frame for frame in inner if not _in_a_library(frame)), None)
+        caller = next((frame for frame in inner if not in_a_library(frame)), None)
         if caller is not None:
             return caller
     return line
 
 
-def _in_a_library(line: str) -> bool:
+def in_a_library(line: str) -> bool:
+    """Whether a `file:line` is of an installed package, as far as its folder tells."""
     return "site-packages" in line or "dist-packages" in line
 
 

@@ -131,7 +131,9 @@ class _Builder:
             operands = [self.read(atom, environment) for atom in eqn.invars]
             place = self.place(eqn)
             path = "/".join(filter(None, (stack, place.stack)))
-            results = self.equation(eqn, operands, stack=path, source=place.line or source)
+            # JAX 0.12 cuts the traceback of what a jitted function calls at that function: its caller knows more.
+            known = place.line and not (source and _jax.in_a_library(place.line))
+            results = self.equation(eqn, operands, stack=path, source=place.line if known else source)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
