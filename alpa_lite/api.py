@@ -362,14 +362,15 @@ def plan(
 
 
 def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
-    """A cluster by name (`alpa_lite.cluster("p3.16xlarge", num_hosts=2)`) or from a JSON file.
+    """A cluster by name (`alpa_lite.cluster("p3.16xlarge:2")`) or from a JSON file.
 
     Args:
-        name: a cluster that ships with the package, or the path of a `.json` file.
+        name: a cluster that ships with the package, or the path of a `.json` file; ":N" after it says how many hosts.
         num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
 
     Raises:
-        ClusterError: an unknown name (the sentence lists those that are close), or a file that describes no cluster.
+        ClusterError: an unknown name (the sentence lists those that are close), or a file that describes no cluster,
+            two numbers of hosts.
     """
     return load_cluster(name, num_hosts=num_hosts)
 

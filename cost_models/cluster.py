@@ -262,13 +262,25 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
     """The cluster of a known name ("p3.16xlarge", in any case) or of a JSON file of the same form.
 
     Args:
-        name_or_path: one of `known_clusters()`, or a path that ends in ".json".
+        name_or_path: one of `known_clusters()`, or a path that ends in ".json"; ":N" after it is the number of hosts.
         num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
 
     Raises:
-        ClusterError: an unknown name (the sentence lists the known ones), an unreadable file, an impossible value.
+        ClusterError: an unknown name (the sentence lists the known ones), an unreadable file, an impossible value, two
+            numbers of hosts.
     """
-    cluster = Cluster.from_json(_read(name_or_path))
+    name, colon, hosts = name_or_path.rpartition(":")
+    if not colon or hosts.lower().endswith(".json"):
+        name = name_or_path
+    elif not hosts.isdecimal():
+        raise ClusterError(f"{name_or_path!r} is no cluster: write NAME or NAME:HOSTS, for example p3.16xlarge:8.")
+    elif num_hosts not in (None, int(hosts)):
+        raise ClusterError(
+            f"{name_or_path!r} says how many hosts there are, and {num_hosts} were asked for: say it once."
+        )
+    else:
+        num_hosts = int(hosts)
+    cluster = Cluster.from_json(_read(name))
     return cluster if num_hosts is None else replace(cluster, num_hosts=num_hosts)
 
 

@@ -170,11 +170,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         action="append",
         default=[],
-        metavar="NAME",
-        help="a known cluster or a .json file (default: this machine's devices); several are compared",
+        metavar="NAME[:HOSTS]",
+        help="a known cluster or a .json file, with its number of hosts (default: this machine's devices); several are "
+        "compared",
     )
     suggests(cluster, known_clusters())
-    parser.add_argument("--num-hosts", type=int, metavar="N", help="hosts of the cluster (default: as described)")
+    parser.add_argument("--num-hosts", type=int, metavar="N", help="hosts of each cluster (default: as described)")
     parser.add_argument(
         "--memory", type=_memory, metavar="SIZE", help="what if each device had this much memory, as 40GB"
     )

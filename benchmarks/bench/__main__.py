@@ -104,14 +104,11 @@ def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:
 
 def _described(given: argparse.Namespace) -> Cluster | None:
     """The cluster that was named, as data; None for this machine, or for what a model was published with."""
-    name, colon, hosts = str(given.cluster).rpartition(":")
     if given.cluster in (None, "local"):
         return None
     if given.measure:
         raise PlanError(f"--measure runs plans on this machine, not on {given.cluster}. Leave out --cluster.")
-    if colon and not hosts.isdecimal():
-        raise PlanError(f"{given.cluster!r} is no cluster: write NAME or NAME:HOSTS, for example p3.16xlarge:8.")
-    return al.cluster(name, num_hosts=int(hosts)) if colon else al.cluster(hosts)
+    return al.cluster(given.cluster)
 
 
 def _counts(text: str) -> tuple[int | str, ...]:

@@ -127,6 +127,8 @@ def test_plan_json_and_hosts(at_work, capsys):
         capsys, "plan", "users_model:example", "--cluster", "p3.16xlarge", "--num-hosts", "2", "--planner", "fsdp"
     )
     assert summary["num_devices"] == 16 and summary["name"] == "FSDP"
+    command = ("plan", "users_model:example", "--cluster", "p3.16xlarge:2", "--planner", "fsdp")
+    assert run_json(capsys, *command)["num_devices"] == 16
 
 
 def test_a_plan_that_was_made_before_says_so(at_work, capsys, monkeypatch, tmp_path):

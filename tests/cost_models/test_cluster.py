@@ -78,6 +78,26 @@ def test_an_unknown_name_lists_the_known_ones_and_the_closest():
     assert all(name in str(info.value) for name in known_clusters())
 
 
+def test_a_name_may_end_with_the_number_of_hosts(tmp_path):
+    assert (
+        load_cluster("p3.16xlarge:8")
+        == load_cluster("P3.16xlarge", num_hosts=8)
+        == load_cluster("p3.16xlarge:8", num_hosts=8)
+    )
+    path = tmp_path / "a:b.json"
+    path.write_text(json.dumps(load_cluster("dgx-1").to_json()))
+    assert load_cluster(str(path)).num_hosts == 1
+    assert load_cluster(f"{path}:3").num_hosts == 3
+    for name, num_hosts, says in (
+        ("p3.16xlarge:many", None, "write NAME or NAME:HOSTS"),
+        ("p3.16xlarge:0", None, "num_hosts"),
+        ("p3.16xlarge:8", 4, "say it once"),
+        ("p3.16xlrge:8", None, r"Did you mean 'p3\.16xlarge'"),
+    ):
+        with pytest.raises(ClusterError, match=says):
+            load_cluster(name, num_hosts=num_hosts)
+
+
 def test_num_hosts_multiplies_the_devices(cluster: Cluster):
     assert load_cluster("p3.16xlarge", num_hosts=8).num_devices == 64
     assert cluster.num_devices == 32
