@@ -114,6 +114,12 @@ def integer_pow(view: OpView) -> Rule:
     return pointwise(view, flops=float(max(1, 2 * (exponent.bit_length() - 1))))
 
 
+@register_rule("polynomial")
+def polynomial(view: OpView) -> Rule:
+    """Horner's rule: a multiplication and an addition per coefficient after the first."""
+    return pointwise(view, flops=2.0 * (len(view.operands) - 2))
+
+
 @register_rule(*_TRANSCENDENTAL)
 def transcendental(view: OpView) -> Rule:
     """A few operations per element."""

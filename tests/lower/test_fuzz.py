@@ -16,7 +16,7 @@ from tests.lower.draws import examples
 from tests.lower.pick import CALLS
 
 #: Rules of primitives that other releases of JAX have.
-ELSEWHERE = {"expand_dims", "random_gamma_grad", "log2", "one_minus_square"}
+ELSEWHERE = {"expand_dims", "random_gamma_grad", "log2", "one_minus_square", "polynomial"}
 EXAMPLES, MANY = 4, 100
 
 

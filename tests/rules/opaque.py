@@ -9,7 +9,8 @@ FAMILIES = {
         "pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start precv preduced psend psum psum_done "
         "psum_invariant psum_invariant_start psum_start pvary ragged_all_to_all reduce_scatter reduce_scatter_done "
         "reduce_scatter_start reduced_vary_cast_p unreduced_psum unreduced_psum_start unreduced_reduce_scatter "
-        "unreduced_reduce_scatter_start vary_unreduced_cast_p unreduced_pmax unreduced_pmin"
+        "unreduced_reduce_scatter_start vary_unreduced_cast_p unreduced_pmax unreduced_pmin "
+        "pbroadcast_dynamic reduced_vary_cast vary_unreduced_cast"
     ),
     "sharding as part of the type, which a plan is there to find": "reshard relayout",
     "a kernel, and what only stands inside one": (

@@ -26,7 +26,8 @@ MINOR = (
 )
 HALO = (
     "Halos are exchanged here where windows step over all inputs, so that equal blocks lie on equal blocks; Shardy "
-    "plans uneven ones too, and lets a strided kernel's taps be summed as well as its windows be split."
+    "plans uneven ones too, lets a strided kernel's taps be summed as well as its windows be split, and since JAX 0.12 "
+    "splits the taps of all."
 )
 WINDOW = "Windows that neither overlap nor reach into padding need no halo: they pass here; Shardy plans one for all."
 COMBINER = "No collective combines by a function of the user's, or pairs of value and index: such dims are whole here."

@@ -13,6 +13,7 @@ WITHOUT_ROW = {
         "le_to lt_to mulhi polygamma population_count random_gamma_grad regularized_incomplete_beta sinh tan zeta"
     ),
     "element-wise, of JAX 0.11": "log2 one_minus_square",
+    "element-wise, of JAX 0.12": "polynomial",
     "linear algebra": "eig geqp3 geqrf hessenberg ormqr schur symmetric_product tridiagonal",
     "as squeeze and select_and_scatter_add": "expand_dims select_and_scatter",
 }
