@@ -76,7 +76,11 @@ def test_a_draw_on_blocks_is_the_draw(mesh, name):
     key = jax.random.key(3)
     expected = DRAWS[name](key)
     found = draw_sharded(mesh, DRAWS[name], key, Spec((("x",), ("y",))))
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    # From JAX 0.12 on XLA's erf_inv on CPU rounds by where in a loop an element comes: so does jax.jit on slices.
+    if name == "normal" and jax.__version_info__ >= (0, 12):
+        np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(expected), maxulp=4)
+    else:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
