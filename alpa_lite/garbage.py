@@ -12,6 +12,10 @@ _THRESHOLDS = (5_000_000, 10, 10)
 """New objects before a collection, and how many of each generation lead to one of the next."""
 
 
+_FROZEN_BY_PYTHON = 1000
+"""Python 3.12 starts with some hundreds of frozen objects; a user who freezes has at least those of JAX, 100,000."""
+
+
 @contextmanager
 def rare_collection() -> Iterator[None]:
     """Let the collector of cycles run rarely meanwhile; one that is off, or is rarer still, is left as it is."""
@@ -30,8 +34,8 @@ def rare_collection() -> Iterator[None]:
 def _let_new_objects_be_old() -> None:
     """Without it the next ordinary collection looks at all that was made, young as it still is.
 
-    Objects that are frozen go into the oldest generation when they are no longer; those of the user stay frozen.
+    Objects that are frozen go into the oldest generation when they are no longer; what the user froze stays frozen.
     """
-    if gc.get_freeze_count() == 0:
+    if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:
         gc.freeze()
         gc.unfreeze()
