@@ -83,7 +83,8 @@ def fail(folder: str, here: bool) -> dict[str, object]:
     state = {name: make(name, sharding) for name, sharding in placements()[0].items()}
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in state.items()}
     checkpoints, begun, found = al.Checkpoints(folder), time.perf_counter(), dict[str, object]()
-    checkpoints.save(1, state)
+    plan = al.Plan.load(checkpoints.folder.parent / "plan.json")
+    checkpoints.save(1, state, plan=plan)
     checkpoints.wait()
 
     def told(what: str, *calls: Callable[[], object]) -> None:
@@ -106,17 +107,21 @@ def fail(folder: str, here: bool) -> dict[str, object]:
     told("no folder", lambda: checkpoints.save(2, state), checkpoints.wait)
     stone.unlink(missing_ok=True)
     found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
-    checkpoints.save(2, state, plan=None)
+    checkpoints.save(2, state, plan=plan)
     checkpoints.wait()
     multihost_utils.sync_global_devices("saved")
     if here:
         for path in (checkpoints.folder / "2").rglob("d/*"):
             path.write_bytes(b"")
+        beside = checkpoints.folder / "2" / "plan.json"
+        beside.write_text(beside.read_text()[:-9])
     multihost_utils.sync_global_devices("damaged")
+    told("plan", lambda: checkpoints.plan(2))
     told("cannot be read", lambda: checkpoints.restore(like, verify=False))
     told("damaged", lambda: checkpoints.restore(like, step=2))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        found["plan of the one before"] = checkpoints.plan() == plan
         found["used"] = checkpoints.restore(like)[0]
     found["warned"] = [str(each.message) for each in warned]
     return {**found, "seconds": time.perf_counter() - begun}

@@ -305,6 +305,19 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     assert bits(checkpoints.restore(numbered(0))[1]["array 2"]) == bits(numbered(3)["array 2"])
 
 
+def test_a_damaged_plan_is_passed_over_or_refused(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    checkpoints = al.Checkpoints(tmp_path)
+    _flip(tmp_path / "2" / "plan.json")
+    with pytest.raises(CheckpointError, match=r"plan of step 2 .*cannot be read"):
+        checkpoints.plan(2)
+    with pytest.warns(UnusableFileWarning, match=r"plan of step 2 .*That of step 1 is used"):
+        assert checkpoints.plan() == compiled("fsdp").plan
+    _empty(tmp_path / "1" / "plan.json")
+    with pytest.raises(CheckpointError, match=r"plan of step 2 .*plan of step 1 "):
+        checkpoints.plan()
+
+
 def test_where_all_are_damaged_each_is_named(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     for step in (1, 2):

@@ -17,6 +17,7 @@ import pytest
 
 import alpa_lite as al
 from tests.runtime.saved_states import ROWS, global_values
+from tests.test_plan import planned
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +101,8 @@ def test_one_process_restores_what_two_saved(said: tuple[Path, list[dict[str, An
 
 @pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_what_goes_wrong_on_one_process_is_told_on_all_and_holds_up_nobody(fails: int, tmp_path: Path) -> None:
-    found = _run_two(tmp_path, fails=fails)
+    planned("mlp", "hybrid").last_plan.save(tmp_path / "plan.json")
+    found = _run_two(tmp_path / "run", fails=fails)
     assert all(each.pop("seconds") < 60 for each in found)
     assert found[0] == found[1], "the same is told on all processes"
     room, folder = found[0]["no room"], found[0]["no folder"]
@@ -110,4 +112,6 @@ def test_what_goes_wrong_on_one_process_is_told_on_all_and_holds_up_nobody(fails
     assert found[0]["left"] == ["1"]
     assert "step 2 " in found[0]["cannot be read"] and "cannot be restored" in found[0]["cannot be read"]
     assert "d/" in found[0]["damaged"] and "Leave step= out" in found[0]["damaged"]
-    assert found[0]["used"] == 1 and len(found[0]["warned"]) == 1 and "Step 1 is used" in found[0]["warned"][0]
+    assert "plan of step 2 " in found[0]["plan"] and "cannot be read" in found[0]["plan"]
+    assert found[0]["plan of the one before"] and "That of step 1 is used" in found[0]["warned"][0]
+    assert found[0]["used"] == 1 and "Step 1 is used" in found[0]["warned"][1] and len(found[0]["warned"]) == 2
