@@ -179,9 +179,11 @@ def leaving(reason: str) -> Iterator[None]:
     if here is not None:
         _finish(here, awaited, time.monotonic() + SHUTDOWN_SECONDS)
         here.say(f"{_LEAVING}{here.me}", reason)
-    yield
-    if here is not None:
-        here.take_back(f"{_LEAVING}{here.me}")
+    try:
+        yield
+    finally:
+        if here is not None:
+            here.take_back(f"{_LEAVING}{here.me}")
 
 
 def _finish(here: Roll, awaited: Callable[[], Awaited], until: float) -> None:
@@ -248,7 +250,7 @@ class Vigil:
                 _end(found, GRACE_SECONDS)
 
     def _at_exit(self) -> None:
-        if _left.is_set():
+        if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()
             return
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()

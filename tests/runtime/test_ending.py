@@ -115,6 +115,12 @@ def test_at_its_exit_a_process_waits_for_the_others(rolls: list[Roll]) -> None:
     assert vigils[0].wait_for_all() == "another process failed", "those that fail have said that they end, too"
 
 
+def test_one_that_has_left_the_job_waits_for_nobody_at_its_exit(rolls: list[Roll]) -> None:
+    """As after `jax.distributed.shutdown()`: JAX knows of no job, as here."""
+    Vigil(rolls[0], lambda: {0: frozenset({0, 1})}, seconds=60.0)._at_exit()
+    assert rolls[0].said() == {}
+
+
 def test_words() -> None:
     assert came_to_end([1, 2], {1: "", 2: "exit code 3"}) == "processes 1, 2 came to their ends (exit code 3)"
     assert in_words([None, None]) == "" and in_words(["full", "full"]) == "full"
