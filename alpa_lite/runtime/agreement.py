@@ -2,24 +2,22 @@
 
     agreed_data       what the first process says
     same_everywhere   raise on every process unless all of them state the same facts
-    anywhere          whether something is true on any process
+    everywhere        what each process says
     meet              wait for one another
-    take_leave        tell which processes are gone, before this one ends
 
 With one process, that is what it said itself. The processes that take part must call these functions in the same order.
-While one of them is awaited for long, the others say so; JAX ends all of them when one has died.
+While one of them is awaited for long, the others say so. JAX ends all of them when one has died; one that has come to
+its end (`ending`) is not waited for.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +25,13 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, MismatchError
+from alpa_lite.runtime.ending import Roll, came_to_end, say
 
 FIRST_WORD_SECONDS = 30.0
 """After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""
+
+LOOK_SECONDS = 5.0
+"""How often a process that waits for another looks whether that one has come to its end."""
 
 PATIENCE_SECONDS = 6 * 3600.0
 """So long another process may take, as it may have to plan or to compile in the meantime."""
@@ -80,44 +82,9 @@ def _processes(numbers: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
-def anywhere(value: bool) -> bool:
-    """Whether it is true on any process; on all of them."""
-    return value if jax.process_count() == 1 else _service().anywhere(value)
-
-
-def take_leave(seconds: float) -> None:
-    """Before a process that failed ends: tell who is gone, as far as the processes that fail with it know.
-
-    What fails on all at once is mostly that one of them was lost. So each says that it leaves; of whom the first one,
-    without which JAX ends the others, does not hear within so many seconds, it tells the others.
-    """
-    job = _jax.job()
-    if job is None or job.num_processes == 1:
-        return
-    with suppress(jax.errors.JaxRuntimeError):  # the first one is gone: JAX ends this process
-        job.client.key_value_set(f"alpa_lite/left/{job.process}", "")
-        if job.process == 0:
-            _tell_who_is_gone(job, seconds)
-        elif told := job.client.blocking_key_value_get("alpa_lite/gone", int(1000 * seconds) + 500):
-            _say(told)
-
-
-def _tell_who_is_gone(job: _jax.Job, seconds: float) -> None:
-    until, silent = time.monotonic() + seconds, list[int]()
-    for process in range(1, job.num_processes):
-        try:
-            left = max(0.0, until - time.monotonic())
-            job.client.blocking_key_value_get(f"alpa_lite/left/{process}", int(1000 * left) + 1)
-        except jax.errors.JaxRuntimeError:
-            silent.append(process)
-    told = ""
-    if silent:
-        which = f"process {silent[0]}" if len(silent) == 1 else f"processes {', '.join(map(str, silent))}"
-        told = f"no word from {which}: lost, or waiting for the others. The job ends."
-        _say(told)
-    job.client.key_value_set("alpa_lite/gone", told)
-    if len(silent) < job.num_processes - 1:
-        time.sleep(0.5)  # in which the others read it
+def everywhere(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order; on all of them."""
+    return [value] if jax.process_count() == 1 else _service().everywhere(value)
 
 
 def _service() -> _Service:
@@ -127,20 +94,20 @@ def _service() -> _Service:
             f"This is one of {jax.process_count()} processes, but JAX coordinates none: call alpa_lite.initialize() "
             "(or jax.distributed.initialize) before anything else that uses JAX."
         )
-    return _service_of(job.client)
+    return _service_of(job)
 
 
 @lru_cache(maxsize=1)
-def _service_of(client: Any) -> _Service:
+def _service_of(job: _jax.Job) -> _Service:
     """One for each start of the coordination service, with which the counting begins again."""
-    return _Service(client)
+    return _Service(job)
 
 
 class _Service:
     """Numbers what is said, so that each key is used once."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, job: _jax.Job) -> None:
+        self._client, self._roll = job.client, Roll(job)
         self._said, self._compared, self._asked = itertools.count(), itertools.count(), itertools.count()
         self._met: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 
@@ -155,24 +122,25 @@ class _Service:
             return self._first(f"{key}/differ", None)
         return self._first(f"{key}/differ", differences(self._of_all(key)))
 
-    def anywhere(self, value: bool) -> bool:
+    def everywhere(self, value: Any) -> list[Any]:
         key = f"any/{next(self._asked)}"
         self._set(f"{key}/{jax.process_index()}", value)
-        return bool(self._first(f"{key}/all", None if jax.process_index() else any(self._of_all(key))))
+        return self._first(f"{key}/all", None if jax.process_index() else self._of_all(key))
 
     def meet(self, processes: tuple[int, ...]) -> None:
-        number = next(self._met[processes])
-        key = f"alpa_lite/meet/{'-'.join(map(str, processes))}/{number}"
-        milliseconds = int(1000 * PATIENCE_SECONDS)
-        self._client.wait_at_barrier(key, milliseconds, list(processes))
+        key = f"meet/{'-'.join(map(str, processes))}/{next(self._met[processes])}"
+        self._set(f"{key}/{jax.process_index()}", None)
+        if jax.process_index() == processes[0]:
+            self._of_all(key, processes)
+        self._first(f"{key}/all", None, processes[0])
 
-    def _of_all(self, key: str) -> list[Any]:
-        return [self._get(f"{key}/{i}", i) for i in range(jax.process_count())]
+    def _of_all(self, key: str, processes: Sequence[int] | None = None) -> list[Any]:
+        return [self._get(f"{key}/{i}", i) for i in processes or range(jax.process_count())]
 
-    def _first(self, key: str, value: Any) -> Any:
+    def _first(self, key: str, value: Any, first: int = 0) -> Any:
         """What the first process has under a key."""
-        if jax.process_index() > 0:
-            return self._get(key, 0)
+        if jax.process_index() != first:
+            return self._get(key, first)
         self._set(key, value)
         return value
 
@@ -181,22 +149,25 @@ class _Service:
 
     def _get(self, key: str, process: int) -> Any:
         read: Callable[[str, int], bytes] = self._client.blocking_key_value_get_bytes
-        began, wait = time.monotonic(), FIRST_WORD_SECONDS
+        began, word, ended = time.monotonic(), FIRST_WORD_SECONDS, dict[int, str]()
         while True:
             try:
-                return json.loads(zlib.decompress(read(f"alpa_lite/{key}", int(1000 * wait))))
+                return json.loads(zlib.decompress(read(f"alpa_lite/{key}", int(1000 * LOOK_SECONDS))))
             except jax.errors.JaxRuntimeError as error:
                 waited = time.monotonic() - began
-                if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS:
-                    raise ExecutionError(
-                        f"Process {process} did not say within {waited:.0f} s what the others wait for: {error}. All "
-                        "processes of a job must call the same functions of alpa_lite in the same order."
-                    ) from error
-            _say(
-                f"process {jax.process_index()} has waited {waited:.0f} s for process {process}, which may be planning."
-            )
-            wait *= 2
+                if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
+                    raise ExecutionError(_in_vain(process, waited, ended, error)) from error
+            # It may have said it before its end: that is looked at once more.
+            ended = self._roll.ended(self._roll.said())
+            if waited > word:
+                me = jax.process_index()
+                say(f"process {me} has waited {waited:.0f} s for process {process}, which may be planning.")
+                word += 2 * word
 
 
-def _say(text: str) -> None:
-    print(f"alpa_lite: {text}", file=sys.stderr, flush=True)
+def _in_vain(process: int, waited: float, ended: Mapping[int, str], error: Exception) -> str:
+    if process in ended:
+        what = f"P{came_to_end([process], ended)[1:]}, but process {jax.process_index()} waits for its word"
+    else:
+        what = f"Process {process} did not say within {waited:.0f} s what the others wait for: {error}"
+    return f"{what}. All processes of a job must call the same functions of alpa_lite in the same order."

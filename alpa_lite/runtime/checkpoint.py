@@ -21,11 +21,13 @@ from typing import Any
 
 import jax
 
-from alpa_lite.errors import CheckpointError, PlanError, UnusableFileWarning
+from alpa_lite.errors import AlpaLiteError, CheckpointError, PlanError, UnusableFileWarning
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.agreement import agreed_data, anywhere, meet
+from alpa_lite.runtime.agreement import agreed_data, everywhere, meet
 from alpa_lite.runtime.checksums import LIST, damage
+from alpa_lite.runtime.ending import leaving
 from alpa_lite.runtime.function import CompiledFunction
+from alpa_lite.runtime.launched import summary
 from alpa_lite.runtime.saved_leaves import (
     Wanted,
     check_fit,
@@ -35,6 +37,7 @@ from alpa_lite.runtime.saved_leaves import (
     wanted,
 )
 from alpa_lite.runtime.stopping import Stopping
+from alpa_lite.runtime.trouble import agreed_trouble
 
 _DAMAGED, _REPLACED = ".damaged", ".replaced"
 _SHOWN = 3
@@ -73,13 +76,15 @@ class Checkpoints:
         """Itself."""
         return self
 
-    def __exit__(self, kind: object, *exception: object) -> None:
+    def __exit__(self, kind: object, exception: BaseException | None, *rest: object) -> None:
         """`close`. Where the block failed, a save that failed too is told in a warning."""
-        try:
+        if exception is None:
             self.close()
-        except CheckpointError as error:
-            if kind is None:
-                raise
+            return
+        try:
+            with leaving(summary(exception)):
+                self.close()
+        except AlpaLiteError as error:
             warnings.warn(str(error), UnusableFileWarning, stacklevel=2)
 
     @property
@@ -106,16 +111,15 @@ class Checkpoints:
         if plan is not None:
             beside["plan.json"] = plan.to_json()
         self.wait()
-        store = _store()
+        store, problem = _store(), None
+        self._make_way(number)
+        self._pending = number
         try:
-            self._make_way(number)
             self._writer = self._writer or store.Writer()
-            self._pending = number
             self._writer.start(self.folder / f"{number}", store.Content(arrays=content.arrays, beside=beside))
-        except CheckpointError:
-            raise
         except Exception as error:
-            raise self._failed(number, error) from error
+            problem = error
+        self._raise_if_failed(number, problem)
         if not self._asynchronous:
             self.wait()
 
@@ -160,19 +164,28 @@ class Checkpoints:
         raise CheckpointError(f"{' '.join(refused)} {left}.")
 
     def plan(self, step: int | None = None) -> Plan | None:
-        """The plan under which a step (default: the newest) was saved; None where none was given.
+        """The plan under which a step was saved; None where none was given.
+
+        step: default: the newest. Then a plan that cannot be read is passed over, with a warning.
 
         Raises:
             CheckpointError: there is no such step, or the plan cannot be read.
         """
-        number = step if step is not None else self.latest
-        if number is None or number not in self.steps:
+        there = [number for number in self.steps[::-1] if step in (None, number)]
+        if not there:
             raise CheckpointError(self._none(step))
-        path = self._path(number) / "plan.json"
-        try:
-            return Plan.load(path) if path.exists() else None
-        except PlanError as error:
-            raise CheckpointError(f"The plan of step {number} in {self.folder} cannot be read: {error}") from error
+        refused: list[str] = []
+        for number in there:
+            path = self._path(number) / "plan.json"
+            try:
+                plan = Plan.load(path) if path.exists() else None
+            except PlanError as error:
+                refused.append(f"The plan of step {number} in {self.folder} cannot be read: {error}")
+                continue
+            for sentence in refused:
+                warnings.warn(f"{sentence} That of step {number} is used.", UnusableFileWarning, stacklevel=2)
+            return plan
+        raise CheckpointError(" ".join(refused))
 
     def wait(self) -> None:
         """Wait for a save that is running. Raises `CheckpointError` if it fails; earlier checkpoints stay."""
@@ -183,8 +196,7 @@ class Checkpoints:
             self._writer.finish()
         except Exception as error:
             problem = error
-        if anywhere(problem is not None):
-            raise self._failed(step, problem or OSError("another process could not write its part")) from problem
+        self._raise_if_failed(step, problem)
         self._pending = None
         self._remove(f"{step}{_REPLACED}")
         if self._keep is not None:
@@ -217,22 +229,24 @@ class Checkpoints:
         return path if path.exists() else self.folder / f"{step}{_REPLACED}"
 
     def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[Any]:
-        folder = self._path(step)
+        folder, problem, state = self._path(step), None, list[Any]()
         try:
             saved = leaves_from_json(json.loads((folder / "leaves.json").read_text(encoding="utf-8")))
             check_fit(leaves, saved, partial=partial)
             read = _store().read_arrays(folder, leaves, saved)
-            return [each.restored(read.get(each.name)) for each in leaves]
+            state = [each.restored(read.get(each.name)) for each in leaves]
         except Exception as error:
+            problem = error
+        if trouble := agreed_trouble(problem):
             raise CheckpointError(
-                f"The checkpoint of step {step} in {self.folder} cannot be restored: {_reason(error)}."
-            ) from error
+                f"The checkpoint of step {step} in {self.folder} cannot be restored: {trouble.reason}."
+            ) from problem
+        return state
 
     def _problem(self, step: int) -> str:
         """What is wrong with a checkpoint; the same on all processes, each of which looks at a part."""
-        found = damage(self._path(step), share=jax.process_index(), num_shares=jax.process_count())
-        if anywhere(bool(found)) and not found:
-            return "another process found it so"
+        mine = damage(self._path(step), share=jax.process_index(), num_shares=jax.process_count())
+        found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return ", ".join(found[:_SHOWN]) + more
 
@@ -243,42 +257,56 @@ class Checkpoints:
             f"There is no checkpoint {wanted}in {self.folder}; there are: {there}. Look at `latest` before restoring."
         )
 
-    def _failed(self, step: int, error: Exception) -> CheckpointError:
-        """What to raise when a save failed. What it wrote is removed, since the disk may be full."""
+    def _raise_if_failed(self, step: int, problem: Exception | None) -> None:
+        """Raise on all processes what went wrong with a save on any of them."""
+        if trouble := agreed_trouble(problem):
+            raise CheckpointError(f"{self._failed(step, trouble.reason)} {trouble.advice}") from problem
+
+    def _failed(self, step: int, reason: str) -> str:
+        """What to say when a save failed. What it wrote is removed, since the disk may be full."""
         self._pending = None
         with suppress(Exception):  # what it says is what went wrong before
             self._drop_writer()
         self._remove_unfinished(step)
         self._bring_back(step)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
-        return CheckpointError(
-            f"The checkpoint of step {step} in {self.folder} could not be written: {_reason(error)}. {kept}. Look for "
-            "space and for the right to write there."
-        )
+        return f"The checkpoint of step {step} in {self.folder} could not be written: {reason}. {kept}."
 
     def _make_way(self, step: int) -> None:
-        """Put right what an earlier run left, and make room for a step.
+        """Put right what an earlier run left, and make room for a step."""
+        refused, problem = None, None
+        if jax.process_index() == 0:
+            try:
+                self._put_right(step)
+            except CheckpointError as error:
+                refused = str(error)
+            except Exception as error:
+                problem = error
+        self._damaged.clear()
+        if refused := agreed_data(refused):
+            raise CheckpointError(refused)
+        self._raise_if_failed(step, problem)
 
-        Damaged checkpoints no longer count; one of the same step is kept until the new one is complete.
-        """
+    def _put_right(self, step: int) -> None:
+        """Damaged checkpoints no longer count; one of the same step is kept until the new one is complete."""
         place = self.folder / f"{step}"
         if place.exists() and not (place / LIST).exists():
             raise CheckpointError(
                 f"{place} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove it, or give "
                 "another folder."
             )
-        if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob(f"*{_REPLACED}"):
-                if (number := path.name.removesuffix(_REPLACED)).isdecimal():
-                    self._bring_back(int(number))
-            for path in self.folder.glob(f"*{_store().UNFINISHED}*"):
-                self._remove(path.name)
-            for damaged in self._damaged:
-                self._rename(f"{damaged}", f"{damaged}{_DAMAGED}")
-            self._rename(f"{step}", f"{step}{_REPLACED}")
-        self._damaged.clear()
-        _together()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(f"*{_REPLACED}"):
+            if (number := path.name.removesuffix(_REPLACED)).isdecimal():
+                self._bring_back(int(number))
+        for path in self.folder.glob(f"*{_store().UNFINISHED}*"):
+            self._remove(path.name)
+        for damaged in self._damaged:
+            self._rename(f"{damaged}", f"{damaged}{_DAMAGED}")
+        self._rename(f"{step}", f"{step}{_REPLACED}")
+        # Were this to fail in Orbax, the others would wait there.
+        place.with_name(f"{step}{_store().UNFINISHED}").mkdir()
+        place.with_name(f"{step}{_store().UNFINISHED}").rmdir()
 
     def _bring_back(self, step: int) -> None:
         """What was to be replaced, unless it was."""
@@ -347,13 +375,6 @@ def _shardings(like: CompiledFunction) -> list[Any]:
 def _argument(tree: Any, which: Argument) -> Any:
     positional, keywords = tree
     return positional[which] if isinstance(which, int) else keywords[which]
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _store() -> ModuleType:

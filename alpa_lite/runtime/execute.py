@@ -34,7 +34,7 @@ from alpa_lite.runtime.exchange import Blanks, warm
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.hang import explanation
 from alpa_lite.runtime.leaves import Leaves
-from alpa_lite.runtime.order import verify_order
+from alpa_lite.runtime.order import participants, verify_order
 from alpa_lite.runtime.placing import Alone, InJob
 from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
@@ -127,6 +127,7 @@ class Executor:
             limit=CPU_CREDITS if on_cpu else CREDITS,
             patience=watchdog_seconds,
             explain=partial(explanation, program, step, self.meshes),
+            processes=self._processes,
         )
         self.watchdog = Watchdog(self.flight)
         self._indices = self._microbatch_indices()
@@ -200,6 +201,13 @@ class Executor:
         found, token = self._delivery(leaves)
         self.flight.launched(0, len(self.program.instructions), token)
         return found
+
+    def _processes(self, instruction: int) -> frozenset[int]:
+        """Those that take part in an instruction; in the delivery, which follows the last one, all."""
+        if instruction == len(self.program.instructions):
+            return frozenset(range(jax.process_count()))
+        stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
+        return participants(self.program.instructions[instruction], stages)
 
     def _microbatch_indices(self) -> list[list[Any]]:
         """The number of each micro-batch, on each stage, placed once."""

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 from alpa_lite.errors import HangError
 
@@ -75,20 +76,23 @@ class Flight:
         limit: int,
         patience: float | None,
         explain: Callable[[int], str],
+        processes: Callable[[int], frozenset[int]] = lambda instruction: frozenset(),
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`limit`: credits of a group of devices. `patience`: seconds. `explain`: what hangs at an instruction.
+        `processes`: which take part in an instruction.
 
         `waited_seconds` counts the waits for credits since the program was compiled.
         """
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
         self.limit, self.patience, self.explain = limit, patience, explain
-        self._clock, self._sleep = clock, sleep
+        self._processes, self._clock, self._sleep = processes, clock, sleep
         self._order = itertools.count()
         self.hang = ""
         self.waited_seconds = 0.0
         self.observer: Callable[[int, int, Token], None] | None = None
+        _flights[:] = [*(each for each in _flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
         """One more launch on a group of devices; waits for its oldest where there are too many.
@@ -109,6 +113,10 @@ class Flight:
         """What is not done, in the order of the launches."""
         launches = (launch for queue in self.queues for launch in queue.copy())
         return tuple(sorted((x for x in launches if not x.token.is_ready()), key=lambda x: x.order))
+
+    def awaited(self) -> dict[int, frozenset[int]]:
+        """The processes that take part in what is not done, by the order of the launches."""
+        return {launch.order: self._processes(launch.instruction) for launch in self.pending()}
 
     def raise_if_hung(self) -> None:
         """Raise what the watchdog found between two steps, unless it has ended since."""
@@ -143,3 +151,17 @@ class Flight:
             if patience.is_over(frozenset(x.order for x in pending)):
                 self.hang = self.sentence(pending)
                 raise HangError(self.hang)
+
+
+_flights: list[ref[Flight]] = []
+"""Of the steps of this process; another thread looks at them."""
+
+
+def awaited() -> dict[object, frozenset[int]]:
+    """The processes that take part in what this one has launched and is not done, of all its steps."""
+    return {
+        (id(flight), order): processes
+        for found in tuple(_flights)
+        if (flight := found()) is not None
+        for order, processes in flight.awaited().items()
+    }

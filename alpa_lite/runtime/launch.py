@@ -36,6 +36,12 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID, LAUNCHER = (
 GRACE_SECONDS = 5.0
 """What a process gets between SIGTERM and SIGKILL."""
 
+ENDED = 143
+"""Exit code of a process that ends because its launcher is gone or another process of the job failed."""
+
+_CAUSE_SECONDS = 5.0
+"""So long after such a one the launcher waits for the one that failed by itself: it may still tell the others why."""
+
 _LOOK_SECONDS = 0.05
 
 
@@ -44,7 +50,8 @@ class Launched:
     """How it went.
 
     codes    exit code of each process; 128 + n where signal n ended it
-    failed   the number of the one that failed first, of several at once that with the worst code; None: none did
+    failed   the number of the one that failed first, of several at once that with the worst code; None: none did.
+             Those that end because of it do not count, whether the launcher ended them or they did by themselves.
     """
 
     codes: tuple[int, ...]
@@ -52,7 +59,7 @@ class Launched:
 
     @property
     def code(self) -> int:
-        """The exit code of the first one that failed, for the others were ended because of it."""
+        """The exit code of the one that failed."""
         return 0 if self.failed is None else self.codes[self.failed]
 
 
@@ -137,11 +144,14 @@ class _Job:
 
     def wait(self) -> int | None:
         """Until all have ended, or one has failed; its number."""
+        until = None
         while True:
             codes = [process.poll() for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
-            if failed:
-                worst = max(failed, key=[*self.codes()].__getitem__)
+            causes = [number for number in failed if codes[number] != ENDED]
+            until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
+            if causes or (until is not None and (None not in codes or time.monotonic() > until)):
+                worst = max(causes or failed, key=[*self.codes()].__getitem__)
                 self._say(worst)
                 return worst
             if None not in codes:

@@ -13,21 +13,23 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
-LAST_WORDS_SECONDS = 2.0
-"""The first process, without which JAX ends the others, stays so long for them to tell what they know."""
+_MOST_LETTERS = 300
 
 
-def leave(code: int) -> None:
-    """End this process with an exit code, without JAX's wait at exit until all processes of the job end."""
+def leave(code: int, reason: str) -> None:
+    """End this process with an exit code, without JAX's wait at exit until all processes of the job end.
+
+    `reason`: what the others are told.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
     if "jax" in sys.modules:
         with suppress(Exception):
             from alpa_lite import _jax
-            from alpa_lite.runtime.agreement import take_leave
+            from alpa_lite.runtime.ending import take_leave
 
-            take_leave(LAST_WORDS_SECONDS)
+            take_leave(reason)
             _jax.forget_job()
     with suppress(Exception):
         atexit._run_exitfuncs()
@@ -51,12 +53,19 @@ def run(arguments: list[str]) -> None:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         if code:
-            leave(code)
+            leave(code, f"exit code {code}")
         raise SystemExit(0) from None
     except BaseException as error:
         error.__traceback__ = _users(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+        leave(130 if isinstance(error, KeyboardInterrupt) else 1, summary(error))
+
+
+def summary(error: BaseException) -> str:
+    """An error in one line that is not long."""
+    text = " ".join(str(error).split())
+    text = f"{text[:_MOST_LETTERS]}…" if len(text) > _MOST_LETTERS else text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _users(error: BaseException) -> TracebackType | None:

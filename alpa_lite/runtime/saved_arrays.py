@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from alpa_lite.runtime.checksums import LIST, write_checksums, write_part
 from alpa_lite.runtime.saved_leaves import Leaf, Wanted
+from alpa_lite.runtime.trouble import ConsequenceError
 
 UNFINISHED: str = ocp.utils.TMP_DIR_SUFFIX
 """In the name of a checkpoint that is being written, after its step."""
@@ -130,7 +131,9 @@ class _Careful(ocp.AsyncCheckpointHandler):
             if self.problem is None:
                 for process in range(1, jax.process_count()):
                     if not (folder / f"{LIST}.{_part(process)}").exists():
-                        raise OSError(f"process {process} could not write its part")
+                        raise ConsequenceError(
+                            f"nothing of process {process} is there: all processes must see the same folder"
+                        )
                 if self._has_arrays:
                     self._arrays.finalize(directory)
                 for name, data in self._beside.items():

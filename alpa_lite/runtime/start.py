@@ -14,14 +14,12 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.launch import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
-from alpa_lite.runtime.launched import leave
+from alpa_lite.runtime.ending import SHUTDOWN_SECONDS, Vigil, roll
+from alpa_lite.runtime.launch import COORDINATOR, ENDED, LAUNCHER, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.launched import leave, summary
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""
-
-LOST_LAUNCHER = 143
-"""Exit code of a process whose launcher is gone."""
 
 
 def initialize(
@@ -72,6 +70,8 @@ def initialize(
             **options,
         )
         _leave_when_failing()
+        if (here := roll()) is not None:
+            Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS)).begin()
     except ValueError as error:
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
             raise
@@ -115,7 +115,7 @@ def _leave_when_failing() -> None:
 
     def tell_and_leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         tell(kind, error, traceback)
-        leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        leave(130 if issubclass(kind, KeyboardInterrupt) else 1, summary(error))
 
     sys.excepthook = tell_and_leave
 
@@ -132,4 +132,4 @@ def _await_end(pipe: int) -> None:
     with suppress(OSError):
         while os.read(pipe, 1):
             pass
-        os._exit(LOST_LAUNCHER)
+        os._exit(ENDED)

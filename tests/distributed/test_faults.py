@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from alpa_lite.inspection.doctor import virtual_environment
 from alpa_lite.runtime.agreement import differences
 from alpa_lite.runtime.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
 from tests.distributed.launched import ROOT, run
@@ -103,3 +107,88 @@ def test_a_coordinator_that_starts_late_is_waited_for() -> None:
         for process in processes:
             process.kill()
     assert outputs == [b"process 1 of 2\n", b"process 0 of 2\n"]
+
+
+STEPS = """
+import os, signal, sys
+cluster = dataclasses.replace(cluster, num_hosts=3, devices_per_host=1)
+x = np.ones((24, 8), np.float32)
+if me == 1 and when == "before the plan":
+    fail()
+compiled = al.parallelize(step, planner=al.planners.DataParallel(), cluster=cluster).compiled(w, x)
+for number in range(1000):
+    if me == 1 and when == "between steps" and number == 5:
+        fail()
+    w, loss = compiled(w, x)
+    float(loss)
+"""
+
+SAVES = """
+import os, signal
+from alpa_lite.runtime import saved_arrays
+checkpoints, state = al.Checkpoints(when), {"w": jax.device_put(np.ones((8, 1000), np.float32), jax.local_devices()[0])}
+with checkpoints:
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    if me == 1:
+        where, name = (saved_arrays.Writer, "start") if how == "begin" else (saved_arrays, "write_part")
+        setattr(where, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoints.save(2, state)
+"""
+
+
+def alone(text: str, folder: Path, victim: int) -> tuple[list[int], list[str], float]:
+    """Three processes without a launcher: codes, what they printed, and the seconds from the end of one to the last."""
+    (folder / "program.py").write_text(text)
+    job = {**virtual_environment(1), NUM_PROCESSES: "3", COORDINATOR: f"127.0.0.1:{free_port()}"}
+    job |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "ALPA_LITE_CACHE": "off"}
+    printed, processes = [folder / f"printed {number}" for number in range(3)], list[subprocess.Popen[bytes]]()
+    try:
+        for number, path in enumerate(printed):
+            command, mine = [sys.executable, str(folder / "program.py")], {**job, PROCESS_ID: str(number)}
+            with path.open("w") as out:
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, stdout=out, stderr=subprocess.STDOUT))
+        while "fails now" not in printed[victim].read_text() and processes[victim].poll() is None:
+            time.sleep(0.05)
+        began = time.monotonic()
+        codes = [process.wait(timeout=60) for process in processes]
+        return codes, [path.read_text() for path in printed], time.monotonic() - began
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("raise KeyError('mine')", "between steps"),
+        pytest.param("raise KeyError('mine')", "before the plan", marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", "between steps", marks=pytest.mark.slow),
+        pytest.param("sys.exit(0)", "between steps", marks=pytest.mark.slow),
+        pytest.param("sys.exit('no data')", "before the plan", marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_fails_or_leaves_without_a_launcher_is_named_by_all(how: str, when: str, tmp_path: Path) -> None:
+    defined = f"import sys\nwhen = {when!r}\ndef fail():\n    print('fails now', flush=True)\n    {how}\n"
+    codes, printed, seconds = alone(STEP + defined + STEPS, tmp_path, 1)
+    assert all(codes) and seconds < 30, (codes, seconds, printed)
+    if how.startswith("raise"):
+        told = ["process 1 failed first: KeyError: 'mine'"] * 3
+        told[1] = "KeyError: 'mine'"
+    else:
+        told = ["process 1 came to its end"] * 3
+    assert all(each.lower().count(text.lower()) for each, text in zip(printed, told, strict=True)), printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["begin", "write"])
+def test_one_that_is_lost_during_a_save_is_named_and_space_is_not_looked_for(how: str, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    folder = tmp_path / "checkpoints"
+    codes, printed, seconds = alone(f"{STEP}when, how = {str(folder)!r}, {how!r}\n{SAVES}", tmp_path, 1)
+    assert codes[1] == -signal.SIGKILL and all(codes) and seconds < 30, (codes, seconds)
+    for text in (printed[0], printed[2]):
+        assert "no word from process 1" in text or "stopped sending heartbeats):\n1\n" in text, text
+        assert "Look for space" not in text
+    assert (folder / "1").exists() and not (folder / "2").exists()

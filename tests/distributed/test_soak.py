@@ -144,6 +144,21 @@ def test_fewer_or_more_processes_take_over(uninterrupted: dict[int, set[float]],
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_signal_to_one_process_stops_all_after_the_same_step(
+    which: int, uninterrupted: dict[int, set[float]], tmp_path: Path
+) -> None:
+    with launched(2, tmp_path, seconds=0.3) as job:
+        until_logged(tmp_path, job, 3)
+        members(job)[which].terminate()
+        printed, _ = job.communicate(timeout=120)
+    told = re.findall(r"told to end after step (\d+)", printed)
+    assert job.returncode == 0 and len(told) == 2 and told[0] == told[1], printed[-4000:]
+    assert f"goes on at step {told[0]} " in finish(2, tmp_path)
+    assert trajectory(tmp_path) == uninterrupted
+
+
+@pytest.mark.slow
 def test_a_process_that_stands_still_for_a_while_is_waited_for(
     uninterrupted: dict[int, set[float]], tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 Some arrays lie on all devices, some on those of one process, as the stages of a pipeline do. Prints a JSON object.
 
-FAILS: the process that gets no room on its disk for the second checkpoint; -1: none.
+FAILS: the process that gets no room on its disk for the second checkpoint, after which more goes wrong; -1: none.
 """
 
 import faulthandler
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime import saved_arrays
 from tests.runtime.saved_states import ROWS, global_values
 
 READ = "/tensorstore/kvstore/file/bytes_read"
@@ -77,20 +79,51 @@ def main() -> None:
 
 
 def fail(folder: str, here: bool) -> dict[str, object]:
-    """Save twice, the second time with no room on one of the processes."""
+    """What goes wrong on one of the processes is told on all, and saving goes on afterwards."""
     state = {name: make(name, sharding) for name, sharding in placements()[0].items()}
-    checkpoints = al.Checkpoints(folder)
-    checkpoints.save(1, state)
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in state.items()}
+    checkpoints, begun, found = al.Checkpoints(folder), time.perf_counter(), dict[str, object]()
+    plan = al.Plan.load(checkpoints.folder.parent / "plan.json")
+    checkpoints.save(1, state, plan=plan)
     checkpoints.wait()
+
+    def told(what: str, *calls: Callable[[], object]) -> None:
+        try:
+            for call in calls:
+                call()
+        except CheckpointError as error:
+            found[what] = str(error)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    begun, found = time.perf_counter(), dict[str, object]()
-    try:
-        checkpoints.save(2, state)
-        checkpoints.wait()
-    except CheckpointError as error:
-        found["error"] = str(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    told("no room", lambda: checkpoints.save(2, state), checkpoints.wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    stone = checkpoints.folder / f"2{saved_arrays.UNFINISHED}"
+    if jax.process_index() == 0:
+        stone.write_text("no folder can be made here")
+    told("no folder", lambda: checkpoints.save(2, state), checkpoints.wait)
+    stone.unlink(missing_ok=True)
+    found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
+    checkpoints.save(2, state, plan=plan)
+    checkpoints.wait()
+    multihost_utils.sync_global_devices("saved")
+    if here:
+        for path in (checkpoints.folder / "2").rglob("d/*"):
+            path.write_bytes(b"")
+        beside = checkpoints.folder / "2" / "plan.json"
+        beside.write_text(beside.read_text()[:-9])
+    multihost_utils.sync_global_devices("damaged")
+    told("plan", lambda: checkpoints.plan(2))
+    told("cannot be read", lambda: checkpoints.restore(like, verify=False))
+    told("damaged", lambda: checkpoints.restore(like, step=2))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found["plan of the one before"] = checkpoints.plan() == plan
+        found["used"] = checkpoints.restore(like)[0]
+    found["warned"] = [str(each.message) for each in warned]
     return {**found, "seconds": time.perf_counter() - begun}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.launch import NUM_PROCESSES, PROCESS_ID, launch
+from alpa_lite.runtime.launch import ENDED, NUM_PROCESSES, PROCESS_ID, _Job, launch
 
 NUMBER = f"import os, sys, time\nme = int(os.environ[{PROCESS_ID!r}])\n"
 
@@ -81,6 +81,42 @@ def test_the_exit_code_is_that_of_the_one_that_failed(how: str, code: int, progr
     ended, _, err = launched(program(f"if me == 2:\n    {how}\ntime.sleep(60)"))
     assert (ended.failed, ended.code) == (2, code)
     assert ("SIGABRT" in err) == (code == 134)
+
+
+class Ends:
+    """A process that ends with a code after so many looks."""
+
+    def __init__(self, code: int, looks: int) -> None:
+        self.code, self.looks, self.returncode = code, looks, None
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        self.looks -= 1
+        self.returncode = self.code if self.looks < 0 else None
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("ends", "failed"),
+    [
+        ([(1, 3), (7, 3), (3, 3)], 1),  # at once: the worst
+        ([(1, 3), (-9, 3), (0, 0)], 1),  # a signal is worse than a code
+        ([(3, 1), (7, 2), (-9, 5)], 0),  # one after the other: the first
+        ([(ENDED, 1), (3, 4), (ENDED, 2)], 1),  # what others ended with does not hide the cause
+        ([(ENDED, 1), (0, 2), (ENDED, 2)], 0),
+        ([(0, 1), (0, 5), (0, 2)], None),
+    ],
+)
+def test_the_worst_of_those_that_failed_by_themselves_counts(ends: list[tuple[int, int]], failed: int | None) -> None:
+    job = _Job((io.BytesIO(), io.BytesIO()), 1.0)
+    job.processes = [Ends(*each) for each in ends]  # pyright: ignore[reportAttributeAccessIssue]
+    assert job.wait() == failed
+
+
+def test_a_process_that_ends_because_of_another_waits_for_no_more_than_seconds(program: Any) -> None:
+    began = time.monotonic()
+    ended, _, err = launched(program(f"if me:\n    sys.exit({ENDED})\ntime.sleep(60)"), num_processes=2)
+    assert ended.code == ENDED and time.monotonic() - began < 30 and "process 1 ended with exit code" in err
 
 
 def test_who_does_not_listen_is_killed(program: Any) -> None:
