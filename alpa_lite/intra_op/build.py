@@ -106,9 +106,14 @@ class Builder:
                     self._add_crossing(r)
         for v in self.view.external:
             out = aliased.get(v)
-            if out is not None and (0, out) in self.offers and out != v:
+            if out is not None and (0, out) in self.offers and out != v and out not in self.view.outputs:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
+        for out, spec in self.view.outputs.items():
+            producer = graph.producer[out]
+            if producer is not None:
+                runs = 1 if out in self.crossings else self.view.runs_of(graph.ops[producer])
+                self._add_edge((0, out), graph.values[out], _UNIT, (spec,), runs)
 
     def choice(self, choices: Sequence[int]) -> Choice:
         """Specs and placements of a solution."""

@@ -235,6 +235,10 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
 def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
     """Bring what leaves a task that runs some ops into its spec: sums as they are stored, state as it came in."""
     graph = view.graph
+    for v, spec in view.outputs.items():
+        made = graph.producer[v] in run
+        if (phase is Phase.UPDATE) if v in choice.accumulators else made:
+            walk.get(v, spec)
     if phase.in_loop:
         for v, accumulator in choice.accumulators.items():
             producer = graph.producer[v]
@@ -242,7 +246,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
                 walk.get(v, accumulator.stored)
         return
     for out, target in view.step.aliases.items():
-        if out in walk.arrays and target in choice.inputs:
+        if out in walk.arrays and target in choice.inputs and out not in view.outputs:
             walk.get(out, choice.inputs[target])
 
 

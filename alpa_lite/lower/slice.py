@@ -146,9 +146,11 @@ class Slicer:
         return stage.accumulators[v].resolved if v in stage.accumulators else self.home_spec(v)
 
     def output_spec(self, v: int) -> Spec:
-        """The spec in which a graph output is returned: state comes back as it went in."""
+        """The spec in which a graph output is returned: as it was asked for, else state comes back as it went in."""
         target = self.step.aliases.get(v)
         stage = self.plan.stages[self.output_stage(v)]
+        if v in stage.outputs:
+            return stage.outputs[v]
         if target is not None and target in stage.inputs:
             return stage.inputs[target]
         spec = self.resolved_spec(v) if self._is_sum(v) else self.home_spec(v)
