@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from alpa_lite.graph.parameters import parameters
 from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.weight_gradients import weight_gradient_ops
 from alpa_lite.intra_op.build import Builder
@@ -209,8 +210,21 @@ def drive(
     repeated = _invariant_needs(view, mine)
     run = repeated.union(mine)
     _enter(walk, view, choice, phase, run)
+    if view.keeps_gathered and phase is Phase.BACKWARD:
+        _keep_gathered(walk, view, pricer, choice)
     walk.run(o for o in view.ops if o in run)
     _leave(walk, view, choice, phase, run)
+
+
+def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
+    """Make known what the forward pass has gathered of the parameters."""
+    forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
+    run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
+    _enter(forward, view, choice, Phase.FORWARD, run)
+    forward.run(o for o in view.ops if o in run)
+    for v in forward.arrays.keys() & parameters(view.step):
+        for spec in forward.arrays[v]:
+            walk.put(v, spec, Estimator.NOTHING)
 
 
 def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:

@@ -42,8 +42,8 @@ class StageView:
     """Ops of layers `first..last` of a step, with the invariant ops that they read.
 
     `pins`: the specs of some inputs of the graph, which are given. `outputs`: those in which some of its outputs are
-    returned. `layout`: of any values, bodies included, the dims
-    that axes must split (`wanted`).
+    returned. `keeps_gathered`: parameters that the forward pass gathers stay so for the backward pass. `layout`: of any
+    values, bodies included, the dims that axes must split (`wanted`).
     """
 
     step: StepGraph
@@ -52,6 +52,7 @@ class StageView:
     last: int
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    keeps_gathered: bool = False
     layout: GivenLayout = NO_LAYOUT
 
     @property
@@ -191,6 +192,7 @@ class StageView:
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
         pins += tuple((local(v), spec) for v, spec in self.outputs.items())
+        pins += (self.keeps_gathered,)
         leaves = tuple(sorted(local(v) for v in self.leaves))
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 

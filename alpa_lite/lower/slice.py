@@ -46,6 +46,7 @@ class TaskSpec:
     sums: tuple[Port, ...] = ()
     resolved: tuple[tuple[int, Spec, Spec], ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
+    keeps_gathered: bool = False
 
     @property
     def name(self) -> str:
@@ -194,6 +195,7 @@ class Slicer:
             sums=tuple(Port(value=v, spec=self.stored_spec(v)) for v in sums),
             resolved=tuple(resolved),
             buckets=buckets,
+            keeps_gathered=stage.keeps_gathered,
         )
 
     def _buckets(self, resolved: Collection[int]) -> tuple[tuple[int, ...], ...]:
