@@ -205,7 +205,7 @@ def test_what_the_backward_pass_makes_of_parameters_is_made_of_the_gathered_ones
 
 @pytest.mark.parametrize("step", [_layers, _scanned])
 def test_the_memory_of_parameters_that_stay_gathered(step: Any) -> None:
-    """Per layer its whole weight, beside activations, its part and that of its gradient; the first is read only once."""
+    """Per layer its whole weight, beside activations, its part and that of its gradient."""
     peaks = dict[bool, list[float]]()
     for again in (False, True):
         for num_layers in (4, 8, 12):
