@@ -42,6 +42,48 @@ def test_blocks_differ_by_one_layer_at_most(seed: int) -> None:
         assert max(sums) <= best + 1 + 1e-6
 
 
+def _as_published(costs: list[float], count: int) -> tuple[int, ...] | None:
+    """The rule as torchgpipe (Kim et al. 2020) follows it: of equal blocks the dearest is the last, the cheapest the
+    first. None where that takes from an empty block."""
+    low, high = min(costs), max(costs)
+    scaled = [(c - low) / (high - low) if high > low else 0.0 for c in costs]
+    ends = [0, *(len(costs) // count * i for i in range(1, count)), len(costs)]
+
+    def ranked() -> list[tuple[float, int]]:
+        return [(sum(scaled[ends[i] : ends[i + 1]]), i) for i in range(count)]
+
+    most, dearest = max(ranked())
+    while most > min(ranked())[0] + 1:
+        cheapest = min(ranked())[1]
+        beside = cheapest + (1 if cheapest < dearest else -1)
+        if ends[beside] >= ends[beside + 1]:
+            return None
+        border, change = (cheapest + 1, 1) if cheapest < dearest else (cheapest, -1)
+        ends[border] += change
+        if beside == dearest:
+            most, dearest = max(ranked())
+    return tuple(b - a for a, b in pairwise(ends))
+
+
+@pytest.mark.parametrize("draw", ["uniform", "whole numbers", "skewed"])
+def test_blocks_are_those_of_the_published_rule(draw: str) -> None:
+    rng, same = np.random.default_rng(1), 0
+    for _ in range(1000):
+        number = int(rng.integers(1, 30))
+        count = int(rng.integers(1, min(number, 8) + 1))
+        sizes = {
+            "uniform": rng.random(number),
+            "whole numbers": rng.integers(1, 9, number),
+            "skewed": rng.exponential(1, number),
+        }
+        costs = [float(c) for c in sizes[draw]]
+        published = _as_published(costs, count)
+        if published is not None:
+            same += 1
+            assert block_partition(costs, count) == published
+    assert same > 900
+
+
 def test_equal_layers_stay_where_they_are_put_first() -> None:
     assert block_partition([3.0] * 7, 3) == (2, 2, 3)
 
