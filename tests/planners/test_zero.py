@@ -240,6 +240,50 @@ def test_five_steps_lose_as_data_parallelism_does(devices: Any) -> None:
     np.testing.assert_allclose(losses, [losses[0]] * 6, rtol=1e-5)
 
 
+def _adam(state: Any, x: Any) -> Any:
+    """Ψ = 6 · 64² parameters with two moments each, as single precision keeps them: 12 Ψ bytes."""
+    ws, mean, square = state
+
+    def loss(ws: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] ** 2)
+
+    grads = jax.grad(loss)(ws)
+    mean, square = 0.9 * mean + 0.1 * grads, 0.99 * square + 0.01 * grads**2
+    return ws - 0.01 * mean / (jnp.sqrt(square) + 1e-4), mean, square
+
+
+@pytest.mark.parametrize(
+    ("planner", "held", "sent"),
+    [
+        (DataParallel(), 3, 2),
+        (Zero(stage=1), 1 + 2 / 8, 2),
+        (Zero(stage=2), 1 + 2 / 8, 2),
+        (Zero(stage=3), 3 / 8, 3),
+        (FSDP(replicas=2), 3 / 4, None),
+        (FSDP(reshard_after_forward=False), 3 / 8, 2),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
+def test_what_devices_hold_and_send(planner: Any, held: float, sent: float | None, devices: Any) -> None:
+    """Of Ψ elements (Rajbhandari et al. 2020, sections 5 and 7), and ten steps that are those of one device."""
+    ws, x = _arguments(_scanned)
+    state = ws, 0 * ws, 0 * ws
+    compiled = al.parallelize(_adam, cluster=eager_cluster(), planner=planner, num_microbatches=1).compiled(state, x)
+    elements = NUM_LAYERS * WIDTH**2
+    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    moved = sum(rounds[kind] * size * n for (kind, size, _), n in planned(compiled.plan).items() if size > 4)
+    assert sent is None or moved == 4 * sent * elements
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    assert compiled.plan.stages[0].state_bytes == 4 * held * elements
+    alone, step = state, jax.jit(_adam)
+    for _ in range(10):
+        state, alone = compiled(state, x), step(alone, x)
+    for device in devices:
+        shards = [s for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards if s.device == device]
+        assert sum(shard.data.nbytes for shard in shards) == 4 * held * elements
+    assert_same(state, alone)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
