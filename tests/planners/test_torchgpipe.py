@@ -145,3 +145,36 @@ def test_layers_compute_again_unless_told_not_to() -> None:
     )
     assert again.remat and not kept.remat and not pipeline.remat
     assert again.stages[0].activation_bytes <= kept.stages[0].activation_bytes
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: int) -> None:
+    """m boundaries and the inside of what is computed again (Huang et al. 2019, section 2.3); without, all of both."""
+    width, samples = 64, 512
+
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h = x
+            for up, down in ws:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    shape = jax.ShapeDtypeStruct
+    layer = shape((width, 4 * width), jnp.float32), shape((4 * width, width), jnp.float32)
+    arguments = [layer] * 4, shape((samples, width), jnp.float32)
+    again, kept = (
+        al.plan(step, *arguments, cluster=eager_cluster(), planner=planner, num_microbatches=num_microbatches)
+        for planner in (TorchGPipe(num_stages=2), TorchGPipe(num_stages=2, checkpoint=False))
+    )
+    boundary = 4 * width * samples / num_microbatches / 4  # four devices share each stage
+    # Of each of two layers also the four times wider values inside, and what goes from one to the other.
+    assert (
+        again.stages[0].activation_bytes == boundary and kept.stages[0].activation_bytes == (1 + 4 + 4 + 1) * boundary
+    )
+    for plan in (again, kept):
+        stage = plan.stages[0]
+        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
+        assert plan.prediction.peak_bytes[0] == pytest.approx(held + num_microbatches * stage.activation_bytes)
+    assert again.prediction.peak_bytes[0] < kept.prediction.peak_bytes[0]
