@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph.phases import StepGraph
 from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
@@ -103,14 +102,12 @@ class TracedFunction:
         if num_microbatches not in ("auto", 1):
             self.step(int(num_microbatches))  # says what is wrong with the user's number before any search
 
-        def step_at(m: int, loop_parts: int) -> StepGraph:
-            return self.step(m, loop_parts=loop_parts).step
-
         return PlanRequest(
             function=traced.name,
-            step_at=step_at,
+            step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
             num_arguments=len(traced.leaves),
             arguments=traced.arguments,
+            results=traced.out_names,
             batch_size=traced.batch_size,
             cluster=cluster,
             cost_model_for=ComposedCostModel,

@@ -95,6 +95,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
     if isinstance(planner, Replay) or measures or not only_own_rules():
         return None
     asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
+    asked += (request.arguments, request.results)
     try:
         model = _content(request.cost_model_for)
         parts = (_content(planner), _content(request.cluster), model, asked, request.on_non_additive)

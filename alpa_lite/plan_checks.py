@@ -92,6 +92,7 @@ def _shapes(stage: StagePlan) -> Iterator[str]:
 def _specs(stage: StagePlan) -> Iterator[Spec]:
     yield from stage.specs.values()
     yield from stage.inputs.values()
+    yield from stage.outputs.values()
     for accumulator in stage.accumulators.values():
         yield from (accumulator.stored, accumulator.resolved)
     for placement in _placements(stage.ops.values()):

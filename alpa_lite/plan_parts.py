@@ -147,6 +147,9 @@ class StagePlan:
         inputs: spec of each graph input or value of another stage that is read here.
         ops: placement of each op.
         accumulators: values summed over micro-batches.
+        keeps_gathered: whether parameters that are gathered for the forward pass stay so for the backward pass.
+        outputs: spec in which a result of the step is returned, where it was asked for; state comes back as it went in,
+            and other results as they are computed.
         forward_seconds: predicted, per micro-batch.
         backward_seconds: the same of the backward pass.
         update_seconds: of what runs once per step.
@@ -176,6 +179,8 @@ class StagePlan:
     temporary_bytes: float
     weight_seconds: float = 0.0
     handed_bytes: float = 0.0
+    keeps_gathered: bool = False
+    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     shapes: Mapping[str, ArrayShape] = field(default_factory=dict[str, ArrayShape])
 
 

@@ -10,7 +10,7 @@ made in whatever spec a reader wants (rules.graph_facts.free_values).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -206,10 +206,10 @@ class Walk(Generic[A]):
         array = self.arrays[value_id][made]
         self.put(value_id, spec, self.machine.reshard(array, value, steps, reader) if steps else array)
 
-    def forget(self) -> None:
-        """Keep every value only in the spec that it was computed in; what is free stays."""
+    def forget(self, but: Collection[int] = ()) -> None:
+        """Keep every value only in the spec that it was computed in; what is free stays, and so do the values `but`."""
         for v, known in self.arrays.items():
-            if v not in self.free:
+            if v not in self.free and v not in but:
                 self.arrays[v] = dict([next(iter(known.items()))])
 
     def run(self, ops: Iterable[int]) -> None:

@@ -20,7 +20,7 @@ from alpa_lite.graph.ir import Value
 from alpa_lite.plan import OpPlacement
 from alpa_lite.rules import Rule
 from alpa_lite.rules.graph_facts import OpClass
-from alpa_lite.sharding import Spec, divides
+from alpa_lite.sharding import Spec, Step, divides
 from alpa_lite.spmd import PlacedSpecs, can_split, linear_group, raw_result_specs, specs_of_class
 
 
@@ -64,6 +64,10 @@ class Split(Enum):
     MUST = "must"
 
 
+SCATTERED = 100.0
+"""How many times dearer moves of parts between TENSOR axes seem where sums over them are to be whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restriction:
     """Limits on what the search may do: manual plans are restricted searches.
@@ -98,6 +102,14 @@ class Restriction:
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
             return self.optimizer is not Split.NEVER
         return role is not AxisRole.REPLICA and (role is not AxisRole.TENSOR or self.scatter_sums)
+
+    def dearer(self, step: Step) -> float:
+        """How many times its price a move counts when ways to run a step are compared.
+
+        Without scattered sums the arrays between products are whole over TENSOR axes wherever they can be.
+        """
+        scattered = any(self.role(axis) is AxisRole.TENSOR for axis in step.axes) and not self.scatter_sums
+        return SCATTERED if scattered and step.kind != "all_reduce" else 1.0
 
     def state_split(self, axis: str, split: Split) -> Split:
         """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""

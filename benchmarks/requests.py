@@ -33,6 +33,7 @@ def request_of(
         step_at=step_at or cut,
         num_arguments=len(traced.traced.leaves),
         arguments=traced.traced.arguments,
+        results=traced.traced.out_names,
         batch_size=traced.traced.batch_size,
         cluster=cluster,
         cost_model_for=partial(ComposedCostModel, backend=backend or Backend()),

@@ -107,7 +107,8 @@ class StageCosts:
     `seeks_peaks`: whether to look for the least memory that a stage could do with where it does not fit, which takes
     longer than seeing that it does not. Without it such solutions have an infinite `peak_bytes`.
     `cost_model_for`: the cost model of a part of a cluster whose devices differ.
-    `pins`: the specs of some inputs of the graph, which are given. `layout`: see `StageView`.
+    `pins`: the specs of some inputs of the graph, which are given. `outputs`, `keeps_gathered`, `layout`: see
+    `StageView`.
     `builders`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
     `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
     `beside`: costs of other steps that share `structures`, whose solutions count here as well.
@@ -123,6 +124,8 @@ class StageCosts:
     time_limit_seconds: float = 60.0
     cost_model_for: Callable[[Cluster], CostModel] | None = None
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    keeps_gathered: bool = False
     layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
     progress: Progress = field(default_factory=Progress, repr=False)
     builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders], repr=False)
@@ -225,7 +228,14 @@ class StageCosts:
     def _view(self, first: int, last: int) -> StageView:
         if (first, last) not in self._views:
             self._views[first, last] = StageView(
-                step=self.step, layers=self.layers, first=first, last=last, pins=self.pins, layout=self.layout
+                step=self.step,
+                layers=self.layers,
+                first=first,
+                last=last,
+                pins=self.pins,
+                outputs=self.outputs,
+                keeps_gathered=self.keeps_gathered,
+                layout=self.layout,
             )
         return self._views[first, last]
 

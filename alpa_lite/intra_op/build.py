@@ -30,6 +30,7 @@ from alpa_lite.graph.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.deciding import Deciding
+from alpa_lite.intra_op.gathered import gathered, reads_gathered
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
@@ -106,9 +107,14 @@ class Builder:
                     self._add_crossing(r)
         for v in self.view.external:
             out = aliased.get(v)
-            if out is not None and (0, out) in self.offers and out != v:
+            if out is not None and (0, out) in self.offers and out != v and out not in self.view.outputs:
                 offer = self.offers[(0, v)]
                 self._add_edge((0, out), graph.values[out], offer.node, offer.specs, 1.0)
+        for out, spec in self.view.outputs.items():
+            producer = graph.producer[out]
+            if producer is not None:
+                runs = 1 if out in self.crossings else self.view.runs_of(graph.ops[producer])
+                self._add_edge((0, out), graph.values[out], _UNIT, (spec,), runs)
 
     def choice(self, choices: Sequence[int]) -> Choice:
         """Specs and placements of a solution."""
@@ -223,12 +229,14 @@ class Builder:
         main = self.deciding.follow(scope, graph, op)
         offer = self.offers[(scope, op.operands[main])]
         keep = self.sums.only_crosses(scope, op) or self._wait(scope, op) or self._stacks_sums(scope, op)
-        options = self.catalogue.following(graph, op, main, offer.specs, keep_partial=keep)
+        anew = scope == 0 and reads_gathered(self.view, op, main)
+        specs = tuple(gathered(s, self.catalogue.restriction) for s in offer.specs) if anew else offer.specs
+        options = self.catalogue.following(graph, op, main, specs, keep_partial=keep)
         self._charge(offer.node, options.seconds, runs)
         if (penalty := self.keeping.penalty(graph, op, main, offer.specs, options)) is not None:
             self._charge(offer.node, penalty, 1.0)
         self._record(scope, op, offer.node, options)
-        self._demand(scope, graph, op, offer.node, options, runs, skip=main)
+        self._demand(scope, graph, op, offer.node, options, runs, skip=-1 if anew else main)
 
     def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
@@ -320,6 +328,8 @@ class Builder:
             split = Split.NEVER
         elif split is Split.MUST and number not in wiring.scanned and number not in wiring.carried.values():
             split = Split.MAY
+        elif self.view.keeps_gathered and number in wiring.scanned and self.scopes[n].batch_dims[value.id] is None:
+            split = Split.NEVER
         offer = self._add_slot(self.scopes[n].graph, value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)

@@ -300,7 +300,9 @@ class Catalogue:
         known = self._moves.get(key)
         if known is None:
             walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
-            known = self._moves[key] = walks.seconds(lambda step: self.pricer.step_seconds(step, size))
+            known = self._moves[key] = walks.seconds(
+                lambda step: self.pricer.step_seconds(step, size) * self.restriction.dearer(step)
+            )
         return known
 
     def _graph(self, value: Value) -> SpecGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from alpa_lite.graph.parameters import parameters
 from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.weight_gradients import weight_gradient_ops
 from alpa_lite.intra_op.build import Builder
@@ -209,8 +210,21 @@ def drive(
     repeated = _invariant_needs(view, mine)
     run = repeated.union(mine)
     _enter(walk, view, choice, phase, run)
+    if view.keeps_gathered and phase is Phase.BACKWARD:
+        _keep_gathered(walk, view, pricer, choice)
     walk.run(o for o in view.ops if o in run)
     _leave(walk, view, choice, phase, run)
+
+
+def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
+    """Make known what the forward pass has gathered of the parameters."""
+    forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
+    run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
+    _enter(forward, view, choice, Phase.FORWARD, run)
+    forward.run(o for o in view.ops if o in run)
+    for v in forward.arrays.keys() & parameters(view.step):
+        for spec in forward.arrays[v]:
+            walk.put(v, spec, Estimator.NOTHING)
 
 
 def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
@@ -235,6 +249,10 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
 def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
     """Bring what leaves a task that runs some ops into its spec: sums as they are stored, state as it came in."""
     graph = view.graph
+    for v, spec in view.outputs.items():
+        made = graph.producer[v] in run
+        if (phase is Phase.UPDATE) if v in choice.accumulators else made:
+            walk.get(v, spec)
     if phase.in_loop:
         for v, accumulator in choice.accumulators.items():
             producer = graph.producer[v]
@@ -242,7 +260,7 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
                 walk.get(v, accumulator.stored)
         return
     for out, target in view.step.aliases.items():
-        if out in walk.arrays and target in choice.inputs:
+        if out in walk.arrays and target in choice.inputs and out not in view.outputs:
             walk.get(out, choice.inputs[target])
 
 

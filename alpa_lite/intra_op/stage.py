@@ -41,8 +41,9 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
 class StageView:
     """Ops of layers `first..last` of a step, with the invariant ops that they read.
 
-    `pins`: the specs of some inputs of the graph, which are given. `layout`: of any values, bodies included, the dims
-    that axes must split (`wanted`).
+    `pins`: the specs of some inputs of the graph, which are given. `outputs`: those in which some of its outputs are
+    returned. `keeps_gathered`: parameters that the forward pass gathers stay so for the backward pass. `layout`: of any
+    values, bodies included, the dims that axes must split (`wanted`).
     """
 
     step: StepGraph
@@ -50,6 +51,8 @@ class StageView:
     first: int
     last: int
     pins: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    outputs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    keeps_gathered: bool = False
     layout: GivenLayout = NO_LAYOUT
 
     @property
@@ -188,6 +191,8 @@ class StageView:
         )
         aliases = tuple((local(o), local(i)) for o, i in self.step.aliases.items() if o in number and i in number)
         pins = tuple((local(v), self.pins[v]) for v in self.external if v in self.pins)
+        pins += tuple((local(v), spec) for v, spec in self.outputs.items())
+        pins += (self.keeps_gathered,)
         leaves = tuple(sorted(local(v) for v in self.leaves))
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 

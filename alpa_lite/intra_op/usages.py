@@ -6,6 +6,7 @@
     sums without micro-batches      as they are stored until the update begins to read them, then as it does  (_sum)
     copies                          an operand in another spec than it lies in, while its reader runs: a gathered
                                     weight, a gathered activation                                           (_copies)
+                                    or, of a parameter that stays gathered, until the last reader in the loop (_until)
     scratch                         a result before its reduction scatters it, while its op runs           (_scratch)
 
 A copy depends on two nodes, and rows of memory on one each: it is charged to the reader, where its operand can lie in
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.graph.ir import Op, Value
+from alpa_lite.graph.parameters import parameters
 from alpa_lite.graph.phases import Phase
 from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
@@ -84,6 +86,7 @@ class _Collector:
         self.catalogue = layout.catalogue
         self.lives = stage_lives(layout.view, layout.catalogue)
         self.accumulates = layout.view.step.num_microbatches > 1
+        self.held: set[tuple[Key, frozenset[Spec]]] = set()  # parameters that are gathered already, and how
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
@@ -156,7 +159,18 @@ class _Collector:
 
     def _copies(self, key: Key, node: int, specs: tuple[Spec, ...], start: int, end: int) -> Iterator[UsageOf]:
         offer = self.layout.offers.get(key)
-        if offer is not None and self.layout.value(key).rank > 0 and offer.specs != specs:
+        end, held = self._until(key, specs, end)
+        if offer is not None and not held and self.layout.value(key).rank > 0 and offer.specs != specs:
             paired = offer.node == node
             sizes = self.catalogue.copy_sizes(self.layout.value(key), offer.specs, specs, paired=paired)
             yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)
+
+    def _until(self, key: Key, specs: tuple[Spec, ...], end: int) -> tuple[int, bool]:
+        """When a copy is let go that one op reads until `end`, and whether it is kept for another op already."""
+        (scope, v), view = key, self.layout.view
+        if not view.keeps_gathered or scope > 0 or v not in parameters(view.step):
+            return end, False
+        readers = [c for c in view.graph.consumers[v] if c in view.op_set and view.step.phases[c] is not Phase.UPDATE]
+        held = (key, frozenset(specs)) in self.held
+        self.held.add((key, frozenset(specs)))
+        return max([end, *(self.lives.spans[(), c].end for c in readers)]), held

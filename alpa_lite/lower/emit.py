@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.graph.parameters import parameters
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.lower.buckets import Buckets
@@ -132,10 +133,10 @@ class LocalMachine:
     def _is_parameter(self, value: Value) -> bool:
         """True for what comes into the loop, or a trip of a loop in it, without a batch."""
         graph, step = self.graph, self.step
-        scope = step if graph is step.graph else step.bodies.get(graph)
-        producer = graph.producer[value.id]
-        ready = producer is None or (graph is step.graph and step.phases[producer] is Phase.INVARIANT)
-        return ready and (scope is None or scope.batch_dims[value.id] is None)
+        if graph is step.graph:
+            return value.id in parameters(step)
+        scope = step.bodies.get(graph)
+        return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
         """Bind the op's primitive on local blocks."""

@@ -47,7 +47,7 @@ def _counts(plan: Plan, step: StepGraph) -> Iterator[str]:
 def _stages(plan: Plan, graph: Graph) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         sizes = stage.mesh_shape.axis_sizes
-        specs = [*stage.inputs.items()]
+        specs = [*stage.inputs.items(), *stage.outputs.items()]
         for value, accumulator in stage.accumulators.items():
             specs += [(value, accumulator.stored), (value, accumulator.resolved)]
         for value, spec in specs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from alpa_lite.graph.parameters import parameters
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.lower.slice import TaskSpec
 from alpa_lite.spmd import Walk
@@ -15,12 +16,14 @@ A = TypeVar("A")
 def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]:
     """Run a task whose inputs the walk knows, and yield each phase of it when it is about to begin.
 
-    Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward.
+    Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward, unless
+    the task keeps them.
     """
     parts = _by_phase(task.ops, step)
+    kept = parameters(step) if task.keeps_gathered else frozenset[int]()
     for phase, part in parts.items():
         yield phase
-        walk.forget()
+        walk.forget(but=kept if phase.in_loop else ())
         if phase is Phase.UPDATE:
             for value, stored, resolved in task.resolved:
                 walk.arrays[value] = {stored: walk.get(value, stored)}

@@ -44,7 +44,7 @@ def task_form(
     resolved = tuple([(form.number(value), stored, wanted) for value, stored, wanted in task.resolved])
     buckets = tuple([tuple([form.number(value) for value in bucket]) for bucket in task.buckets])
     ports = (inputs, form.ports(task.outputs), form.ports(task.sums), resolved, buckets)
-    return tuple(sizes.items()), step.num_microbatches, tuple(donated), ports, tuple(form.ops)
+    return tuple(sizes.items()), step.num_microbatches, tuple(donated), task.keeps_gathered, ports, tuple(form.ops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

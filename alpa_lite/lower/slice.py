@@ -46,6 +46,7 @@ class TaskSpec:
     sums: tuple[Port, ...] = ()
     resolved: tuple[tuple[int, Spec, Spec], ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
+    keeps_gathered: bool = False
 
     @property
     def name(self) -> str:
@@ -146,9 +147,11 @@ class Slicer:
         return stage.accumulators[v].resolved if v in stage.accumulators else self.home_spec(v)
 
     def output_spec(self, v: int) -> Spec:
-        """The spec in which a graph output is returned: state comes back as it went in."""
+        """The spec in which a graph output is returned: as it was asked for, else state comes back as it went in."""
         target = self.step.aliases.get(v)
         stage = self.plan.stages[self.output_stage(v)]
+        if v in stage.outputs:
+            return stage.outputs[v]
         if target is not None and target in stage.inputs:
             return stage.inputs[target]
         spec = self.resolved_spec(v) if self._is_sum(v) else self.home_spec(v)
@@ -192,6 +195,7 @@ class Slicer:
             sums=tuple(Port(value=v, spec=self.stored_spec(v)) for v in sums),
             resolved=tuple(resolved),
             buckets=buckets,
+            keeps_gathered=stage.keeps_gathered,
         )
 
     def _buckets(self, resolved: Collection[int]) -> tuple[tuple[int, ...], ...]:

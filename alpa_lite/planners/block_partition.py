@@ -2,8 +2,9 @@
 
     c_i      costs, scaled so that the cheapest layer has 0 and the dearest 1; all 0 where all are alike
     start    n div k layers in each block, the rest in the last
-    step     p: the dearest block; q: of the cheapest ones that next to p; the block beside q towards p hands its
-             nearest layer to q. Again with the same p, until that has given one away
+    step     p: the dearest block, of several the last; q: the cheapest, of several the first; the block beside q
+             towards p, which must not be empty, hands its nearest layer to q. Again with the same p, until that has
+             given one away
     end      b_p <= b_q + 1
 
 It is not optimal, but as even as one layer allows. Bárány and Grinberg, Block partitions of sequences (Israel J. of
@@ -39,21 +40,32 @@ def block_partition(costs: Sequence[float], count: int) -> tuple[int, ...]:
     low, high = min(costs), max(costs)
     scaled = [(cost - low) / (high - low) if high > low else 0.0 for cost in costs]
     ends = [0, *(i * (len(costs) // count) for i in range(1, count)), len(costs)]
+    moves = 0
     while True:
         sums = _sums(scaled, ends)
-        dearest = max(range(count), key=sums.__getitem__)
+        dearest = max(range(count), key=lambda block: (sums[block], block))
         given = False
         while not given:
-            sums = _sums(scaled, ends)
-            if sums[dearest] <= min(sums) + 1 + _ROUNDING:
+            sums, moves = _sums(scaled, ends), moves + 1
+            # What goes on for long goes in circles, for sums that are equal but for rounding.
+            if sums[dearest] <= min(sums) + 1 + (_ROUNDING if moves > 10 * count * len(costs) else 0):
                 return tuple(b - a for a, b in pairwise(ends))
-            cheapest = min(range(count), key=lambda i: (sums[i], abs(i - dearest)))
+            cheapest = _cheapest(sums, ends, dearest)
             if dearest > cheapest:
                 ends[cheapest + 1] += 1
                 given = cheapest + 1 == dearest
             else:
                 ends[cheapest] -= 1
                 given = cheapest - 1 == dearest
+
+
+def _cheapest(sums: Sequence[float], ends: Sequence[int], dearest: int) -> int:
+    """The first of the cheapest blocks whose neighbour towards the dearest block has a layer to give."""
+    for block in (i for i, cost in enumerate(sums) if cost == min(sums)):
+        beside = block + 1 if block < dearest else block - 1
+        if ends[beside] < ends[beside + 1]:
+            return block
+    raise AssertionError("The neighbour of the cheapest block that is next to the dearest one is dearer, not empty.")
 
 
 def _sums(costs: Sequence[float], ends: Sequence[int]) -> list[float]:

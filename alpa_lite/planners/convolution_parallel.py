@@ -14,7 +14,7 @@ parallelism for large-scale CNN training (SC 2019).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -96,7 +96,7 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
             found = list(named_kinds(step, classes, axis))
             fits = [(g, v, d) for g, v, d, _ in found if g.values[v].shape[d] % sizes[axis] == 0]
             if not fits:
-                raise PlanError(f"Kernels are to be split by {axis} over {sizes[axis]} devices, which divide none.")
+                raise PlanError(_no_kernels(axis, sizes[axis], found))
             kinds += [Kind(classes=classes.of_value(g, v), axis=axis, dim=d) for g, v, d in fits]
     values = layout_of_kinds(step, classes, kinds)
     space = {axis: size for axis, size in sizes.items() if axis in names}
@@ -107,6 +107,17 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
             if batch is not None and v.id not in whole:
                 values[graph][v.id] += _spatial(classes.of_value(graph, v.id), v.shape, names, space)
     return GivenLayout(values=values, exempt=exempt)
+
+
+def _no_kernels(axis: str, number: int, found: Sequence[tuple[Graph, int, int, str]]) -> str:
+    """Why no kernel can be split over so many devices."""
+    if not found:
+        return f"Kernels are to be split by {axis}, but the step has no convolutions. Use al.planners.Megatron."
+    graph, v, dim, source = max(found, key=lambda each: each[0].values[each[1]].num_elements)
+    return (
+        f"{source}: kernels are to be split by {axis} over {number} devices, which do not divide dim {dim} of this "
+        f"one, of the shape {list(graph.values[v].shape)}, nor that of any other. Choose a number that divides some."
+    )
 
 
 def _spatial(

@@ -50,6 +50,8 @@ class Hybrid(Planner):
         model: devices that share each layer (tensor parallelism).
         schedule: of the pipeline.
         zero: 0 (replicated state), 1 (optimizer state split over "data"), 3 (parameters too).
+        reshard_after_forward: whether parameters that are gathered for the forward pass (`zero=3`, one stage) are let
+            go after it, and gathered anew for the backward pass.
         replicas: of "data", how many groups hold whole copies of what `zero` splits (hybrid sharding); they are
             outermost.
         context: devices that share the positions of each sequence (context parallelism), beside "data".
@@ -72,6 +74,7 @@ class Hybrid(Planner):
     data: int | None = None
     model: int = 1
     zero: int = 0
+    reshard_after_forward: bool = True
     replicas: int = 1
     context: int = 1
     expert: int = 1
@@ -91,6 +94,7 @@ class Hybrid(Planner):
         parts = [pipeline if self.num_stages > 1 else "", f"tp{self.model}" if self.model > 1 else ""]
         parts += [f"cp{self.context}" if self.context > 1 else "", f"ep{self.expert}" if self.expert > 1 else ""]
         parts += [f"dp{self.data}" if self.data else "", f"zero{self.zero}" if self.zero else ""]
+        parts += ["" if self.reshard_after_forward else "kept gathered"]
         parts += [f"{self.remat} remat" if self.remat != "none" else ""]
         return " × ".join(filter(None, parts)) or "hybrid"
 
@@ -102,6 +106,7 @@ class Hybrid(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Solve each stage under the fixed roles of its axes."""
         started = time.perf_counter()
+        self._check_gathers()
         places = self.places(request)
         if not request.advise:
             self._check_state(request, [mesh for _, mesh in places])
@@ -128,6 +133,7 @@ class Hybrid(Planner):
             layers=layers,
             cost_model=request.cost_model,
             restriction=self.restriction(),
+            keeps_gathered=not self.reshard_after_forward,
             layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
         )
@@ -140,6 +146,8 @@ class Hybrid(Planner):
             for first, last in [_layers_of(i, per_stage)]
         ]
         plan = assemble(self.name, request, step, layers, stages, schedule, started)
+        if not self.reshard_after_forward:
+            plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
     def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> Cut:
@@ -221,6 +229,13 @@ class Hybrid(Planner):
                 f"{total}."
             )
         return self._mesh(data)
+
+    def _check_gathers(self) -> None:
+        if not self.reshard_after_forward and (self.zero < 3 or self.num_stages > 1):
+            raise PlanError(
+                f"reshard_after_forward=False keeps parameters gathered that zero=3 splits, on one stage, but "
+                f"zero={self.zero} was asked for with {self.num_stages} stage(s). Leave it out."
+            )
 
     def _check_degrees(self) -> None:
         for name in ("pipeline", "data", "model", "context", "replicas", "expert"):

@@ -17,6 +17,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.numbers import microbatch_numbers
+from alpa_lite.planners.one_weird_trick import OneWeirdTrick
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.zero import FSDP, Zero
@@ -28,6 +29,7 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     FSDP(),
     Pipeline(num_stages=2),
     Pipeline(num_stages=4),
+    OneWeirdTrick(where_it_pays=True),
 )
 """The classic plans that are always priced beside the search."""
 

@@ -31,7 +31,8 @@ class Megatron(Planner):
         data: data-parallel replicas; None: what the others leave.
         schedule: of the pipeline.
         sequence_parallel: whether sums may stay scattered between products, along positions where norms and dropout
-            work; they are where that is faster. The bytes are the same.
+            work; they are where that is faster. The bytes are the same. Without it arrays between products are whole
+            wherever they can be, and sums are all_reduces.
         vocab_parallel: tables that tokens look up must be split by rows over the tensor-parallel devices, so that
             look-ups and logits are, too; else they are where that is faster.
     """

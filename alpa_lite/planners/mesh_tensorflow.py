@@ -1,6 +1,7 @@
 """Mesh-TensorFlow: a global map from names of dims to mesh axes. A dim in it is split wherever it appears.
 
     MeshTensorFlow(layout="batch:rows;heads:cols;d_ff:cols;vocab:cols", mesh={"rows": 2, "cols": 4})
+    MeshTensorFlow(layout="auto", mesh={"rows": 2, "cols": 4})          the legal one that holds the least memory
 
 The names are found from the graph (`rules.dim_names`), or given for a dim of an argument. A layout is legal if no
 value has two dims on one axis and all sizes divide; where a split dim is summed over, there is an all_reduce. Nothing
@@ -9,19 +10,23 @@ is left to choose but which op resolves a sum. Shazeer et al., Mesh-TensorFlow (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
 from alpa_lite.plan import Plan
+from alpa_lite.planners.auto_layout import NamedDims, least_memory
 from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.rules.dim_names import dim_names
 from alpa_lite.rules.dims import DimClasses
 from alpa_lite.strategies import FREE_CHOICE
+
+AUTO = "auto"
+"""The layout that is to be found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,8 @@ class MeshTensorFlow(Planner):
     """`layout` splits named dims over the axes of `mesh`, whose last one lies over neighbouring devices.
 
     Attributes:
-        layout: "name:axis" pairs between semicolons, or a mapping.
+        layout: "name:axis" pairs between semicolons, or a mapping; "auto" for the one of all legal layouts whose plan
+            holds the least memory at its peak (`planners.auto_layout`).
         mesh: devices per axis.
         dims: names of one's own: for each the path of an argument and the number of its dim. They go before those that
             are found, and name all that is the same dim.
@@ -42,12 +48,19 @@ class MeshTensorFlow(Planner):
     @property
     def name(self) -> str:
         """The layout."""
+        if self.layout == AUTO:
+            return "layout of the least memory"
         return "layout " + ";".join(f"{name}:{axis}" for name, axis in self._pairs().items())
 
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` for unknown names and axes, and for illegal layouts, with the op and its line."""
         step = request.best_step((1,), loop_parts=0)
         axes = {name: size for name, size in self.mesh.items() if size > 1}
+        if self.layout == AUTO:
+            classes = DimClasses(step)
+            dims = NamedDims.of(step, classes, self._names(step, classes))
+            within = replace(request, advise=False)
+            return least_memory(dims, axes, request.cost_model, lambda each: replace(self, layout=each).plan(within))
         layout = full_layout(step, self._split(step), axes)
         return plan_on_mesh(self.name, request, self.mesh, restriction=FREE_CHOICE, layout=layout)
 
@@ -61,10 +74,7 @@ class MeshTensorFlow(Planner):
 
     def _split(self, step: StepGraph) -> Split:
         classes = DimClasses(step)
-        own = {name: self._class_of(step, classes, *place) for name, place in self.dims.items()}
-        names = {name: nodes - set(own.values()) for name, nodes in dim_names(step, classes).items()}
-        names |= {name: frozenset([node]) for name, node in own.items()}
-        names = {name: nodes for name, nodes in names.items() if nodes}
+        names = self._names(step, classes)
         found: dict[str, dict[int, str]] = {axis: {} for axis in self.mesh}
         for name, axis in self._pairs().items():
             if axis not in found:
@@ -76,6 +86,13 @@ class MeshTensorFlow(Planner):
                 )
             found[axis] |= dict.fromkeys(names[name], name)
         return Split(classes=classes, names=found)
+
+    def _names(self, step: StepGraph, classes: DimClasses) -> Mapping[str, Collection[int]]:
+        """The classes of each name, those of one's own first."""
+        own = {name: self._class_of(step, classes, *place) for name, place in self.dims.items()}
+        names = {name: nodes - set(own.values()) for name, nodes in dim_names(step, classes).items()}
+        names |= {name: frozenset([node]) for name, node in own.items()}
+        return {name: nodes for name, nodes in names.items() if nodes}
 
     def _class_of(self, step: StepGraph, classes: DimClasses, path: str, dim: int) -> int:
         graph = step.graph

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
-from alpa_lite.planners.pins import Pins, pins_on_mesh
+from alpa_lite.planners.pins import Pins, check_results, pins_on_mesh, with_results
 from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB
@@ -34,11 +34,14 @@ class OnMesh(Planner):
         batch: axes that split the batch wherever it divides, and state as the integer program likes (ZeRO). The others
             split whatever is best, the batch included.
         pins: arguments whose sharding is given, by path, as in `Auto`, over these axes.
+        outputs: the same of results of the step, by path (`0/params/w`, "" where there is only one). Without them state
+            comes back as it went in, and other results as they are computed.
     """
 
     axes: Mapping[str, int] = field(hash=False)
     batch: tuple[str, ...] = field(default=())
     pins: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
+    outputs: Pins = field(default_factory=dict[str, Sequence[Any]], hash=False)
 
     @property
     def name(self) -> str:
@@ -49,9 +52,12 @@ class OnMesh(Planner):
         """Raises `PlanError` when the axes do not cover the cluster, `InfeasibleError` when nothing fits."""
         if unknown := [axis for axis in self.batch if axis not in self.axes]:
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
+        check_results(self.outputs, request.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
         restriction = Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
-        return plan_on_mesh(self.name, request, self.axes, restriction=restriction, pins=self.pins)
+        return plan_on_mesh(
+            self.name, request, self.axes, restriction=restriction, pins=self.pins, outputs=self.outputs
+        )
 
 
 def plan_on_mesh(
@@ -61,6 +67,7 @@ def plan_on_mesh(
     *,
     restriction: Restriction,
     pins: Pins | None = None,
+    outputs: Pins | None = None,
     layout: GivenLayout = NO_LAYOUT,
 ) -> Plan:
     """One stage on all devices, which form a mesh of these axes; see `OnMesh.plan`.
@@ -71,12 +78,14 @@ def plan_on_mesh(
     mesh, cluster = _mesh(name, request, axes), request.cluster
     step = request.best_step((1,), loop_parts=0)
     layers = make_layers(step, 1)
+    pinned = with_results(step, request.results, pins_on_mesh(step, pins or {}, axes), outputs or {}, axes)
     costs = StageCosts(
         step=step,
         layers=layers,
         cost_model=request.cost_model,
         restriction=restriction,
-        pins=pins_on_mesh(step, pins or {}, axes),
+        pins=pinned.inputs,
+        outputs=pinned.outputs,
         layout=layout,
         progress=request.progress,
     )
@@ -90,7 +99,8 @@ def plan_on_mesh(
             "micro-batches, more hosts, or al.planners.Auto, which also tries pipelines."
         )
     stage = PlacedStage(first=0, last=0, submesh=submesh, mesh=mesh, solution=solution)
-    return assemble(name, request, step, layers, [stage], OneFOneB(), started)
+    plan = assemble(name, request, step, layers, [stage], OneFOneB(), started)
+    return replace(plan, stages=(replace(plan.stages[0], outputs=pinned.outputs),))
 
 
 def _mesh(name: str, request: PlanRequest, axes: Mapping[str, int]) -> LogicalMesh:

@@ -11,15 +11,17 @@ Krizhevsky, One weird trick for parallelizing convolutional neural networks (201
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
 from alpa_lite.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner, PlanRequest
-from alpa_lite.rules.dim_names import batch_dims_of, contractions
+from alpa_lite.planners.relax import show_bytes
+from alpa_lite.rules.dim_names import Contraction, batch_dims_of, contractions
 from alpa_lite.rules.dims import DimClasses
 from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.strategies import AxisRole, Restriction
@@ -29,7 +31,14 @@ AXIS = "x"
 
 @dataclass(frozen=True, kw_only=True)
 class OneWeirdTrick(Planner):
-    """All devices on one axis, which splits samples in convolutions and weights in dense layers."""
+    """All devices on one axis, which splits samples in convolutions and weights in dense layers.
+
+    Attributes:
+        where_it_pays: refuse, before anything is solved, where no dense layer has more weights than numbers that it
+            reads or makes: the plan would be data parallel.
+    """
+
+    where_it_pays: bool = False
 
     @property
     def name(self) -> str:
@@ -39,30 +48,58 @@ class OneWeirdTrick(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` when there are no convolutions, or the devices do not divide the batch."""
         step, devices = request.best_step((1,), loop_parts=0), request.cluster.num_devices
+        found = [*contractions(step)]
+        if not any(map(_is_convolution, found)):
+            raise PlanError(
+                "One weird trick splits convolutions in one way and dense layers in another, but the step has no "
+                "convolutions. Use al.planners.Megatron or al.planners.DataParallel."
+            )
+        if self.where_it_pays and (devices == 1 or not any(_pays(each, step.num_microbatches) for each in found)):
+            raise PlanError(
+                "One weird trick splits weights of dense layers that are larger than the arrays between them, but the "
+                f"step has none, or {devices} devices do not do. Use al.planners.DataParallel."
+            )
         if step.batch_size is None or step.batch_size // step.num_microbatches % devices:
             raise PlanError(
                 f"{self.name} splits the samples of convolutions over {devices} devices, but the batch is "
                 f"{step.batch_size} in {step.num_microbatches} micro-batches. Use a multiple of {devices} samples."
             )
-        layout = _whole_but_dense(step)
+        layout = _whole_but_dense(step, found)
+        graph, device = step.graph, request.cluster.device
+        whole = sum(graph.values[v].bytes for v in graph.inputs if layout.of(graph, v))
+        if whole > device.memory_bytes:
+            raise InfeasibleError(
+                f"{self.name} does not fit: state of convolutions alone, which every device holds whole, needs "
+                f"{show_bytes(whole)} per device, but {device.name} has {show_bytes(device.memory_bytes)}. Use "
+                "al.planners.FSDP or al.planners.Auto."
+            )
         axes, restriction = {AXIS: devices}, Restriction(roles={AXIS: AxisRole.DENSE})
         return plan_on_mesh(self.name, request, axes, restriction=restriction, layout=layout)
 
 
-def _whole_but_dense(step: StepGraph) -> GivenLayout:
+def _is_convolution(each: Contraction) -> bool:
+    return rule_of_op(each.graph, each.op.id).work_kind == "convolution"
+
+
+def _pays(each: Contraction, num_microbatches: int) -> bool:
+    """Whether a dense layer has more weights than numbers that it reads, or than it makes, in a step."""
+    graph, op = each.graph, each.op
+    if len(each.weights) != 1 or _is_convolution(each):
+        return False
+    (weight,) = each.weights
+    sizes = [graph.values[v].num_elements for v in (*op.operands, *op.results)]
+    moved = min(size for i, size in enumerate(sizes) if i != weight)
+    return moved * num_microbatches < sizes[weight]
+
+
+def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayout:
     """Parameters that are no weights of dense layers, nor are added to what these make, are not split."""
     classes, dense, kernels = DimClasses(step), set[tuple[int, ...]](), set[tuple[int, ...]]()
-    for each in contractions(step):
+    for each in found:
         for i in each.weights:
             kind = classes.of_value(each.graph, each.op.operands[i])
-            is_kernel = rule_of_op(each.graph, each.op.id).work_kind == "convolution"
-            (kernels if is_kernel else dense).add(kind)
+            (kernels if _is_convolution(each) else dense).add(kind)
     transposed = {tuple(sorted(kind)) for kind in dense}  # gradients come so
-    if not kernels:
-        raise PlanError(
-            "One weird trick splits convolutions in one way and dense layers in another, but the step has no "
-            "convolutions. Use al.planners.Megatron or al.planners.DataParallel."
-        )
     made = {kind[-1] for kind in dense} - {node for kind in kernels for node in kind}
 
     def wanted(nodes: tuple[int, ...]) -> Wanted:

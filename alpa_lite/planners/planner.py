@@ -49,6 +49,7 @@ class PlanRequest:
         cluster: what to plan for.
         cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
         arguments: names of its positional arguments, with which the names of their arrays begin.
+        results: the path of each array that it returns, `0/params/w`-like; empty where it returns one alone.
         num_microbatches: a number, or "auto".
         advise: whether a planner that finds nothing should look for changes that would help.
         on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
@@ -63,6 +64,7 @@ class PlanRequest:
     cluster: Cluster
     cost_model_for: Callable[[Cluster], CostModel]
     arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
     num_microbatches: int | str = "auto"
     advise: bool = True
     on_non_additive: str = "refuse"

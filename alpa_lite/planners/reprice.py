@@ -95,7 +95,14 @@ class Repricing:
             others = max(0.0, self.plan.prediction.peak_bytes[number] - mine)
         same = (first, last) == stage.layers and mesh == stage.mesh_shape
         return StageProblem(
-            view=StageView(step=self.step, layers=self.layers, first=first, last=last),
+            view=StageView(
+                step=self.step,
+                layers=self.layers,
+                first=first,
+                last=last,
+                outputs=stage.outputs,
+                keeps_gathered=stage.keeps_gathered,
+            ),
             submesh=submesh,
             mesh=mesh,
             pricer=Pricer(cost_model=request.cost_model_for(here), submesh=submesh, mesh=mesh),

@@ -47,16 +47,20 @@ class FSDP(Planner):
 
     A unit, what is gathered at once, is one array of parameters as one op reads it: inside a loop over layers one
     layer's. It is gathered before its first reader in each pass and freed after its last, so that parameters are
-    gathered twice per step and micro-batch, and gathered parameters never pile up.
+    gathered twice per step and micro-batch, and gathered parameters never pile up. With `reshard_after_forward=False`
+    it is gathered once for both passes, and a loop's whole stack of layers is one unit.
 
     Attributes:
         replicas: groups of devices that each hold one whole copy (hybrid sharding): inside a group gradients are
             reduce-scattered, and of each only its part is summed over the groups. None: one.
+        reshard_after_forward: whether gathered parameters are let go after the forward pass. Where they are not, each
+            is gathered once per step and micro-batch, and all that the backward pass reads are held whole until then.
         hybrid: as many replicas as hosts, so that weights are gathered within a host.
     """
 
     replicas: int | None = None
     hybrid: bool = False
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         """Check that the replicas are given once."""
@@ -68,13 +72,17 @@ class FSDP(Planner):
     @property
     def name(self) -> str:
         """For tables."""
-        return "FSDP" + (
-            ", one replica per host" if self.hybrid else f", {self.replicas} replicas" * bool(self.replicas)
-        )
+        replicas = ", one replica per host" if self.hybrid else f", {self.replicas} replicas" * bool(self.replicas)
+        return f"FSDP{replicas}{'' if self.reshard_after_forward else ', kept gathered'}"
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan; raises `PlanError` when the batch or the devices do not divide."""
         cluster = request.cluster
         replicas = cluster.num_hosts if self.hybrid else self.replicas or 1
-        hybrid = Hybrid(data=cluster.num_devices, zero=3, replicas=replicas)
+        hybrid = Hybrid(
+            data=cluster.num_devices,
+            zero=3,
+            replicas=replicas,
+            reshard_after_forward=self.reshard_after_forward,
+        )
         return renamed(hybrid.plan(request), self.name)

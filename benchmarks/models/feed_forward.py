@@ -6,7 +6,7 @@
 
 Experts follow GShard (Lepikhin et al. 2020, section 2 and algorithm 1): tokens come in groups of ``S``; in each group
 an expert takes at most ``C = ceil(capacity_factor top_k S / num_experts)`` tokens, first choices before second ones,
-earlier tokens before later ones, and drops the rest (`route`). No auxiliary loss is added.
+earlier tokens before later ones, and drops the rest (`route`). The models add no auxiliary loss (`auxiliary_loss`).
 
 Dispatching and combining cost ``4 capacity_factor top_k S hidden`` FLOPs per token, which grow with ``S``; the experts
 cost ``4 capacity_factor top_k hidden inner`` (6 where gated). Their ratio is ``S / inner`` (``2 S / (3 inner)``): a
@@ -169,6 +169,20 @@ def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
         taken = taken + jnp.sum(chosen, axis=-2, keepdims=True)
         remaining = jnp.where(chosen > 0.0, -1.0, remaining)
     return combine / total[..., None, None]
+
+
+def auxiliary_loss(gates: jax.Array) -> jax.Array:
+    """What grows as few experts get most tokens (Lepikhin et al. 2020, algorithm 1): ``(1/E) sum_e (c_e / S) m_e``.
+
+    Args:
+        gates: probabilities of the experts, ``[..., tokens, experts]`` float32.
+
+    Returns:
+        ``[...]``: of each group, with ``c_e`` the tokens whose first choice is expert ``e`` and ``m_e`` its mean gate;
+        ``1 / E**2`` where all experts get the same.
+    """
+    chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), gates.shape[-1], dtype=gates.dtype)
+    return jnp.mean(jnp.mean(chosen, axis=-2) * jnp.mean(gates, axis=-2), axis=-1)
 
 
 def activation_function(name: Activation) -> Callable[[jax.Array], jax.Array]:

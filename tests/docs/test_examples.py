@@ -17,7 +17,7 @@ SHOWN = {
     "equinox_model": "the loss went from",
     "scan_over_layers": "the pipeline has 4 stages of 2 layers each",
     "mixture_of_experts": "experts of the last plan",
-    "convolutions": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
+    "convolutions": "From data parallel on p3.16xlarge to auto (one weird trick) on p3.16xlarge",
     "checkpointed_training": "done",
     "compare_plans": "From data parallel on p3.16xlarge to auto on p3.16xlarge",
 }

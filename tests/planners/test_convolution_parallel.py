@@ -126,7 +126,7 @@ def test_a_network_with_pooling_strides_and_a_dense_layer(devices: Any) -> None:
         (ConvolutionParallel(sample=1, height=8), "no convolution of the step has one"),
         (
             ConvolutionParallel(sample=1, filter=8),
-            "Kernels are to be split by filter over 8 devices, which divide none",
+            "Kernels are to be split by filter, but the step has no convolutions",
         ),
         (ConvolutionParallel(sample=4), "Choose sizes whose product is 8"),
         (ConvolutionParallel(sample=5), "which do not divide them"),
@@ -137,3 +137,14 @@ def test_what_has_no_such_dims_is_refused(planner: ConvolutionParallel, message:
     arguments = training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)
     with pytest.raises(al.errors.PlanError, match=message):
         al.plan(training.step(), *arguments, cluster=eager_cluster(), planner=planner, num_microbatches=1)
+
+
+@pytest.mark.parametrize(("options", "dim"), [({"channel": 8}, 2), ({"filter": 8}, 3)])
+def test_kernels_that_are_not_divided_are_named(options: dict[str, int], dim: int) -> None:
+    params = {name: jnp.ones((3, 3, 12, 12)) for name in "ab"}
+    with pytest.raises(
+        al.errors.PlanError,
+        match=rf"convolution_parallel\.py:\d+.* do not divide dim {dim} of this one, of the shape \[3, 3, 12, 12\]",
+    ):
+        planner = ConvolutionParallel(sample=1, **options)
+        al.plan(_step({}), params, jnp.ones((8, 8, 8, 12)), cluster=eager_cluster(), planner=planner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -136,7 +137,7 @@ def test_what_is_left_open_is_chosen_and_never_worse(devices: Any) -> None:
     [
         (Custom(mesh=MESH, in_specs=(P(),)), r"1 entries, but the step takes 2 positional arguments \(params, batch\)"),
         (
-            Custom(mesh=MESH, in_specs=([{"upp": P()}], None)),
+            Custom(mesh=MESH, in_specs=([{"upp": P()}] * 2, None)),
             r"'params/0/upp', but there is no .* Did you mean params/0/",
         ),
         (Custom(mesh=MESH, in_specs={"params/0/up": P("tensor")}), r"names the axes \['tensor'\], but the mesh has"),
@@ -163,3 +164,150 @@ def test_dims_that_do_not_divide_and_keys_are_refused() -> None:
     options = dict(cluster=eager_cluster(), num_microbatches=1)
     with pytest.raises(al.errors.PlanError, match=r"needs dims that its axes divide .* the shape is \[6, 8\]"):
         al.plan(step, *arguments, planner=Custom(mesh={"x": 8}, in_specs=(P("x"), None, None)), **options)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _parts(params: Any, batch: Any) -> Any:
+    """Gradients, samples, a scalar, an argument as it came, and zeros."""
+
+    def loss(p: Any) -> Any:
+        h = batch["x"]
+        for layer in p:
+            h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
+        return jnp.sum((h - batch["y"]) ** 2), h
+
+    (value, hidden), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return {"grads": grads, "hidden": hidden, "loss": value, "same": params[0]["up"], "zeros": jnp.zeros((8, 4))}
+
+
+GRADIENTS = [{"up": P("data", "model"), "down": P("model")}, {"up": P(None, ("data", "model")), "down": P()}]
+RETURNED = [
+    (_step, (MEGATRON, P("data")), (MEGATRON, P())),
+    (_step, (None, P("data")), (MEGATRON, P())),
+    (_step, (P(), P("data")), (MEGATRON, P())),
+    (_step, (MEGATRON, P("data")), P()),
+    (_parts, (MEGATRON, P("data")), {"grads": GRADIENTS, "hidden": P("data", "model"), "zeros": P("data")}),
+    (_parts, (None, P("data")), {"grads": P(), "hidden": P("model"), "same": P(None, "model"), "loss": P()}),
+    (_parts, None, {"hidden": P(None, "model"), "same": P(), "zeros": P(("data", "model"))}),
+]
+
+
+def _like_jit(specs: Any, tree: Any, mesh: Mesh) -> Any:
+    """A sharding for each leaf that a tree of specs has one for, else None."""
+    keys = {"grads", "hidden", "loss", "same", "zeros"}
+    if isinstance(specs, dict) and keys & set(specs):
+        specs = {key: None for key in tree} | specs
+    is_spec = lambda s: s is None or isinstance(s, P)  # noqa: E731
+    spread = lambda s, part: jax.tree.map(lambda _: None if s is None else NamedSharding(mesh, s), part)  # noqa: E731
+    return jax.tree.map(spread, specs, tree, is_leaf=is_spec)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("step", "in_specs", "out_specs"), RETURNED)
+def test_results_come_as_from_jit(
+    step: Any, in_specs: Any, out_specs: Any, num_microbatches: int, devices: Any
+) -> None:
+    planner = Custom(mesh=MESH, in_specs=in_specs or (), out_specs=out_specs)
+    options = dict(cluster=eager_cluster(), planner=planner, num_microbatches=num_microbatches)
+    compiled = al.parallelize(step, **options).compiled(*_arguments())
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+    wanted = _like_jit(out_specs, jax.eval_shape(step, *_arguments()), mesh)
+    placed = jax.tree.leaves(wanted, is_leaf=lambda s: s is None)
+    jitted = jax.jit(step, out_shardings=wanted)(*_arguments())
+    results = compiled(*_arguments())
+    assert len(placed) == len(jax.tree.leaves(results))
+    for got, want, sharding in zip(jax.tree.leaves(results), jax.tree.leaves(jitted), placed, strict=True):
+        assert sharding is None or got.sharding.is_equivalent_to(want.sharding, got.ndim)
+    assert_same(results, jitted)
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    assert al.Plan.from_json(compiled.plan.to_json()) == compiled.plan
+    assert compiled.plan.prediction.step_seconds > 0
+
+
+def test_results_that_are_moved_are_priced() -> None:
+    """What `P()` asks for is gathered, once each, and takes its time."""
+
+    def plan(out_specs: Any) -> al.Plan:
+        planner = Custom(mesh=MESH, in_specs=(MEGATRON, P("data")), out_specs=out_specs)
+        return al.plan(_step, *_arguments(), cluster=eager_cluster(), planner=planner, num_microbatches=1)
+
+    kept, whole = plan(None), plan((P(), None))
+    assert plan((MEGATRON, None)).stages == kept.stages
+    more = Counter(planned(whole)) - Counter(planned(kept))
+    assert sum(count for (kind, size, _), count in more.items() if (kind, size) == ("all_gather", 4 * 16 * 32)) == 4
+    assert whole.prediction.step_seconds > kept.prediction.step_seconds
+
+
+def test_state_without_a_spec_goes_in_as_it_comes_out() -> None:
+    planner = Custom(mesh=MESH, in_specs=(None, P("data")), out_specs=(MEGATRON, None))
+    plan = al.plan(_step, *_arguments(), cluster=eager_cluster(), planner=planner, num_microbatches=1)
+    assert plan.stages[0].specs["params/1/up"].dims == ((), ("model",))
+    assert not plan.stages[0].outputs
+
+
+@pytest.mark.parametrize(
+    ("out_specs", "message"),
+    [
+        ((P(), P("tensor")), r"The pin of result '1' has 1 dims, but its shape is \[\]"),
+        (([{"up": P("tensor")}] * 2, None), r"result '0/0/up' names the axes \['tensor'\], but the mesh has"),
+        (([{"upp": P()}] * 2, None), r"out_specs has an entry for '0/0/upp', .* Did you mean 0/0/up"),
+        ((P(),), "out_specs has 1 entries, but there are arrays in 2"),
+        (([MEGATRON[0]], None), "out_specs has 1 entries at '0', but there are arrays in 2"),
+        ((P("data"), P(), P()), "out_specs has an entry for '2'"),
+        ((P("data", "data"), None), "result '0/0/down' names an axis twice"),
+        ((None, "data"), "The spec of result 1 is 'data'; give a PartitionSpec"),
+    ],
+)
+def test_specs_of_no_result_are_refused(out_specs: Any, message: str) -> None:
+    planner = Custom(mesh=MESH, out_specs=out_specs)
+    with pytest.raises(al.errors.PlanError, match=message):
+        al.plan(_step, *_arguments(), cluster=eager_cluster(), planner=planner, num_microbatches=1)
+
+
+def test_results_that_cannot_lie_so_are_refused() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y = x @ w
+        return y[:, :3], y, y, w
+
+    def plan(**options: Any) -> Any:
+        planner = Custom(mesh={"x": 8}, **options)
+        arguments = jnp.ones((8, 8)), jnp.ones((16, 8))
+        return al.plan(step, *arguments, planner=planner, cluster=eager_cluster(), batch_argnums=1, num_microbatches=1)
+
+    with pytest.raises(al.errors.PlanError, match=r"result '0' needs dims that its axes divide .* is \[16, 3\]"):
+        plan(out_specs=(P(None, "x"), None, None, None))
+    with pytest.raises(al.errors.PlanError, match=r"Result '2' is returned twice"):
+        plan(out_specs=(None, P("x"), P(), None))
+    with pytest.raises(al.errors.PlanError, match=r"Result '3' is an argument that is handed on as it came"):
+        plan(in_specs=(P("x"), None), out_specs=(None, None, None, P()))
+    assert plan(out_specs=(None, None, None, P("x"))).stages[0].specs["w"].dims == (("x",), ())
+
+
+def test_a_lone_result_has_one_spec(devices: Any) -> None:
+    def forward(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    def compiled(out_specs: Any) -> Any:
+        planner = Custom(mesh=MESH, out_specs=out_specs)
+        step = al.parallelize(forward, cluster=eager_cluster(), planner=planner, batch_argnums=1, num_microbatches=1)
+        return step.compiled(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+    result = compiled(P("data", "model"))(jnp.ones((8, 8)), jnp.ones((16, 8)))
+    assert result.sharding.shard_shape(result.shape) == (8, 2)
+    with pytest.raises(al.errors.PlanError, match="There is one array, and no container"):
+        compiled((P("data"),))
+
+
+@pytest.mark.parametrize("out_specs", [P("x"), P(None, "x")])
+def test_what_is_asked_of_results_decides_how_they_are_computed(out_specs: Any) -> None:
+    """A product can be made by rows or by columns: neither sends anything if it is what was asked for."""
+
+    def forward(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2048, 4096), (4096, 2048))]
+    planner = Custom(mesh={"x": 8}, out_specs=out_specs)
+    plan = al.plan(forward, *arrays, cluster="p3.16xlarge", planner=planner, batch_argnums=1, num_microbatches=1)
+    assert not planned(plan)

@@ -15,6 +15,8 @@ import alpa_lite as al
 from alpa_lite.graph.ir import Value
 from alpa_lite.planners import DataParallel
 from alpa_lite.planners.data_parallel import buckets
+from benchmarks.requests import request_of
+from cost_models.backend import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 
@@ -101,3 +103,18 @@ def test_each_dtype_has_buckets_of_its_own() -> None:
 def test_buckets_without_bytes_are_refused() -> None:
     with pytest.raises(al.errors.PlanError, match="Buckets of 0 bytes"):
         DataParallel(bucket_bytes=0)
+
+
+@pytest.mark.parametrize("width", [512, 2048, 8192])
+def test_gradients_that_are_reduced_beside_the_backward_pass_hide_what_they_can(width: int) -> None:
+    """Never slower than one after the other, never faster than the longer of both."""
+    shape = jax.ShapeDtypeStruct
+    arguments = [shape((width, width), jnp.float32)] * 6, shape((2048, width), jnp.float32)
+    traced, cluster = al.parallelize(_step).trace(*arguments), al.cluster("p3.16xlarge")
+    seconds = dict[bool, float]()
+    for overlap in (False, True):
+        request = request_of(traced, cluster, backend=Backend(overlap_gradients=overlap), num_microbatches=1)
+        prediction = DataParallel().plan(request).prediction
+        seconds[overlap] = prediction.step_seconds
+        assert prediction.step_seconds >= max(prediction.compute_seconds, prediction.collective_seconds)
+    assert seconds[True] < seconds[False]

@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import alpa_lite as al
 from alpa_lite.inspection.tables import alternatives_table
-from alpa_lite.planners import GridSearch, Hybrid
+from alpa_lite.planners import Auto, GridSearch, Hybrid
 from alpa_lite.planners.grid_search import factorisations, microbatch_sizes
+from benchmarks.models.feed_forward import Experts
+from benchmarks.models.resnet import ResNet
+from benchmarks.models.train import init_state, make_train_step
 from tests.end_to_end.cases import MODELS, Training, eager_cluster, make_batch
+from tests.end_to_end.transformers import WIDE
 
 
 @pytest.mark.parametrize("count", [1, 6, 8, 64])
@@ -75,3 +81,28 @@ def test_nothing_that_fits_is_an_error() -> None:
     small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=100.0))
     with pytest.raises(al.errors.InfeasibleError, match=r"Of \d+ grids none works"):
         _traced().plan(cluster=small, planner=GridSearch(), num_microbatches=1)
+
+
+def _shapes_of(family: str) -> Any:
+    """A small model of each of the three families of Alpa's evaluation (Zheng et al. 2022, section 8.1), as shapes."""
+    if family == "Wide-ResNet":
+        return ResNet(image_size=64, channels=64, stage_sizes=(2, 2), num_classes=256, norm_batch=8), 64
+    experts = Experts(num_experts=8, group_size=256) if family == "MoE" else None
+    sizes = {"vocab_size": 8192, "num_layers": 4, "hidden": 1024, "num_heads": 16, "inner": 4096, "seq_len": 256}
+    return replace(WIDE, experts=experts, **sizes), 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT", "MoE", "Wide-ResNet"])
+def test_the_search_is_never_behind_the_best_grid(family: str) -> None:
+    model, samples = _shapes_of(family)
+    step = make_train_step(model.loss_fn, optax.adam(1e-3))
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optax.adam(1e-3)))
+    if family == "Wide-ResNet":
+        images, labels = (samples, 64, 64, 3), (samples,)
+        batch = {"images": jax.ShapeDtypeStruct(images, "float32"), "labels": jax.ShapeDtypeStruct(labels, "int32")}
+    else:
+        batch = model.batch_shapes(samples)
+    traced = al.parallelize(step).trace(state, batch)
+    auto, grid = (traced.plan(cluster="p3.16xlarge", planner=p).last_plan for p in (Auto(), GridSearch()))
+    assert auto.prediction.step_seconds <= grid.prediction.step_seconds * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import GShard
-from benchmarks.models.feed_forward import Experts
+from benchmarks.models.feed_forward import Experts, auxiliary_loss, route
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 from tests.end_to_end.transformers import WIDE, Training, plan
@@ -64,6 +65,40 @@ def test_two_all_to_alls_per_layer_and_pass_and_no_gathered_expert(expert: int, 
     assert all(u.phase == "update" and u.bytes < 4 * WIDTH * INNER for u in gathered)
     assert handed_over(compiled) == emitted(compiled) == planned(found)
     assert_same(compiled(*_arguments()), jax.jit(_step)(*_arguments()))
+
+
+def _with_auxiliary_loss(capacity: int) -> Any:
+    """Each token to its two best experts, which take so many of a group of 24 (algorithm 1 of the paper)."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            gates = jax.nn.softmax(x @ p["gate0"])
+            combine = route(gates, 2, capacity)
+            inside = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+            hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", inside, p["wi0"]))
+            made = jnp.einsum("gsec,egcm->gsm", combine, jnp.einsum("egch,ehm->egcm", hidden, p["wo0"]))
+            auxiliary = jnp.mean(auxiliary_loss(gates))
+            return jnp.mean((x + made) ** 2) + 0.1 * auxiliary, (auxiliary, (combine > 0).any(3).sum(1))
+
+        grads, (auxiliary, taken) = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda w, g: w - g, params, grads), auxiliary, taken
+
+    return step
+
+
+@pytest.mark.parametrize("capacity", [3, 24])
+def test_dropped_tokens_and_the_auxiliary_loss_are_those_of_one_device(capacity: int, devices: Any) -> None:
+    params, x = _arguments()
+    arguments = {name: params[name] for name in ("gate0", "wi0", "wo0")}, x
+    step = _with_auxiliary_loss(capacity)
+    compiled = al.parallelize(step, cluster=eager_cluster(), planner=GShard(), num_microbatches=1).compiled(*arguments)
+    found = [u for u in compiled.plan.prediction.collectives if u.kind == "all_to_all"]
+    assert Counter(u.phase for u in found) == {"forward": 2, "backward": 2}
+    assert {u.bytes for u in found} == {4.0 * 16 / 8 * EXPERTS * capacity * WIDTH}
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    results = compiled(*arguments)
+    assert_same(results, jax.jit(step)(*arguments))
+    assert int(jnp.max(results[2])) <= capacity
 
 
 def test_the_mixture_of_the_benchmarks_travels_once_each_way() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite as al
@@ -51,6 +54,54 @@ def test_what_devices_send_per_layer(tensor: int, sequence_parallel: bool) -> No
     samples = 64 * tensor // 8
     per_layer = (sent[4] - sent[2]) / 2
     assert per_layer == pytest.approx(4 * 8 * samples * 128 * 256 * (tensor - 1) / tensor, rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"seq_len": 1024}, {"hidden": 1024, "inner": 4096, "seq_len": 1024}], ids=str)
+def test_without_sequence_parallelism_sums_are_whole(sizes: dict[str, int]) -> None:
+    """2 all_reduces per layer and pass (Shoeybi et al. 2019, figure 4), however large the arrays are."""
+    model = replace(WIDE, **sizes)
+    found = plan(replace(TRAINING, model=model), Megatron(sequence_parallel=False))
+    activations = 4.0 * 64 * model.seq_len * model.hidden
+    for phase in ("forward", "backward"):
+        large = {use: n for use, n in _over_model(found, phase).items() if use[1] > 0.1 * activations}
+        # And one for what tokens look up, or the projection onto them reads.
+        assert large == {("all_reduce", activations): 2 * model.num_layers + 1}
+
+
+def test_with_sequence_parallelism_sums_are_scattered() -> None:
+    """A gather and a scatter per block and pass instead (Korthikanti et al. 2022, figure 5), where that is faster."""
+    model = replace(WIDE, hidden=1024, inner=4096, seq_len=1024, dropout=0.1)
+    found = plan(replace(TRAINING, model=model), Megatron())
+    activations, once = 4.0 * 64 * 1024 * 1024, 2 * model.num_layers
+    for phase in ("forward", "backward"):
+        inside = _over_model(found, phase)
+        assert inside["all_gather", activations] == inside["reduce_scatter", activations] == once
+        assert not inside["all_reduce", activations]
+
+
+def _chain(weights: Any, x: Any, of: Any) -> Any:
+    def loss(weights: Any, x: Any) -> Any:
+        for up, down in weights:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(x**2)
+
+    return jax.grad(loss, of)(weights, x)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize(("of", "more"), [(0, -1), ((0, 1), 0)], ids=["weights", "weights and input"])
+def test_a_chain_of_blocks_has_two_sums_each_less_the_one_that_nobody_reads(
+    num_layers: int, of: Any, more: int, devices: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.2, jnp.float32)  # noqa: E731
+    arguments = [(draw(16, 64), draw(64, 16)) for _ in range(num_layers)], draw(32, 16)
+    step = partial(_chain, of=of)
+    options = dict(cluster=eager_cluster(), num_microbatches=1, batch_argnums=1)
+    compiled = al.parallelize(step, planner=Megatron(sequence_parallel=False), **options).compiled(*arguments)
+    assert planned(compiled.plan) == {("all_reduce", 4 * 32 * 16, 8): 2 * num_layers + more}
+    assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)
+    assert_same(compiled(*arguments), jax.jit(step)(*arguments))
 
 
 SMALL = Training(model=replace(TINY, num_kv_heads=None), batch_size=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from jax import lax
 
 import alpa_lite as al
-from alpa_lite.planners import DataParallel, Megatron, OneWeirdTrick, OnMesh
+from alpa_lite.planners import Auto, DataParallel, Megatron, OneWeirdTrick, OnMesh, PlanRequest
 from benchmarks.models.resnet import ResNet
+from benchmarks.requests import request_of
+from cost_models.backend import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.end_to_end.collectives import emitted, handed_over, planned
 
@@ -106,6 +109,45 @@ def test_a_residual_network_comes_out_data_parallel() -> None:
     assert not [u for u in found.prediction.collectives if u.phase != "update" and u.bytes >= activations]
     weights = {name: spec for name, spec in found.stages[0].specs.items() if name.startswith("params/")}
     assert all(not spec.axes for name, spec in weights.items() if len(spec.dims) == 4)
+
+
+@pytest.mark.parametrize(("num_samples", "pays"), [(128, True), (1024, True), (2**16, False)])
+def test_it_is_refused_at_once_where_no_dense_layer_is_larger_than_what_it_reads_and_makes(
+    num_samples: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B · (C_in or C_out) < C_in · C_out."""
+    solved = list[str]()
+    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda name, *_, **__: solved.append(name))
+    planner = OneWeirdTrick(where_it_pays=True)
+    if pays:
+        planner.plan(_request(num_samples))
+    else:
+        with pytest.raises(al.errors.PlanError, match="larger than the arrays between them, but the step has"):
+            planner.plan(_request(num_samples))
+    assert bool(solved) == pays
+
+
+def test_kernels_that_do_not_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
+    host, kernels = al.cluster("p3.16xlarge"), sum(4 * 9 * a * b for a, b in pairwise(CHANNELS))
+    small = replace(host, device=replace(host.device, memory_bytes=kernels - 1))
+    with pytest.raises(al.errors.InfeasibleError, match="state of convolutions alone, which every device holds whole"):
+        OneWeirdTrick().plan(replace(_request(128), cluster=small))
+
+
+def test_the_search_is_no_slower() -> None:
+    """Its integer program does not see that gradients are summed beside the backward pass, where that is priced so."""
+    backend = Backend(overlap_gradients=True)
+    trick = OneWeirdTrick().plan(_request(1024, backend))
+    found = Auto(num_layers=1, remat="none").plan(_request(1024, backend))
+    names = [found.name, *(name for name, _ in found.alternatives)]
+    assert any(trick.name in name for name in names)
+    assert found.prediction.step_seconds <= trick.prediction.step_seconds
+
+
+def _request(num_samples: int, backend: Backend | None = None) -> PlanRequest:
+    traced = al.parallelize(_step).trace(*_shapes(num_samples))
+    return request_of(traced, al.cluster("p3.16xlarge"), backend=backend, num_microbatches=1)
 
 
 def test_it_runs_as_planned(devices: Any) -> None:

@@ -17,7 +17,18 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.graph.phases import Phase
-from alpa_lite.planners import FSDP, MANUAL_PLANNERS, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner, Zero
+from alpa_lite.planners import (
+    FSDP,
+    MANUAL_PLANNERS,
+    Auto,
+    DataParallel,
+    Hybrid,
+    Megatron,
+    OneWeirdTrick,
+    Pipeline,
+    Planner,
+    Zero,
+)
 from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
 from alpa_lite.sharding import divides
@@ -146,7 +157,11 @@ def test_predictions_are_finite_and_within_memory(model: str, planner: str, clus
 def test_no_manual_plan_is_priced_better_than_the_automatic_one(model: str, cluster: str) -> None:
     auto = traced(model).plan(cluster=CLUSTERS[cluster](), planner=Auto()).last_plan
     for planner in MANUAL_PLANNERS:
-        manual = traced(model).plan(cluster=CLUSTERS[cluster](), planner=planner).last_plan
+        try:
+            manual = traced(model).plan(cluster=CLUSTERS[cluster](), planner=planner).last_plan
+        except al.errors.PlanError:
+            assert isinstance(planner, OneWeirdTrick)
+            continue
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * (1 + 1e-9), planner.name
     assert auto.alternatives and min(s for _, s in auto.alternatives) >= auto.prediction.step_seconds
 

@@ -42,6 +42,48 @@ def test_blocks_differ_by_one_layer_at_most(seed: int) -> None:
         assert max(sums) <= best + 1 + 1e-6
 
 
+def _as_published(costs: list[float], count: int) -> tuple[int, ...] | None:
+    """The rule as torchgpipe (Kim et al. 2020) follows it: of equal blocks the dearest is the last, the cheapest the
+    first. None where that takes from an empty block."""
+    low, high = min(costs), max(costs)
+    scaled = [(c - low) / (high - low) if high > low else 0.0 for c in costs]
+    ends = [0, *(len(costs) // count * i for i in range(1, count)), len(costs)]
+
+    def ranked() -> list[tuple[float, int]]:
+        return [(sum(scaled[ends[i] : ends[i + 1]]), i) for i in range(count)]
+
+    most, dearest = max(ranked())
+    while most > min(ranked())[0] + 1:
+        cheapest = min(ranked())[1]
+        beside = cheapest + (1 if cheapest < dearest else -1)
+        if ends[beside] >= ends[beside + 1]:
+            return None
+        border, change = (cheapest + 1, 1) if cheapest < dearest else (cheapest, -1)
+        ends[border] += change
+        if beside == dearest:
+            most, dearest = max(ranked())
+    return tuple(b - a for a, b in pairwise(ends))
+
+
+@pytest.mark.parametrize("draw", ["uniform", "whole numbers", "skewed"])
+def test_blocks_are_those_of_the_published_rule(draw: str) -> None:
+    rng, same = np.random.default_rng(1), 0
+    for _ in range(1000):
+        number = int(rng.integers(1, 30))
+        count = int(rng.integers(1, min(number, 8) + 1))
+        sizes = {
+            "uniform": rng.random(number),
+            "whole numbers": rng.integers(1, 9, number),
+            "skewed": rng.exponential(1, number),
+        }
+        costs = [float(c) for c in sizes[draw]]
+        published = _as_published(costs, count)
+        if published is not None:
+            same += 1
+            assert block_partition(costs, count) == published
+    assert same > 900
+
+
 def test_equal_layers_stay_where_they_are_put_first() -> None:
     assert block_partition([3.0] * 7, 3) == (2, 2, 3)
 
@@ -103,3 +145,36 @@ def test_layers_compute_again_unless_told_not_to() -> None:
     )
     assert again.remat and not kept.remat and not pipeline.remat
     assert again.stages[0].activation_bytes <= kept.stages[0].activation_bytes
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_a_stage_holds_its_inputs_and_the_values_of_one_layer(num_microbatches: int) -> None:
+    """m boundaries and the inside of what is computed again (Huang et al. 2019, section 2.3); without, all of both."""
+    width, samples = 64, 512
+
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h = x
+            for up, down in ws:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    shape = jax.ShapeDtypeStruct
+    layer = shape((width, 4 * width), jnp.float32), shape((4 * width, width), jnp.float32)
+    arguments = [layer] * 4, shape((samples, width), jnp.float32)
+    again, kept = (
+        al.plan(step, *arguments, cluster=eager_cluster(), planner=planner, num_microbatches=num_microbatches)
+        for planner in (TorchGPipe(num_stages=2), TorchGPipe(num_stages=2, checkpoint=False))
+    )
+    boundary = 4 * width * samples / num_microbatches / 4  # four devices share each stage
+    # Of each of two layers also the four times wider values inside, and what goes from one to the other.
+    assert (
+        again.stages[0].activation_bytes == boundary and kept.stages[0].activation_bytes == (1 + 4 + 4 + 1) * boundary
+    )
+    for plan in (again, kept):
+        stage = plan.stages[0]
+        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
+        assert plan.prediction.peak_bytes[0] == pytest.approx(held + num_microbatches * stage.activation_bytes)
+    assert again.prediction.peak_bytes[0] < kept.prediction.peak_bytes[0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.models.feed_forward import Experts, FeedForward, activation_function, route
+from benchmarks.models.feed_forward import Experts, FeedForward, activation_function, auxiliary_loss, route
 
 
 def make_key(seed):
@@ -45,6 +45,23 @@ def test_full_experts_drop_late_tokens_and_second_choices():
     # Expert 0: first choice of tokens 0, 1 and 3; full. Expert 1: first choice of 2, then second of 0 and 1.
     assert sent.tolist() == [[True, True], [True, True], [False, True], [True, False]]
     np.testing.assert_allclose(combine.sum(axis=3)[0], gates[0] * sent, rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [2, 4, 8])
+def test_the_auxiliary_loss_is_least_where_all_experts_get_the_same(experts):
+    tokens = jnp.arange(4 * experts) % experts
+    even = 0.5 * jax.nn.one_hot(tokens, experts) + 0.5 / experts
+    np.testing.assert_allclose(auxiliary_loss(even[None]), [1 / experts**2], rtol=1e-6)
+    all_to_one = 0.5 * jax.nn.one_hot(0 * tokens, experts) + 0.5 / experts
+    first = 0.5 + 0.5 / experts
+    np.testing.assert_allclose(auxiliary_loss(all_to_one[None]), [first / experts], rtol=1e-6)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_no_expert_takes_more_than_its_capacity(capacity):
+    combine = np.asarray(route(random_gates(), 2, capacity))
+    assert (combine > 0).any(axis=3).sum(axis=1).max() <= capacity
+    assert (combine > 0).sum(axis=1).max() == 1, "two tokens share a slot"
 
 
 @pytest.mark.parametrize("factor, top_k, tokens, experts, capacity", [(1.0, 2, 2048, 16, 256), (1.25, 1, 10, 4, 4)])
