@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from benchmarks import overhead
 from benchmarks.overhead import Sizes
 
-SMALL = Sizes(num_devices=2, num_layers=1, hidden=16, batch_size=4, num_stages=2, num_microbatches=4, repeats=3)
+SMALL = Sizes(
+    num_devices=2, num_layers=1, hidden=16, batch_size=4, num_stages=2, num_microbatches=4, repeats=3, num_processes=1
+)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -19,6 +22,24 @@ def test_a_plan_and_jit_run_the_same_step(num_devices: int, devices: Any) -> Non
     assert pair.num_devices == num_devices and pair.num_arguments > 30
     assert pair.ratio_quartiles[0] <= pair.ratio <= pair.ratio_quartiles[1]
     assert 0 < pair.plan_launch_seconds <= pair.plan_seconds and 0 < pair.jit_launch_seconds <= pair.jit_seconds
+
+
+def test_processes_count_by_their_median() -> None:
+    pair = overhead.Pair(
+        num_devices=2,
+        num_arguments=3,
+        plan_seconds=1.0,
+        jit_seconds=2.0,
+        ratio=0.5,
+        ratio_quartiles=(0.4, 0.6),
+        plan_launch_seconds=0.1,
+        jit_launch_seconds=0.2,
+    )
+    rows = [dataclasses.replace(pair, ratio=ratio, plan_seconds=2 * ratio) for ratio in (0.9, 1.5, 1.1)]
+    found = overhead.combined(rows)
+    assert (found.ratio, found.ratio_quartiles) == (1.1, (0.9, 1.5))
+    assert (found.plan_seconds, found.jit_seconds, found.num_devices) == (2.2, 2.0, 2)
+    assert overhead.combined(rows[:1]).ratio_quartiles == (0.9, 0.9)
 
 
 def test_the_driver_is_timed_per_instruction(devices: Any) -> None:
