@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
 from alpa_lite.plan import Plan
@@ -28,14 +29,17 @@ from alpa_lite.strategies import AxisRole, Restriction
 
 AXIS = "x"
 
+LEAST_SHARE = 0.05
+"""Of all weights, where the plan shall pay: with fewer it can save no more than that of what data parallelism sends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneWeirdTrick(Planner):
     """All devices on one axis, which splits samples in convolutions and weights in dense layers.
 
     Attributes:
-        where_it_pays: refuse, before anything is solved, where no dense layer has more weights than numbers that it
-            reads or makes: the plan would be data parallel.
+        where_it_pays: refuse, before anything is solved, where dense layers with more weights than numbers that they
+            read or make hold less than `LEAST_SHARE` of all weights: the plan would be about data parallel.
     """
 
     where_it_pays: bool = False
@@ -54,10 +58,10 @@ class OneWeirdTrick(Planner):
                 "One weird trick splits convolutions in one way and dense layers in another, but the step has no "
                 "convolutions. Use al.planners.Megatron or al.planners.DataParallel."
             )
-        if self.where_it_pays and (devices == 1 or not any(_pays(each, step.num_microbatches) for each in found)):
+        if self.where_it_pays and (devices == 1 or _share_that_pays(found, step.num_microbatches) < LEAST_SHARE):
             raise PlanError(
                 "One weird trick splits weights of dense layers that are larger than the arrays between them, but the "
-                f"step has none, or {devices} devices do not do. Use al.planners.DataParallel."
+                f"step has few or none, or {devices} devices do not do. Use al.planners.DataParallel."
             )
         if step.batch_size is None or step.batch_size // step.num_microbatches % devices:
             raise PlanError(
@@ -81,15 +85,18 @@ def _is_convolution(each: Contraction) -> bool:
     return rule_of_op(each.graph, each.op.id).work_kind == "convolution"
 
 
-def _pays(each: Contraction, num_microbatches: int) -> bool:
-    """Whether a dense layer has more weights than numbers that it reads, or than it makes, in a step."""
-    graph, op = each.graph, each.op
-    if len(each.weights) != 1 or _is_convolution(each):
-        return False
-    (weight,) = each.weights
-    sizes = [graph.values[v].num_elements for v in (*op.operands, *op.results)]
-    moved = min(size for i, size in enumerate(sizes) if i != weight)
-    return moved * num_microbatches < sizes[weight]
+def _share_that_pays(found: Sequence[Contraction], num_microbatches: int) -> float:
+    """Of the numbers in all weights, those of dense layers that have more than what they read, or make, in a step."""
+    weights, paying = dict[tuple[Graph, int], int](), set[tuple[Graph, int]]()
+    for each in found:
+        graph, op = each.graph, each.op
+        sizes = [graph.values[v].num_elements for v in (*op.operands, *op.results)]
+        for i in each.weights:
+            weights[graph, op.operands[i]] = sizes[i]
+            moved = min(size for n, size in enumerate(sizes) if n != i)
+            if len(each.weights) == 1 and not _is_convolution(each) and moved * num_microbatches < sizes[i]:
+                paying.add((graph, op.operands[i]))
+    return sum(weights[each] for each in paying) / max(1, sum(weights.values()))
 
 
 def _whole_but_dense(step: StepGraph, found: Sequence[Contraction]) -> GivenLayout:

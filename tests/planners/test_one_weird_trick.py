@@ -122,9 +122,33 @@ def test_it_is_refused_at_once_where_no_dense_layer_is_larger_than_what_it_reads
     if pays:
         planner.plan(_request(num_samples))
     else:
-        with pytest.raises(al.errors.PlanError, match="larger than the arrays between them, but the step has"):
+        with pytest.raises(al.errors.PlanError, match="larger than the arrays between them, but the step has few"):
             planner.plan(_request(num_samples))
     assert bool(solved) == pays
+
+
+def test_a_small_head_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 1 % of the weights is larger than what it reads, but all it could save is 1 % of what is sent."""
+    monkeypatch.setattr("alpa_lite.planners.one_weird_trick.plan_on_mesh", lambda *_, **__: pytest.fail("solved"))
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            convolved = jax.lax.conv(x, params["kernel"], (1, 1), "VALID")
+            return jnp.mean(jnp.mean(convolved, (2, 3)) @ params["head"])
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    shape = jax.ShapeDtypeStruct
+    params = {"kernel": shape((256, 256, 3, 3), jnp.float32), "head": shape((256, 24), jnp.float32)}
+    with pytest.raises(al.errors.PlanError, match="the step has few or none"):
+        al.plan(
+            step,
+            params,
+            shape((16, 256, 8, 8), jnp.float32),
+            cluster="p3.16xlarge",
+            planner=OneWeirdTrick(where_it_pays=True),
+            num_microbatches=1,
+        )
 
 
 def test_kernels_that_do_not_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
