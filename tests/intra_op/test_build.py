@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from alpa_lite.intra_op.build import Builder
 from alpa_lite.intra_op.builders import Builders
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.placed import Placed
+from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
@@ -64,6 +65,42 @@ def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
     _, many = builders
     matrices = {id(costs): costs for costs in many.edges.values()}.values()
     assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
+
+
+class AsOnSeveral(Builder):
+    """Looks for choices on one device too."""
+
+    @property
+    def on_one_device(self) -> bool:
+        return False
+
+    @on_one_device.setter
+    def on_one_device(self, known: bool) -> None:
+        assert known
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_one_device_has_nothing_to_choose(num_microbatches: int) -> None:
+    """What the shorter way says of a stage is what the search for choices says."""
+    optimizer = make_optimizer(max_grad_norm=1.0)
+    state = jax.eval_shape(lambda: init_state(TINY.init(jax.random.key(0)), optimizer))
+    tokens = jax.ShapeDtypeStruct((8, TINY.seq_len), jnp.int32)
+    traced = al.parallelize(make_train_step(TINY.loss_fn, optimizer)).trace(
+        state, {"tokens": tokens, "targets": tokens}
+    )
+    step = traced.step(num_microbatches).step
+    view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+    pricer = Pricer(
+        cost_model=ComposedCostModel(al.cluster("p3.16xlarge")),
+        submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=1),
+        mesh=LogicalMesh(axis_names=("x",), shape=(1,)),
+    )
+    short, long = (
+        solve_stage(kind(view, Catalogue(pricer, Restriction())), limit_bytes=None) for kind in (Builder, AsOnSeveral)
+    )
+    for field in fields(StageSolution):
+        one, other = getattr(short, field.name), getattr(long, field.name)
+        assert one == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other), field.name
 
 
 def test_a_stage_is_laid_out_once_for_all_limits(builders: tuple[Builder, Builder]) -> None:
