@@ -56,7 +56,7 @@ class Builder:
         self.step = view.step
         self.catalogue = catalogue
         self.sizes = catalogue.sizes
-        self.on_one_device = all(size == 1 for size in catalogue.sizes.values())
+        self.on_one_device = catalogue.is_one_device
         self.arrays = SharedArrays()
         self.costs: list[FloatArray] = [self.arrays.zeros(1)]
         self.edges: dict[tuple[int, int], FloatArray] = {}
@@ -170,7 +170,7 @@ class Builder:
         if wiring is not None:
             self._add_control_flow(scope, graph, op, wiring, runs)
             return
-        if self.on_one_device:  # layers are measured so: there is nothing to choose
+        if self.on_one_device:
             return self._add_fixed(scope, graph, op, runs)
         rule = rule_of_op(graph, op.id)
         if (scope, op.id) in self.accumulating:

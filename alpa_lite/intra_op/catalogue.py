@@ -96,6 +96,12 @@ class Catalogue:
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
+    @property
+    def is_one_device(self) -> bool:
+        """Whether there is nothing to choose, as when layers are measured; roles ask for splits over one device too."""
+        roles = (self.restriction.role(axis) for axis in self.sizes)
+        return all(size == 1 for size in self.sizes.values()) and all(role is AxisRole.ANY for role in roles)
+
     def leader(
         self,
         graph: Graph,

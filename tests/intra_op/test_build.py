@@ -67,16 +67,10 @@ def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
     assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
 
 
-class AsOnSeveral(Builder):
-    """Looks for choices on one device too."""
+class AsOnSeveral(Catalogue):
+    """Has it that there are choices on one device too."""
 
-    @property
-    def on_one_device(self) -> bool:
-        return False
-
-    @on_one_device.setter
-    def on_one_device(self, known: bool) -> None:
-        assert known
+    is_one_device = False
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -96,8 +90,9 @@ def test_one_device_has_nothing_to_choose(num_microbatches: int) -> None:
         mesh=LogicalMesh(axis_names=("x",), shape=(1,)),
     )
     short, long = (
-        solve_stage(kind(view, Catalogue(pricer, Restriction())), limit_bytes=None) for kind in (Builder, AsOnSeveral)
+        solve_stage(Builder(view, kind(pricer, Restriction())), limit_bytes=None) for kind in (Catalogue, AsOnSeveral)
     )
+    assert Catalogue(pricer, Restriction()).is_one_device
     for field in fields(StageSolution):
         one, other = getattr(short, field.name), getattr(long, field.name)
         assert one == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other), field.name
