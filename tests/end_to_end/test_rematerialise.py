@@ -76,6 +76,7 @@ MODELS: Mapping[str, Any] = {
     "mlp": MLP(in_features=64, hidden=256, out_features=64, num_layers=24),
     "gpt": SMALL,
     "gpt_scan": replace(SMALL, scan_layers=True),
+    "gpt_long": replace(SMALL, num_heads=1, seq_len=512),
 }
 
 
@@ -131,9 +132,10 @@ def test_one_executable_of_forward_and_backward_takes_less_memory(
 
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_xla_runs_the_operations_that_the_plan_counts(remat: Any, devices: Any) -> None:
-    plain, again = (compiled("gpt", Hybrid(remat=r), 1) for r in ("none", remat))
+    """Of a step that is all products, for what XLA counts of element-wise work depends on what it fuses."""
+    plain, again = (compiled("gpt_long", Hybrid(remat=r), 1) for r in ("none", remat))
     predicted = again.plan.prediction.flops_per_device - plain.plan.prediction.flops_per_device
-    assert compiled_flops(again) - compiled_flops(plain) == pytest.approx(predicted, rel=0.1)
+    assert compiled_flops(again) - compiled_flops(plain) == pytest.approx(predicted, rel=0.05)
 
 
 @pytest.mark.parametrize("model", ["gpt", "gpt_scan"])
