@@ -3,7 +3,8 @@
 The variables must be set before JAX is first imported, hence at import time here: pytest imports this file before any
 test module. Two settings guard against deadlocks of XLA's CPU collectives: the client's thread pool (NPROC) must be
 larger than the number of device tasks in flight, and a collective that is stuck all the same aborts within 20 seconds.
-Tests that need other settings (another device count, several processes) start a subprocess.
+Tests that need other settings (another device count, several processes) start a subprocess. XLA's own passes run as
+ever; LLVM optimises little, for that took half of the time of most tests.
 """
 
 import os
@@ -28,6 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
         "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+        "--xla_backend_optimization_level=1",
     ]
 )
 
