@@ -21,8 +21,8 @@ def test_this_harness_is_healthy(devices):
 
 
 def test_the_environment_of_the_demo_is_that_of_the_harness(devices):
-    wanted = doctor.virtual_cpu_environment(len(devices))
-    assert {name: os.environ[name] for name in wanted} == wanted
+    for name, wanted in doctor.virtual_cpu_environment(len(devices)).items():
+        assert set(wanted.split()) <= set(os.environ[name].split())
 
 
 @pytest.mark.parametrize(
