@@ -29,7 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=5",
         "--xla_cpu_collective_call_terminate_timeout_seconds=20",
-        "--xla_backend_optimization_level=1",
+        "--xla_backend_optimization_level=0",
     ]
 )
 

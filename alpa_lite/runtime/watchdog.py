@@ -7,6 +7,7 @@ the same (`Flight.raise_if_hung`). It holds the launches weakly: when the execut
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -19,7 +20,9 @@ LONGEST_LOOK = 15.0
 
 
 def _to_stderr(text: str) -> None:
-    print(f"alpa_lite: {text}", file=sys.stderr, flush=True)
+    # A stderr that is closed or full must not keep the next call from raising the same.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"alpa_lite: {text}", file=sys.stderr, flush=True)
 
 
 class Watchdog:
@@ -67,6 +70,8 @@ class Watchdog:
                 self._thread = None
                 return False
         if patience.is_over(frozenset(x.order for x in pending)) and not flight.hang:
-            flight.hang = flight.sentence(pending)
-            self._say(flight.hang)
+            text = flight.sentence(pending)
+            # Said first: who sees the hang, and perhaps ends the process for it, has the sentence on stderr.
+            self._say(text)
+            flight.hang = text
         return True

@@ -32,14 +32,11 @@ QUICK = [
     *[("mlp", planner, m, "mean", "momentum") for planner in PLANNERS for m in (1, 4)],
     *[("mlp", planner, 4, "sum", "momentum+clip") for planner in ("auto", "zero_2", "pipeline_4", "hybrid")],
     ("cnn", "fsdp", 4, "sum", "momentum+clip"),
-    ("cnn", "pipeline_4", 1, "mean", "momentum"),
     ("gpt", "hybrid", 4, "mean", "momentum+clip"),
-    ("gpt_untied", "megatron", 1, "mean", "momentum"),
     ("gpt_untied", "pipeline_4", 4, "mean", "momentum"),
     ("gpt_scan", "fsdp", 4, "mean", "momentum"),
     ("gpt_scan", "pipeline_2", 4, "mean", "momentum"),
     ("gpt_remat", "gpipe_2", 4, "mean", "momentum+clip"),
-    ("gpt_remat", "pipeline_4", 4, "mean", "momentum"),
 ]
 """Every planner on the smallest model; every other model under planners that differ in kind."""
 

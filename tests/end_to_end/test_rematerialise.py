@@ -31,14 +31,19 @@ PLANNERS: Mapping[str, Hybrid] = {
 CASES = [
     ("gpt", "data_parallel", "full", 1),
     ("gpt", "pipeline", "selective", 4),
-    ("gpt", "hybrid", "full", 4),
-    ("gpt_scan", "data_parallel", "full", 4),
     ("gpt_scan", "fsdp", "selective", 1),
-    ("gpt_scan", "hybrid", "full", 1),
     ("gpt_scan", "gpipe", "full", 4),
     ("gpt_remat", "pipeline", "full", 4),
     ("mlp", "gpipe", "full", 4),
     ("mlp", "hybrid", "selective", 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("gpt", "hybrid", "full", 4),
+            ("gpt_scan", "data_parallel", "full", 4),
+            ("gpt_scan", "hybrid", "full", 1),
+        ]
+    ),
 ]
 """Models with dropout, unrolled and scanned, and with regions that the user recomputes; several kinds of plans."""
 

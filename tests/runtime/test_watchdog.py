@@ -51,7 +51,7 @@ def test_it_says_what_hangs_once_and_the_next_call_raises() -> None:
     watchdog = Watchdog(flight, say=said.append)
     flight.launched(0, 3, token)
     watchdog.watch()
-    _until(lambda: said)
+    _until(lambda: flight.hang)
     assert "No instruction has ended for 0.05 s" in said[0] and "instruction 3" in said[0]
     with pytest.raises(HangError, match="instruction 3"):
         flight.raise_if_hung()
