@@ -74,6 +74,17 @@ def test_no_layer_is_empty_and_work_is_balanced(model: str) -> None:
     assert min(work) > 0 and max(work) <= 1.6 * sum(work) / 2
 
 
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+def test_layers_of_operators_have_as_many_wherever_that_cuts(model: str, count: int) -> None:
+    step = _step_of(model)
+    layers = make_layers(step, count, equal="operators").of_op
+    forward = [layer for op, layer in enumerate(layers) if step.phases[op] is Phase.FORWARD]
+    sizes = [forward.count(layer) for layer in range(count)]
+    assert sum(sizes) == len(forward) and max(sizes) - min(sizes) <= 1
+    assert forward == sorted(forward, key=lambda layer: layer or 0)
+
+
 def test_weights_gradients_and_updates_live_together() -> None:
     step = _small_step()
     layers, graph = make_layers(step, 3), step.graph

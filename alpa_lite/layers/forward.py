@@ -33,7 +33,8 @@ def make_layers(
     """Cluster the forward ops into `num_layers` layers and let all other ops follow.
 
     No layer has more than `1 + imbalance` times the average of what is to be `equal`, if that is possible. With
-    `shares`, one for each layer, layers have it in proportion to them.
+    `shares`, one for each layer, layers have it in proportion to them. Of "operators" each layer has as many as any
+    other, wherever that cuts: what clustering gains is measured against that.
 
     Raises `PlanError` when there are fewer forward ops than layers.
     """
@@ -46,8 +47,11 @@ def make_layers(
             f"Ask for at most {max(1, len(forward))} layers or stages."
         )
     of_op: list[int | None] = [None] * len(graph.ops)
-    index = _blocks(step, forward, count)
-    if forward:
+    if equal == "operators":
+        for place, op in enumerate(forward):
+            of_op[op.id] = place * count // len(forward)
+    elif forward:
+        index = _blocks(step, forward, count)
         weights = _weights(step, index, equal)
         if shares:
             weights = _in_shares(weights, shares)
@@ -80,8 +84,6 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
 def _weights(step: StepGraph, index: Mapping[int, int], equal: Equal) -> FloatArray:
     """What layers shall have equal shares of, by block."""
     flops = _flops_of_blocks(step.graph, index)
-    if equal == "operators":
-        return np.bincount(list(index.values())).astype(float)
     if equal == "loops":  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
         flops /= 100 * flops.sum()
         # A part of a loop of one trip is no loop any more, but reads its rows of stacked arguments.

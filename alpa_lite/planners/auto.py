@@ -179,7 +179,9 @@ class Auto(Planner):
         space = Space.of(request.cluster)
         if self.intra_op_only or self.inter_op_only:
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
-        space = replace(space.with_axes(pinned_axes(self.pins)), fair="layers" not in self.equal)
+        # Of stages whose number, devices or layers are given, some may have little to do in every plan.
+        given = self.inter_op_only or self.num_stages or self.layers != "flops" or "layers" in self.equal
+        space = replace(space.with_axes(pinned_axes(self.pins)), fair=not given)
         schedules = (self.schedule,) if self.schedule else SCHEDULES
         return JointSearch(
             request=request,

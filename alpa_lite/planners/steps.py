@@ -149,14 +149,12 @@ class Steps:
 
     def _made(self, step: StepGraph, cut: Cut) -> Layers:
         equal = cut.equal if self.equal == "flops" else self.equal
-        # Layers of as many operators are asked for to see what the others gain by looking at where little data flows.
-        imbalance = 0.0 if equal == "operators" else cut.imbalance
         count = cut.num_layers
         if cut == self.natural:
             # Loops over samples look like loops over layers, but are never cut. More layers than ops serve nothing.
             forward = step.phases.count(Phase.FORWARD)
             count = max(1, min(self.stages), min(count, forward))
-        return make_layers(step, count, equal=equal, imbalance=imbalance)
+        return make_layers(step, count, equal=equal, imbalance=cut.imbalance)
 
     def _again(self, number: int, cut: Cut, policies: Sequence[Remat]) -> StageCosts:
         """Stages of parts of layers, whose layers have each its policy."""

@@ -60,6 +60,7 @@ PLANNERS: dict[str, Planner] = {
     "fsdp": FSDP(),
     "pipeline_2": Pipeline(num_stages=2),
     "pipeline_4": Pipeline(num_stages=4),
+    "by_operators": Auto(num_stages=4, num_layers=4, layers="operators"),
     "gpipe_2": Pipeline(num_stages=2, schedule=GPipe()),
     "zero_bubble_4": Hybrid(pipeline=4, schedule=ZeroBubbleH1()),
     "hybrid": Hybrid(pipeline=2, data=2, model=2),

@@ -372,6 +372,17 @@ def test_layers_may_have_equally_many_operators() -> None:
     assert max(forward(by_ops)) - min(forward(by_ops)) < max(forward(by_flops)) - min(forward(by_flops))
 
 
+@pytest.mark.parametrize(
+    "asked", [{"num_stages": 4}, {"num_stages": 4, "layers": "operators"}, {"inter_op_only": True}]
+)
+def test_stages_that_are_asked_for_are_made_where_some_have_little_to_do(asked: dict[str, Any]) -> None:
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise([4, 4, 4, 4, 4096, 4096, 4])]
+    batch = jax.ShapeDtypeStruct((4096, 4), jnp.float32)
+    planner = Auto(num_layers=4, **asked)
+    plan = al.plan(chain_step, weights, batch, cluster=_four_devices(), planner=planner, num_microbatches=4)
+    assert len(plan.stages) == 4
+
+
 def test_where_each_layer_fits_by_itself_it_is_said_what_all_need() -> None:
     """Of 8 layers with 128 MiB of weights each, and as much of sums of gradients."""
     tight = Auto(manual=(), max_memory_bytes=0.25e9)
