@@ -38,7 +38,7 @@ from alpa_lite.runtime.initial import init_sharded as init_sharded
 from alpa_lite.runtime.local_cluster import local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
-from alpa_lite.trace import BatchArgnums, Traced, trace
+from alpa_lite.trace import BatchArgnums, Traced, argument_number, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
 
@@ -245,7 +245,7 @@ class ParallelFunction:
     def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """The dynamic arguments as one pytree, and the static ones."""
         numbers = self.options.static_argnums
-        static = {i % max(1, len(args)) for i in ((numbers,) if isinstance(numbers, int) else numbers)}
+        static = {argument_number(i, len(args)) for i in ((numbers,) if isinstance(numbers, int) else numbers)}
         return flatten_arguments(args, kwargs, tuple(static)), tuple([args[i] for i in sorted(static)])
 
 

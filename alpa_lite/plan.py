@@ -104,6 +104,16 @@ class Plan:
         """The stage that a layer belongs to."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
 
+    def capacity_bytes(self, stage: int) -> float:
+        """The memory of each device of a stage; the least, where they differ."""
+        submesh = self.stages[stage].submesh
+        return float(self.cluster.at(submesh.first_device, submesh.num_devices).device.memory_bytes)
+
+    @property
+    def fullest_stage(self) -> int:
+        """The stage that uses the largest part of its devices' memory."""
+        return max(range(len(self.stages)), key=lambda n: self.prediction.peak_bytes[n] / self.capacity_bytes(n))
+
     @property
     def recomputed(self) -> str:
         """Which layers compute what again in their backward pass: `layers 0–6: full`, for instance; else empty."""

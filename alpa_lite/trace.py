@@ -95,7 +95,7 @@ def trace(
     Raises `TraceError` when an argument is no array, `BatchError` when `batch_argnums` names something unusable.
     """
     _check_call(fun, args, kwargs or {})
-    static = {_positive(i, len(args)) for i in _as_tuple(static_argnums)}
+    static = {argument_number(i, len(args)) for i in _as_tuple(static_argnums)}
     dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
     tree = (dynamic, dict(kwargs or {}))
     paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
@@ -113,7 +113,7 @@ def trace(
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     out_leaves = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.out_avals)
-    donate = {_positive(i, len(args)) for i in _as_tuple(donate_argnums)}
+    donate = {argument_number(i, len(args)) for i in _as_tuple(donate_argnums)}
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
@@ -191,7 +191,12 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str)) else tuple(value)
 
 
-def _positive(index: int, count: int) -> int:
+def argument_number(index: int, count: int) -> int:
+    """The number of a positional argument, of `count`, which may be counted from the end.
+
+    Raises:
+        TraceError: there is no such argument.
+    """
     if not -count <= index < count:
         raise TraceError(
             f"Argument number {index} was named, but the function was called with {count} positional ones."
@@ -291,7 +296,7 @@ def _named_batch(
     listed = batch_argnums if isinstance(batch_argnums, Mapping) else dict.fromkeys(_as_tuple(batch_argnums), 0)
     marked: list[int | None] = [None] * len(leaves)
     for key, dim in listed.items():
-        place = _positive(key, num_args) if isinstance(key, int) else key
+        place = argument_number(key, num_args) if isinstance(key, int) else key
         found = [i for i, name in enumerate(names) if place in (owner[i], name) or name.startswith(f"{place}/")]
         if not found:
             raise BatchError(

@@ -1,7 +1,11 @@
-"""A cluster with something changed: what if its devices had less memory, or its links another bandwidth?"""
+"""A cluster with something changed: what if its devices had less memory, or its links another bandwidth?
+
+Where hosts differ, those of all groups are changed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from cost_models.cluster import Cluster
@@ -17,11 +21,23 @@ def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
         ClusterError: a number that is not above 0.
     """
 
-    def changed(device: Device) -> Device:
-        return replace(device, memory_bytes=float(memory_bytes))
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=float(memory_bytes)))
 
-    groups = tuple(replace(group, device=changed(group.device)) for group in cluster.groups)
-    return replace(cluster, device=changed(cluster.device), groups=groups)
+
+def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """The cluster if programs could use no more than `memory_bytes` of any device.
+
+    Raises:
+        ClusterError: a number that is not above 0.
+    """
+    limit = float(memory_bytes)
+    return _with_devices(cluster, lambda device: replace(device, memory_bytes=min(limit, device.memory_bytes)))
+
+
+def with_times_the_hosts(cluster: Cluster, times: int) -> Cluster:
+    """The cluster with `times` as many hosts."""
+    groups = tuple(replace(group, num_hosts=times * group.num_hosts) for group in cluster.groups)
+    return replace(cluster, num_hosts=times * cluster.num_hosts, groups=groups)
 
 
 def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
@@ -51,3 +67,8 @@ def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
         intra_domain=None if cluster.intra_domain is None else changed(cluster.intra_domain),
         groups=groups,
     )
+
+
+def _with_devices(cluster: Cluster, changed: Callable[[Device], Device]) -> Cluster:
+    groups = tuple(replace(group, device=changed(group.device)) for group in cluster.groups)
+    return replace(cluster, device=changed(cluster.device), groups=groups)

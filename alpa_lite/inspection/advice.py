@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inspection.axes import crosses_hosts
 from alpa_lite.inspection.ledger import OPAQUE, PASSES
 from alpa_lite.inspection.parameters import arguments_of
@@ -31,12 +32,12 @@ class Spent:
     primitives: tuple[str, ...]
 
 
-def advice_on_compute(plan: Plan, what: str, spent: Spent) -> str:
-    """For kernels of one line."""
+def advice_on_compute(plan: Plan, step: StepGraph, what: str, spent: Spent) -> str:
+    """For kernels of one line of a step."""
     if what == OPAQUE:
         listed = ", ".join(spent.primitives)
         return f"every device runs {listed} whole; a rule of yours splits it (al.register_rule)"
-    return _on_passes(plan, spent) if what == PASSES else _on_products(plan, spent)
+    return _on_passes(plan, step, spent) if what == PASSES else _on_products(plan, spent)
 
 
 def _on_products(plan: Plan, spent: Spent) -> str:
@@ -48,30 +49,44 @@ def _on_products(plan: Plan, spent: Spent) -> str:
         return f"in float32; {device.name} multiplies 16-bit floats up to {gain:.0f} times as fast (bfloat16, float16)"
     if reached < _LOW:
         return (
-            f"at {show_percent(reached)} of the peak rate, since each device's part is small: fewer micro-batches "
-            f"(now {plan.num_microbatches}), a larger batch, or fewer devices"
+            f"at {show_percent(reached)} of the peak rate, since each device's part is small: {_fewer(plan)}"
+            "a larger batch, or fewer devices"
         )
     return f"at {show_percent(reached)} of the peak rate: only fewer FLOPs or more devices make it shorter"
 
 
-def _on_passes(plan: Plan, spent: Spent) -> str:
+def _fewer(plan: Plan) -> str:
+    return f"fewer micro-batches (now {plan.num_microbatches}), " if plan.num_microbatches > 1 else ""
+
+
+def _on_passes(plan: Plan, step: StepGraph, spent: Spent) -> str:
     rate = spent.bytes / (spent.seconds * plan.cluster.device.memory_bandwidth) if spent.seconds > 0 else 0.0
     moved = f"{show_bytes(spent.bytes)} through memory at {show_percent(min(1.0, rate))} of its bandwidth"
     if spent.phases == ("update",):
-        split = "its state lies split over all devices already" if _state_is_split(plan) else _SPLIT_STATE
-        return f"{moved}: {split}; narrower types make it shorter"
+        return f"{moved}: {_on_state(plan, step)}narrower types make it shorter"
     if rate < _LOW / 2:
-        return f"{moved}, in many short kernels: fewer micro-batches (now {plan.num_microbatches}) make them longer"
+        return f"{moved}, in many short kernels: {_fewer(plan)}a larger batch or fewer devices make them longer"
     return f"{moved}: narrower types, or fewer arrays written between kernels"
 
 
-_SPLIT_STATE = "devices update copies of the same state, which al.planners.Zero or FSDP splits over them"
+_COPIES = 1.1
+"""Devices that hold this many times the bytes of the state between them are said to hold copies of it."""
 
 
-def _state_is_split(plan: Plan) -> bool:
-    """Whether no two devices of a stage hold the same part of an array of optimizer state."""
-    arguments = [a for a in arguments_of(plan).optimizer if any(a.spec.dims)]
-    return bool(arguments) and all(a.num_shards == plan.stages[a.stage].submesh.num_devices for a in arguments)
+def _on_state(plan: Plan, step: StepGraph) -> str:
+    """Whether the devices of the stages hold copies of what the step updates; nothing where there is one device."""
+    updated = {step.graph.values[v].name for v in step.aliases.values()}
+    whole = held = 0
+    for argument in arguments_of(plan).all:
+        devices = plan.stages[argument.stage].submesh.num_devices
+        if argument.name in updated and devices > 1 and argument.shape is not None and argument.block is not None:
+            whole += argument.shape.bytes
+            held += devices * argument.block.bytes
+    if not whole:
+        return ""
+    if held > _COPIES * whole:
+        return "devices update copies of the same state, which al.planners.Zero or FSDP splits over them; "
+    return "its state lies split over all devices already; "
 
 
 def advice_on_collective(plan: Plan, group: CollectiveGroup) -> str:
@@ -120,6 +135,9 @@ def advice_on_waiting(plan: Plan) -> str:
     if busy[longest] - mean > (now - then) * plan.prediction.step_seconds:
         more = show_percent(busy[longest] / mean - 1.0)
         return f"stage {longest} takes {more} longer than the mean: move layers away from it, or give it more devices"
+    size = None if plan.request is None else plan.request.batch_size
+    if size is not None and size % (2 * count):
+        return f"a bubble of {show_percent(now)}; a larger batch, in more micro-batches, makes it smaller"
     return (
         f"a bubble of {show_percent(now)}; with {2 * count} micro-batches of half the size it would be "
         f"{show_percent(then)}, if they are as efficient"

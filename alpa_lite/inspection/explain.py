@@ -154,7 +154,7 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 
 def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
     """Whether the memory limit of a stage costs time; asked where the stage comes near to it."""
-    nearly = _NEARLY_FULL * plan.cluster.device.memory_bytes
+    nearly = _NEARLY_FULL * plan.capacity_bytes(number)
     if repricing is None or plan.prediction.peak_bytes[number] < nearly:
         return []
     return [*filter(None, [without_memory_limit(repricing, number)])]
@@ -187,7 +187,7 @@ def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 
 def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
     held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
-    peak, capacity = plan.prediction.peak_bytes[number], plan.cluster.device.memory_bytes
+    peak, capacity = plan.prediction.peak_bytes[number], plan.capacity_bytes(number)
     return (
         f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
         f"{show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "

@@ -51,11 +51,8 @@ def _track(plan: Plan, row: int, stages: tuple[int, ...], timeline: PredictedTim
     for bar in bars:
         changes += _changes(bar, plan.stages[bar.stage], with_backward=bar.stage in with_backward)
     seconds, held = _steps(changes)
-    submesh = plan.stages[stages[0]].submesh
-    device = plan.cluster.at(submesh.first_device, submesh.num_devices).device
-    return MemoryTrack(
-        stages=stages, seconds=seconds, bytes=held, kept_bytes=changes[0][1], capacity_bytes=device.memory_bytes
-    )
+    capacity = plan.capacity_bytes(stages[0])
+    return MemoryTrack(stages=stages, seconds=seconds, bytes=held, kept_bytes=changes[0][1], capacity_bytes=capacity)
 
 
 _BACKWARD = (TaskKind.BACKWARD.value, TaskKind.WEIGHT_GRADIENT.value)

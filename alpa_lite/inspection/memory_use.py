@@ -165,12 +165,11 @@ def memory_use(plan: Plan) -> MemoryUse:
         moment, alive = "", tuple[Alive, ...]()
         if problem is not None:
             moment, alive = _at_peak(problem)
-        here = plan.cluster.at(stage.submesh.first_device, stage.submesh.num_devices)
         found.append(
             StageMemory(
                 stage=number,
                 peak_bytes=plan.prediction.peak_bytes[number],
-                capacity_bytes=float(here.device.memory_bytes),
+                capacity_bytes=plan.capacity_bytes(number),
                 state_bytes=stage.state_bytes,
                 accumulator_bytes=stage.accumulator_bytes,
                 saved_bytes=stage.activation_bytes,

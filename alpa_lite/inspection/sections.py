@@ -81,10 +81,9 @@ def summary_section(plan: Plan) -> Section:
 
 def _cards(plan: Plan) -> list[str]:
     prediction, solver = plan.prediction, plan.solver
-    step, capacity = prediction.step_seconds, plan.cluster.device.memory_bytes
-    peak = max(prediction.peak_bytes, default=0.0)
+    step, fullest = prediction.step_seconds, plan.fullest_stage
+    peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
     devices, found_in = show_count(plan.cluster.num_devices, "device"), show_seconds(solver.seconds)
-    fullest = max(range(len(plan.stages)), key=lambda stage: prediction.peak_bytes[stage])
     moved = sum(use.bytes * use.count for use in prediction.collectives)
     number = sum(use.count for use in prediction.collectives)
     cards = [

@@ -114,9 +114,10 @@ def headline(plan: Plan) -> tuple[str, str]:
         + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
         + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
     )
+    fullest = plan.fullest_stage
     second = (
         f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
-        f"peak {show_bytes(max(prediction.peak_bytes, default=0.0))} of {show_bytes(cluster.device.memory_bytes)} · "
+        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
@@ -125,8 +126,9 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 def stages_table(plan: Plan) -> Table:
     """A row per stage: where it runs, what it holds, how long it takes, communication too."""
-    capacity = plan.cluster.device.memory_bytes
-    rows = [_stage_row(plan, number, stage, capacity) for number, stage in enumerate(plan.stages)]
+    rows = [_stage_row(plan, number, stage) for number, stage in enumerate(plan.stages)]
+    capacities = sorted({plan.capacity_bytes(number) for number in range(len(plan.stages))})
+    capacity = " to ".join(show_bytes(capacity) for capacity in dict.fromkeys((capacities[0], capacities[-1])))
     per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
     columns = (
         "stage",
@@ -145,7 +147,7 @@ def stages_table(plan: Plan) -> Table:
         columns=columns,
         rows=tuple(rows),
         numeric=frozenset(columns[4:]),
-        note=f"per device, of {show_bytes(capacity)}{shared_note(plan)}; parameters with their optimizer state; "
+        note=f"per device, of {capacity}{shared_note(plan)}; parameters with their optimizer state; "
         f"forward and backward: ms {per}; communication (all collectives, hidden ones too) and update: ms per step",
     )
 
@@ -155,7 +157,7 @@ def shared_note(plan: Plan) -> str:
     return "" if len(plan.stages_together) == len(plan.stages) else ", with that of all stages on the device"
 
 
-def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tuple[str, ...]:
+def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
     uses = [use for use in plan.prediction.collectives if use.stage == number]
     peak = plan.prediction.peak_bytes[number]
     devices = stage.submesh.devices
@@ -169,7 +171,7 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan, capacity: float) -> tu
         show_milliseconds(stage.backward_seconds),
         show_milliseconds(sum(use.seconds * use.count for use in uses)) if uses else "none",
         show_milliseconds(stage.update_seconds),
-        f"{show_bytes(peak)} ({show_percent(peak / capacity)})",
+        f"{show_bytes(peak)} ({show_percent(peak / plan.capacity_bytes(number))})",
     )
 
 
@@ -347,7 +349,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
                 "communication_seconds": sum(u.seconds * u.count for u in prediction.collectives if u.stage == number),
                 "state_bytes": stage.state_bytes,
                 "peak_bytes": peak,
-                "capacity_bytes": plan.cluster.device.memory_bytes,
+                "capacity_bytes": plan.capacity_bytes(number),
                 "specs": {name: str(spec) for name, spec in stage.specs.items()},
                 "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
             }

@@ -29,6 +29,7 @@ from alpa_lite.inspection.tables import Table, group_collectives, render
 from alpa_lite.inspection.units import show_milliseconds, show_numbers, show_percent, show_seconds
 from alpa_lite.plan import Plan
 from alpa_lite.planners.reprice import Repricing
+from alpa_lite.schedule import passes_of
 
 MAX_ITEMS = 10
 """Rows of the text; the data hold all."""
@@ -152,7 +153,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
                 stages=tuple(sorted({n for n, _ in members})),
                 phases=spent.phases,
                 seconds=spent.seconds,
-                suggestion=advice_on_compute(plan, what, spent),
+                suggestion=advice_on_compute(plan, repricing.step, what, spent),
             )
         )
     return found
@@ -210,7 +211,7 @@ def _waits(plan: Plan, waiting: float) -> list[TimeItem]:
                 what="transfers between stages",
                 source="",
                 stages=everywhere,
-                phases=("forward", "backward"),
+                phases=passes_of(plan.schedule.tasks(len(plan.stages), plan.num_microbatches)[0]),
                 seconds=plan.prediction.transfer_seconds / boundaries,
                 suggestion=advice_on_transfers(plan),
             )

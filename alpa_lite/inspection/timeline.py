@@ -19,7 +19,7 @@ from alpa_lite.inspection.tables import Table, render
 from alpa_lite.inspection.units import show_milliseconds, show_percent, show_seconds
 from alpa_lite.plan import Plan
 from alpa_lite.pricing import dispatch_seconds
-from alpa_lite.schedule import Timeline, simulate
+from alpa_lite.schedule import Timeline, passes_of, simulate
 
 
 class SpanLike(Protocol):
@@ -107,7 +107,8 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     tasks = plan.schedule.tasks(len(stages), count)
     each = dispatch / len(tasks[0]) if whole else dispatch
     apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
-    transfer = plan.prediction.transfer_seconds / (2 * count * sum(apart)) if any(apart) else 0.0
+    passes = len(passes_of(tasks[0]))
+    transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
     timeline = simulate(
         tasks,
         [stage.forward_seconds for stage in stages],

@@ -65,7 +65,8 @@ class Comparison:
         if plan is None or fastest is None:
             return (*head, "none", *[""] * 6)
         seconds = plan.prediction.step_seconds
-        peak, capacity = max(plan.prediction.peak_bytes, default=0.0), cluster.device.memory_bytes
+        fullest = plan.fullest_stage
+        peak, capacity = plan.prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
         return (
             *head,
             with_microbatches(plan),

@@ -65,7 +65,7 @@ class Space:
         return replace(self, kinds=kinds, meshes=meshes)
 
     def with_axes(self, names: Collection[str]) -> Space:
-        """The same with logical meshes alone that have all these axes."""
+        """The same with logical meshes alone that have all these axes; no kinds are left where there are none."""
         meshes = tuple(tuple(m for m in of_kind if set(names) <= {*m.axis_names}) for of_kind in self.meshes)
         return replace(self, meshes=meshes).where(map(bool, meshes))
 

@@ -37,6 +37,7 @@ from alpa_lite.rematerialise import Remat
 from alpa_lite.sharding import Spec
 from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
 from cost_models.cluster import Cluster
+from cost_models.hardware import Device
 from cost_models.interface import CostModel
 
 QUICK_GAP = 0.3
@@ -88,7 +89,7 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tight:
-    """Layers that do not fit: the least bytes per device that they were found to need, and why.
+    """Layers that do not fit: the least bytes per `device` that they were found to need, and why.
 
     `in_flight`: with so many micro-batches in flight, of which fewer would fit; None: with any number.
     """
@@ -97,6 +98,7 @@ class Tight:
     last: int
     in_flight: int | None
     peak_bytes: float
+    device: Device
     shortage: Shortage | None
 
 
@@ -311,7 +313,15 @@ class StageCosts:
         )
         shortage = self.shortage(first, last, submesh, mesh, in_flight=solved.in_flight) if explain else None
         in_flight = solved.in_flight if (first, last) in fitted else None
-        return Tight(first=first, last=last, in_flight=in_flight, peak_bytes=needs.peak_bytes, shortage=shortage)
+        device = self._model(submesh).cluster.device
+        return Tight(
+            first=first,
+            last=last,
+            in_flight=in_flight,
+            peak_bytes=needs.peak_bytes,
+            device=device,
+            shortage=shortage,
+        )
 
     def _within_memory(self) -> list[Solved]:
         """What was solved within a limit."""

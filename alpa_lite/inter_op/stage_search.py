@@ -105,10 +105,10 @@ class StageSearch:
         size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
-        possible = worthwhile & self._equal() if equal_stages else worthwhile
-        self._ways = list(self._alike(equal))
+        self._possible = worthwhile & self._equal() if equal_stages else worthwhile
+        self._equal_parts, self._ways = tuple(equal), list(self._alike(equal))
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
-        work = np.concatenate([summed(of_layers, possible) for of_layers in guess], axis=-1)
+        work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
@@ -156,6 +156,17 @@ class StageSearch:
         """The best stages by guesses alone that allow for memory."""
         return self._best(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
 
+    def why_impossible(self) -> str:
+        """Why there are no such stages, however much memory there is, as a sentence; empty if there are."""
+        free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
+        most = np.full(self.seconds.shape, self.num_layers)
+        found = [self._best_of(np.where(way, free, np.inf), most, explain=True) for way in self._ways] or [_NOTHING]
+        if any(each.stages for each in found):
+            return ""
+        asked = f" Stages are to have equally many {' and '.join(self._equal_parts)}." if self._equal_parts else ""
+        rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
+        return f"{found[0].reason}{asked}{rows}"
+
     def _best_solved(self) -> StageChoice:
         return self._best(np.where(self.solved, self.seconds, np.inf), self.following)
 
@@ -195,7 +206,9 @@ class StageSearch:
                 found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
             yield np.tile(found, len(self.policies) * len(self.held))
 
-    def _best_of(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
+    def _best_of(
+        self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
+    ) -> StageChoice:
         cluster = self.space.cluster
         return solve(
             StageTable(
@@ -210,7 +223,7 @@ class StageSearch:
             min_stages=self.num_stages or 1,
             max_stages=self.num_stages,
             serialized=cluster.shared_processor,
-            explain=False,
+            explain=explain,
         )
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:

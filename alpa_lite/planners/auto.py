@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
@@ -20,9 +21,8 @@ from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
-from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch, numbers_to_search
 from alpa_lite.planners.manual import MANUAL_PLANNERS, manual_plans
-from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
@@ -30,6 +30,7 @@ from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from cost_models.cluster import Cluster
+from cost_models.varied import with_memory_limit
 
 SCHEDULES: tuple[Schedule, ...] = (OneFOneB(), EagerOneFOneB(), ZeroBubbleH1(), GPipe())
 """Schedules of pipelines that are tried; stages are searched for the first two, the one with less memory first."""
@@ -131,8 +132,8 @@ class Auto(Planner):
             )
         for name in ("num_layers", "num_stages"):
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise PlanError(f"{name}={number} was given; it must be at least 1, or None for the best.")
+            if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
+                raise PlanError(f"{name}={number!r} was given; it must be an integer above 0, or None for the best.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):
@@ -159,21 +160,31 @@ class Auto(Planner):
 
     def _limited(self, cluster: Cluster) -> Cluster:
         """The cluster with as much memory as may be used."""
-        if self.max_memory_bytes is None:
+        limit = self.max_memory_bytes
+        if limit is None:
             return cluster
-        if not self.max_memory_bytes > 0:
-            raise PlanError(f"max_memory_bytes={self.max_memory_bytes!r} was given; it must be a number above 0.")
-        memory_bytes = min(float(self.max_memory_bytes), cluster.device.memory_bytes)
-        return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+        if not (isinstance(limit, Real) and limit > 0):
+            raise PlanError(f"max_memory_bytes={limit!r} was given; it must be a number of bytes above 0, or None.")
+        return with_memory_limit(cluster, limit)
 
     def _advised(self, request: PlanRequest, problem: AlpaLiteError) -> AlpaLiteError:
         """The problem with the cheapest change that would solve it, if memory is the problem."""
         if not request.advise or not isinstance(problem, InfeasibleError):
             return problem
-        tried = request.microbatch_choices(microbatch_numbers(request.batch_size or 1))[-1]
         alone = replace(self, manual=())
-        changes = [*more_microbatches(alone, request, tried)]
+        changes = [*more_microbatches(alone, request, tried=numbers_to_search(request)[-1])]
         return InfeasibleError(f"{problem} {cheapest_fit(changes, more_hosts(alone, request))}")
+
+    def _with_pinned_axes(self, space: Space) -> Space:
+        axes = pinned_axes(self.pins)
+        found = space.with_axes(axes)
+        if not found.kinds:
+            known = {", ".join(mesh.axis_names): None for of_kind in space.meshes for mesh in of_kind}
+            raise PlanError(
+                f"Pins ask for one logical mesh with the axes {', '.join(sorted(axes))}, but those of "
+                f"{space.cluster.name} have ({'), ('.join(known)}): pin to axes that one of them has."
+            )
+        return found
 
     def _search(self, request: PlanRequest, problems: list[AlpaLiteError]) -> JointSearch:
         space = Space.of(request.cluster)
@@ -181,7 +192,7 @@ class Auto(Planner):
             space = space.only(request.cluster.num_devices if self.intra_op_only else 1)
         # Of stages whose number, devices or layers are given, some may have little to do in every plan.
         given = self.inter_op_only or self.num_stages or self.layers != "flops" or "layers" in self.equal
-        space = replace(space.with_axes(pinned_axes(self.pins)), fair=not given)
+        space = replace(self._with_pinned_axes(space), fair=not given)
         schedules = (self.schedule,) if self.schedule else SCHEDULES
         return JointSearch(
             request=request,

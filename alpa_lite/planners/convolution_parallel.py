@@ -66,6 +66,8 @@ class ConvolutionParallel(Planner):
         total = request.cluster.num_devices
         axes = {"sample": self.sample or max(1, total // prod(others.values())), **others}
         step = request.best_step((1,), loop_parts=0)
+        if step.batch_size is None and axes["sample"] > 1:
+            raise PlanError(f"{self.name} splits the batch over {axes['sample']} devices. {step.batch_problem}")
         size = (step.batch_size or 1) // step.num_microbatches
         if size % axes["sample"]:
             raise PlanError(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import Planner, PlanRequest, with_microbatches
@@ -81,7 +81,7 @@ class GridSearch(Planner):
         return "grid search" + (f", zero{self.zero}" if self.zero else "")
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` when nothing fits, with the sentence of the first that does not."""
+        """Raises `InfeasibleError` with the sentence of the first that does not fit; `PlanError` if none gets there."""
         started = time.perf_counter()
         found, failed = list[Plan](), dict[str, AlpaLiteError]()
         quiet = replace(request, advise=False)
@@ -94,7 +94,10 @@ class GridSearch(Planner):
             except AlpaLiteError as error:
                 failed[planner.name] = error
         if not found:
-            raise InfeasibleError(f"Of {len(failed)} grids none works. {next(iter(failed.values()))}")
+            problems = [*failed.values()]
+            telling = next((error for error in problems if isinstance(error, InfeasibleError)), problems[0])
+            kind = InfeasibleError if isinstance(telling, InfeasibleError) else PlanError
+            raise kind(f"Of {len(failed)} grids none works. {telling}")
         found.sort(key=lambda plan: plan.prediction.step_seconds)
         best = found[0]
         return replace(
@@ -129,5 +132,5 @@ class GridSearch(Planner):
                 break
             shortest = plan.prediction.step_seconds
         if not found:
-            raise first or InfeasibleError(f"{planner.name} does not divide the batch of {request.batch_size}.")
+            raise first or PlanError(f"{planner.name} does not divide the batch of {request.batch_size}.")
         return found

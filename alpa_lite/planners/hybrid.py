@@ -132,6 +132,7 @@ class Hybrid(Planner):
             step=step,
             layers=layers,
             cost_model=request.cost_model,
+            cost_model_for=request.cost_model_for,
             restriction=self.restriction(),
             keeps_gathered=not self.reshard_after_forward,
             layout=weights_layout(step, self.split, places[0][1].axis_sizes),
@@ -161,7 +162,8 @@ class Hybrid(Planner):
 
     def _check_state(self, request: PlanRequest, meshes: Sequence[LogicalMesh]) -> None:
         """Raise `InfeasibleError` where state alone is too large, before the step is cut up to see about the rest."""
-        step, device = request.step_at(1, 0), request.cluster.device
+        step, cluster = request.step_at(1, 0), request.cluster
+        device = max((group.device for group in cluster.groups), key=lambda d: d.memory_bytes, default=cluster.device)
         total = sum(step.graph.values[v].bytes for v in step.graph.inputs if step.batch_dims[v] is None)
         whole_on = {"replica"} if self.zero else {"replica", "data", "context"}
         ways = sum(prod(n for axis, n in mesh.axis_sizes.items() if axis not in whole_on) for mesh in meshes)
@@ -278,7 +280,7 @@ class Hybrid(Planner):
             found = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
             return costs.in_two_parts(*where, found) if in_two else found
 
-        found = solve_together(solve, tasks, float(request.cluster.device.memory_bytes))
+        found = solve_together(solve, tasks, costs.room_bytes(submesh))
         if found.fits:
             return found.solutions
         lacking = [stage for stage, solution in found.solutions.items() if solution.choice is None]
@@ -298,7 +300,8 @@ class Hybrid(Planner):
         shortage: Shortage | None,
     ) -> str:
         """Which stage needs how much, and the cheapest change that would fit."""
-        device, numbers = request.cluster.device, sorted(found.solutions)
+        device = request.cluster.at(submesh.first_device, submesh.num_devices).device
+        numbers, held = sorted(found.solutions), peak_in_flight(tasks)
         where, need = f"on {submesh.num_devices} devices", f"{show_bytes(found.peak_bytes)} per device"
         if len(numbers) == 1:
             lacking = f"stage {numbers[0]} {where} needs at least {need}"
@@ -306,7 +309,7 @@ class Hybrid(Planner):
             listed = ", ".join(map(str, numbers))
             lacking = f"stages {listed} {where} together need {need} at the leanest that was found"
         sentence = (
-            f"{self.name} does not fit: {lacking} with {peak_in_flight(tasks)} micro-batch(es) in flight, but "
+            f"{self.name} does not fit: {lacking} with {held} micro-batch{'es' if held > 1 else ''} in flight, but "
             f"{device.name} has {show_bytes(device.memory_bytes)}."
         )
         if not request.advise:
@@ -315,7 +318,7 @@ class Hybrid(Planner):
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
             changes.append(Change(text=text, planner=replace(self, zero=3), request=request))
-        data = 1 if self.devices else self.mesh(request).axis_sizes.get("data", 1)
+        data = 1 if self.devices else batch_ways(self.mesh(request))
         if data % 2 == 0:
             wider = replace(self, model=self.model * 2, data=data // 2)
             text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"

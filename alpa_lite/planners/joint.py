@@ -118,7 +118,9 @@ class JointSearch:
                 dealt_out = len(self.schedules) > 1 and self.num_stages is None
                 yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
         elif not fitting:
-            self.problems.append(InfeasibleError(self._infeasible(max(guesses))))
+            number = max(guesses)
+            impossible = self._search_for(self.schedules[0], number, survey, "more shared").why_impossible()
+            self.problems.append(PlanError(impossible) if impossible else InfeasibleError(self._infeasible(number)))
 
     def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
         """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
@@ -165,7 +167,7 @@ class JointSearch:
 
     def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
         """A survey, and what it guesses that a step takes at each number of micro-batches."""
-        numbers = self.request.microbatch_choices(self._numbers())
+        numbers = numbers_to_search(self.request)
         overlapping = [n for n in numbers if self._overlaps(n)]
         samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
         costs: list[StageCosts] = []
@@ -245,10 +247,6 @@ class JointSearch:
         """Whether stages have memory for as many micro-batches in flight as there can be."""
         held = self._held(number, self.schedules[0])
         return bool((profile.holds(self.space, self._batch / number, number, held)[worthwhile] == len(held)).all())
-
-    def _numbers(self) -> tuple[int, ...]:
-        # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
-        return (1,) if self.space.cluster.shared_processor else microbatch_numbers(self._batch)
 
     @property
     def _batch(self) -> int:
@@ -381,6 +379,13 @@ class JointSearch:
             number = costs.step.num_microbatches
             held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
+
+
+def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
+    """The numbers of micro-batches that come into question."""
+    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+    shared = request.cluster.shared_processor
+    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
 
 
 def _has_stacks(costs: StageCosts) -> bool:

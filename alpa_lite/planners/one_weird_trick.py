@@ -63,7 +63,9 @@ class OneWeirdTrick(Planner):
                 "One weird trick splits weights of dense layers that are larger than the arrays between them, but the "
                 f"step has few or none, or {devices} devices do not do. Use al.planners.DataParallel."
             )
-        if step.batch_size is None or step.batch_size // step.num_microbatches % devices:
+        if step.batch_size is None:
+            raise PlanError(f"{self.name} splits the batch over {devices} devices. {step.batch_problem}")
+        if step.batch_size // step.num_microbatches % devices:
             raise PlanError(
                 f"{self.name} splits the samples of convolutions over {devices} devices, but the batch is "
                 f"{step.batch_size} in {step.num_microbatches} micro-batches. Use a multiple of {devices} samples."

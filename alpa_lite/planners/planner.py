@@ -31,7 +31,7 @@ from alpa_lite.planners.undivided import undivided_dims
 from alpa_lite.pricing import Pricer, crosses_hosts, dispatch_seconds
 from alpa_lite.progress import Progress
 from alpa_lite.rules.graph_facts import opaque_ops
-from alpa_lite.schedule import Inference, Schedule, simulate
+from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
@@ -285,7 +285,7 @@ def _predicted(
         step_seconds=max(dispatched, timeline.makespan_seconds + update + gathering) + request.cluster.skew_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
-        transfer_seconds=2.0 * m * sum(transfers) + gathering,
+        transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + gathering,
         peak_bytes=tuple(peaks[stage.submesh] for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
         bubble_fraction=timeline.bubble_fraction,

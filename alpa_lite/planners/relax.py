@@ -15,6 +15,7 @@ from alpa_lite.intra_op.shortage import Shortage, show_seconds
 from alpa_lite.layers import Cut
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.steps import Steps
+from cost_models.varied import with_times_the_hosts
 
 #: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
 MAX_TRIES = 4
@@ -41,7 +42,7 @@ def more_microbatches(planner: Planner, request: PlanRequest, tried: int) -> Ite
 def more_hosts(planner: Planner, request: PlanRequest) -> Iterator[Change]:
     """The same planner on two, four, … times as many hosts."""
     for doubling in range(1, MAX_TRIES + 1):
-        cluster = replace(request.cluster, num_hosts=request.cluster.num_hosts << doubling)
+        cluster = with_times_the_hosts(request.cluster, 1 << doubling)
         text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
         yield Change(text=text, planner=planner, request=replace(request, cluster=cluster))
 
@@ -78,8 +79,6 @@ def tightest_stage(
     `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
     each policy that they may follow.
     """
-    cluster, device = request.cluster, request.cluster.device
-    have = f"at num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}."
     if not any(costs.tightest_tried for costs in steps.at(number)):
         _try_hardest(steps.of(number, cut), space)
     for costs in steps.at(number):
@@ -87,10 +86,11 @@ def tightest_stage(
         if tight is not None:
             where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
             held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
-            why = show_shortage(tight.shortage)
+            device, why = tight.device, show_shortage(tight.shortage)
             return (
                 f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
-                f"which needs at least {show_bytes(tight.peak_bytes)} per device of {cluster.name} {have} {why}"
+                f"which needs at least {show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
+                f"num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
             ).rstrip()
     least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
     needed = _needed_by_all(request, least, number)
@@ -103,7 +103,8 @@ def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
     fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
     kept = float(profile.saved_bytes.sum()) * size
     working = float(profile.working_with(size).max())
-    room = cluster.num_devices * float(cluster.device.memory_bytes)
+    rooms = [(group.num_hosts, group.device) for group in cluster.groups] or [(cluster.num_hosts, cluster.device)]
+    room = cluster.devices_per_host * sum(hosts * float(device.memory_bytes) for hosts, device in rooms)
     enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
     return (
         f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "

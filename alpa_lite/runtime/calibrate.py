@@ -24,7 +24,7 @@ import jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.agreement import agreed_number
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
-from alpa_lite.runtime.fit import Measurement, fit_cluster, predicted_seconds
+from alpa_lite.runtime.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
 from alpa_lite.runtime.probes import (
     QUICK,
     Probe,
@@ -84,15 +84,17 @@ class Calibration:
         kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
         origin = f"measured on {self.date}, {kind}, median of {count} or more"
         data = self.cluster.to_json()
-        counted = {"device.memory_bytes": f"reported on {self.date}, {kind}"}
         keys = [f"{part}.{key}" for part in ("device", "intra_host", "inter_host") for key in data[part]]
+        measured = {*measured_constants(self.cluster, self.measurements), "device.dispatch_seconds"}
+        measured |= {"device_share"} if self.alone is not None else set()
+        sources = {key: origin if key in measured else "assumed, not measured" for key in [*keys, "device_share"]}
+        sources |= {"device.memory_bytes": f"reported on {self.date}, {kind}", "fingerprint": self.fingerprint}
         errors = self.errors
         half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
         notes = (
             f"Constants of a fit, not of a data sheet. Of {len(errors)} programs, half are predicted within a factor "
             f"of {half:.2f}, nine in ten within {most:.2f}, all within {errors[-1]:.2f}."
         )
-        sources = {**dict.fromkeys([*keys, "device_share"], origin), **counted, "fingerprint": self.fingerprint}
         return {**data, "sources": sources, "notes": notes}
 
     def save(self, path: str | Path | None = None) -> Path:

@@ -174,7 +174,7 @@ class _Precompiler:
             except Exception as error:
                 raise ExecutionError(
                     f"XLA could not compile {group.name} for {', '.join(map(str, devices))}: {error}. If memory ran "
-                    "out, plan for less of it (max_memory_bytes of the planner); else report what XLA says."
+                    "out, plan for less of it (al.planners.Auto(max_memory_bytes=…)); else report what XLA says."
                 ) from error
             is_first = not group.on and group.lowered is not None
             group.on[devices] = executable

@@ -90,6 +90,17 @@ def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
     return cluster
 
 
+def measured_constants(cluster: Cluster, measurements: Sequence[Measurement]) -> frozenset[str]:
+    """Which constants of a cluster `fit_cluster` takes from measurements, as `part.field`."""
+    links = {
+        "inter_host" if _crosses_hosts(m) else "intra_host"
+        for m in measurements
+        if any(isinstance(part, Collective) for part in m.parts)
+    }
+    of_links = {f"{link}.{field}" for link in links for field in ("bandwidth_bytes_per_second", "latency_seconds")}
+    return frozenset({".".join(name.split(".")[:2]) for name in _device_constants(cluster)} | of_links)
+
+
 def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measurement]) -> Cluster:
     """The best values of the constants `names`, the others standing still."""
     if not measurements:

@@ -29,6 +29,7 @@ from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind
 from alpa_lite.schedule.tasks import TaskLists as TaskLists
 from alpa_lite.schedule.tasks import kinds_of as kinds_of
+from alpa_lite.schedule.tasks import passes_of as passes_of
 from alpa_lite.schedule.tasks import peak_held as peak_held
 from alpa_lite.schedule.tasks import peak_in_flight as peak_in_flight
 from alpa_lite.schedule.tasks import splits_backward as splits_backward

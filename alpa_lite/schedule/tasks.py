@@ -8,6 +8,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 
 class TaskKind(enum.Enum):
@@ -61,6 +62,11 @@ def peak_in_flight(tasks: Sequence[Task]) -> int:
 def splits_backward(tasks: Sequence[Task]) -> bool:
     """Whether a list has backward passes in two parts."""
     return any(task.kind is TaskKind.WEIGHT_GRADIENT for task in tasks)
+
+
+def passes_of(tasks: Sequence[Task]) -> tuple[Literal["forward", "backward"], ...]:
+    """In which passes stages hand something to each other: in both, or forward alone where nothing is sent back."""
+    return ("forward", "backward") if any(task.kind.sends_back for task in tasks) else ("forward",)
 
 
 def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[float] = ()) -> float:

@@ -151,7 +151,8 @@ class GivenStages(Planner):
             solution = costs.solution(first, last, submesh, mesh, in_flight=held)
             if solution.choice is None:
                 raise InfeasibleError(
-                    f"{self.name} does not fit: stage {number} with {held} micro-batch(es) in flight needs "
+                    f"{self.name} does not fit: stage {number} with {held} micro-batch"
+                    f"{'es' if held > 1 else ''} in flight needs "
                     f"{show_bytes(solution.peak_bytes)} per device. Use more micro-batches."
                 )
             found.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))

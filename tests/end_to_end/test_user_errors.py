@@ -96,6 +96,8 @@ def test_a_batch_argument_that_does_not_exist(name: Any) -> None:
 def test_an_argument_number_that_does_not_exist(option: str) -> None:
     with _raises(errors.TraceError, "Argument number 7", "3 positional"):
         al.parallelize(_step, **{option: 7}).trace(PARAMS, X, Y)
+    with _raises(errors.TraceError, "Argument number 7", "3 positional"):
+        al.parallelize(_step, **{option: 7})(PARAMS, X, Y)
 
 
 def test_a_batch_too_small_for_the_data_axis() -> None:
@@ -218,7 +220,7 @@ def test_a_plan_file_with_a_spoiled_part(key: str, saved: Path) -> None:
     ("planner", "fragments"),
     [
         (DataParallel(), ["stage 0", "8 devices", "needs at least"]),
-        (Pipeline(num_stages=2), ["stage 1", "4 devices", "micro-batch(es) in flight"]),
+        (Pipeline(num_stages=2), ["stage 1", "4 devices", "1 micro-batch in flight"]),
         (Auto(num_layers=2, manual=()), ["layer", "of 2 layers", "needs at least"]),
         (Auto(num_layers=2), ["needs at least"]),
     ],

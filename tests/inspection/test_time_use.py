@@ -4,6 +4,8 @@ import json
 import re
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
@@ -70,6 +72,30 @@ def test_unequal_stages_are_the_reason_where_they_are(pipeline_plan):
     plan = replace(pipeline_plan, stages=(pipeline_plan.stages[0], slow), request=None)
     (waiting,) = (item for item in time_use(replace(plan, prediction=longer(plan))).items if item.kind == "waiting")
     assert "stage 1 takes" in waiting.suggestion
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_devices", "words"),
+    [
+        (al.planners.DataParallel(), 4, "devices update copies of the same state"),
+        (al.planners.FSDP(), 4, "its state lies split over all devices already"),
+        (al.planners.DataParallel(), 1, ": narrower types make it shorter"),
+    ],
+)
+def test_copies_of_state_are_told_by_what_devices_hold(planner, num_devices, words):
+    """Whatever the state is called."""
+
+    def step(s, x):
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(s["w"])
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, s["m"], grads)
+        return {"w": s["w"] - m, "m": m}
+
+    array = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=num_devices)
+    batch = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
+    plan = al.plan(step, {"w": array, "m": array}, batch, cluster=cluster, planner=planner)
+    told = [item.suggestion for item in time_use(plan).items if item.phases == ("update",) and item.kind == "compute"]
+    assert told and all(words in suggestion for suggestion in told)
 
 
 def longer(plan):

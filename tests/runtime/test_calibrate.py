@@ -71,6 +71,7 @@ def test_the_file_holds_the_cluster_and_where_it_comes_from(found, tmp_path):
     sources = cluster_sources(str(path))
     assert sources["device.memory_bandwidth"].startswith(f"measured on {found.date}, some device, median of ")
     assert sources["intra_host.latency_seconds"] == sources["device.memory_bandwidth"]
+    assert sources["device.tiles"] == "assumed, not measured"
     assert sources["fingerprint"] == "these devices"
     assert json.loads(path.read_text())["notes"].startswith("Constants of a fit")
     assert Cluster.from_json(found.to_json()) == found.cluster

@@ -1,0 +1,44 @@
+"""What is asked for cannot be, or does not fit: each is told by its own reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.errors import InfeasibleError
+from alpa_lite.planners import Auto
+from tests.inter_op.test_stage_costs import chain_step
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_devices", "words"),
+    [
+        (Auto(num_stages=9), 8, "9 stages"),
+        (Auto(num_stages=3, equal=("devices",)), 8, "No 3 stages .* equally many devices"),
+        (Auto(num_stages=5, equal=("layers",), num_layers=8), 8, "No 5 stages .* equally many layers"),
+        (Auto(pins={"1": ("replica",)}), 8, r"axes replica, but those of p3.16xlarge have \(x\)"),
+        (Auto(pins={"1": ("model",)}, num_stages=3), 3, r"axes model, but those of p3.16xlarge have \(x\)"),
+        (Auto(max_memory_bytes="40GB"), 8, "a number of bytes"),  # pyright: ignore[reportArgumentType]
+        (Auto(num_stages="2"), 8, "an integer above 0"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_cannot_be_is_not_blamed_on_memory(planner: Auto, num_devices: int, words: str) -> None:
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8
+    batch = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=num_devices)
+    with pytest.raises(al.errors.PlanError, match=words) as error:
+        al.plan(chain_step, weights, batch, cluster=cluster, planner=planner)
+    assert not isinstance(error.value, InfeasibleError)
+
+
+def test_more_microbatches_are_proposed_where_one_alone_was_tried() -> None:
+    """Devices that share a processor gain nothing from several, but memory."""
+    host = al.cluster("p3.16xlarge")
+    cluster = replace(host, shared_processor=True, device=replace(host.device, memory_bytes=3e5))
+    weights, batch = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    with pytest.raises(InfeasibleError, match=r"The cheapest change that fits: num_microbatches=\d+"):
+        al.plan(chain_step, weights, batch, cluster=cluster, planner=Auto(manual=()))
