@@ -214,23 +214,11 @@ def _powers_of_two(limit: int) -> list[int]:
     return [2**exponent for exponent in range(limit.bit_length())]
 
 
-def logical_shapes(num_hosts: int, devices_per_host: int, *, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
-    """The shapes of logical mesh over a submesh: one axis, or two or three of at least two devices each.
-
-    Three axes keep hosts whole, which leaves few: one axis is all hosts and two divide each host, or two axes are the
-    hosts and one is the devices of a host; on one host, and with one device per host, all there are.
-    """
+def logical_shapes(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of logical mesh over a submesh: one axis, or two of at least two devices each."""
     _check_cluster(num_hosts, devices_per_host)
     num_devices = num_hosts * devices_per_host
-    shapes: list[tuple[int, ...]] = [(num_devices,)]
-    if max_axes >= 2:
-        shapes += _pairs(num_devices)
-    if max_axes < 3:
-        return tuple(shapes)
-    if num_hosts == 1 or devices_per_host == 1:
-        return (*shapes, *((a, *rest) for a, left in _pairs(num_devices) for rest in _pairs(left)))
-    within = [(num_hosts, *rest) for rest in _pairs(devices_per_host)]
-    return (*shapes, *within, *((*hosts, devices_per_host) for hosts in _pairs(num_hosts)))
+    return ((num_devices,), *_pairs(num_devices))
 
 
 def _pairs(number: int) -> list[tuple[int, int]]:

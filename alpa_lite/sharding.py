@@ -54,20 +54,6 @@ def replicated(rank: int) -> Spec:
     return Spec(((),) * rank)
 
 
-def spec_to_json(spec: Spec) -> dict[str, object]:
-    """Plain data for a plan file."""
-    data: dict[str, object] = {"dims": [list(axes) for axes in spec.dims]}
-    if spec.partial:
-        data["partial"] = list(spec.partial)
-    return data
-
-
-def spec_from_json(data: Mapping[str, list[list[str]]]) -> Spec:
-    """Inverse of `spec_to_json`."""
-    partial = data.get("partial", [])
-    return Spec(tuple(tuple(axes) for axes in data["dims"]), tuple(str(axis) for axis in partial))
-
-
 def divides(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
     """True when every split dim is a multiple of the devices that split it."""
     return all(n % prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, spec.dims, strict=True))

@@ -1,7 +1,7 @@
 """The levels of links that a group of devices meets on: inside a host, inside a domain of hosts, between them.
 
     members inside a host      k devices, each at its own rate R(k, stride)                  (_bottom)
-    members between hosts      h hosts (or domains), each at                                 (_rate_of_host)
+    members between hosts      h hosts (or domains), each at                                 (rate_of_host)
         min( B / num_concurrent                    what the sibling groups leave,
              B * min(1, k * max(1, cards/D)/cards) the cards of its members, D devices on a host,
              k * R(k) )                            what its members can feed

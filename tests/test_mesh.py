@@ -104,24 +104,6 @@ def test_groups_of_hosts_have_kinds_of_their_own():
 @pytest.mark.parametrize(
     ("hosts", "devices", "shapes"),
     [
-        (1, 4, ()),
-        (1, 8, ((2, 2, 2),)),
-        (1, 12, ((2, 2, 3), (2, 3, 2), (3, 2, 2))),
-        (2, 4, ((2, 2, 2),)),
-        (2, 8, ((2, 2, 4), (2, 4, 2))),
-        (4, 4, ((4, 2, 2), (2, 2, 4))),
-        (8, 1, ((2, 2, 2),)),
-    ],
-)
-def test_logical_shapes_of_three_axes_keep_hosts_whole(hosts, devices, shapes):
-    found = logical_shapes(hosts, devices, max_axes=3)
-    assert found == (*logical_shapes(hosts, devices), *shapes)
-    assert logical_shapes(hosts, devices, max_axes=1) == ((hosts * devices,),)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "devices", "shapes"),
-    [
         (1, 1, ((1,),)),
         (1, 2, ((2,),)),
         (1, 7, ((7,),)),

@@ -24,8 +24,6 @@ from alpa_lite.sharding import (
     num_shards,
     replicated,
     sent_bytes_factor,
-    spec_from_json,
-    spec_to_json,
 )
 from alpa_lite.walks import STEP_BYTES, SpecGraph, Walks, reshard, spec_graph
 
@@ -296,11 +294,8 @@ def test_sent_bytes_are_those_of_ring_algorithms() -> None:
 
 
 @given(st.sampled_from(MESHES), st.sampled_from([(24,), (12, 24), (4, 6, 8)]), st.data())
-def test_specs_survive_json_and_count_their_shards(
-    sizes: dict[str, int], shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_specs_count_their_shards(sizes: dict[str, int], shape: tuple[int, ...], data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(all_specs(shape, sizes, partial=True)))
-    assert spec_from_json(spec_to_json(spec)) == spec  # type: ignore[arg-type]
     assert prod(local_shape(spec, shape, sizes)) * num_shards(spec, sizes) == prod(shape)
     assert spec.is_replicated == (num_shards(spec, sizes) == 1 and not spec.partial)
     assert spec.without_partial().partial == () and spec.without_partial().dims == spec.dims

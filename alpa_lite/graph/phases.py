@@ -1,7 +1,7 @@
 """Micro-batching is sharding the batch over time: which ops run once per micro-batch, and which once per step.
 
 Two traces of one step at two batch sizes have the same ops and differ in shapes; the dims that differ carry the
-batch (batch_dims). From them, and from the data flow, follow the phases of the ops (analyse):
+batch (batch_dims). From them, and from the data flow, follow the phases of the ops (assign_phases):
 
     FORWARD, BACKWARD   the loop: ops that touch the batch, once per micro-batch
     UPDATE              ops that follow what the loop sums up, once per step, and those on arrays of state that the loop

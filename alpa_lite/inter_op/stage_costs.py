@@ -2,7 +2,7 @@
 
 `StageCosts` answers for one step, cost model and restriction; solutions are kept by the stage's structure
 (`StageView.signature`), so that repeated layers cost one solve. A solution that was the best with more room is the best
-with less, if it still fits: fewer micro-batches in flight are to be asked for first (`StageCosts._fits`).
+with less, if it still fits: fewer micro-batches in flight are to be asked for first (`_fits`).
 
 On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
 whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more

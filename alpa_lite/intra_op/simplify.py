@@ -2,9 +2,9 @@
 
     parallel edges    C, C' on one pair                  -> C + C'                              ``Workspace.load``
     forbidden         i has c_v(i) = inf, no finite partner at a neighbour, or more bytes
-                      than the others' least leave free  -> i goes           ``drop_impossible``, ``_drop_lonely``
+                      than the others' least leave free  -> i goes           ``_drop_forbidden``, ``_drop_lonely``
     separable edge    C(i, j) = f(i) + g(j)              -> c_u + f, c_v + g, no edge            ``_fold_separable``
-    functional edge   each i of u allows one j = m(i)    -> v joins u: x_v = m(x_u)              ``_merge_functional``
+    functional edge   each i of u allows one j = m(i)    -> v joins u: x_v = m(x_u)              ``_merge``
     degree 0, 1, 2    T(N) = min_i c_v(i) + sum_n C_vn(i, x_n) -> offset, node costs, edge       ``eliminate``
     dominated (Goldstein)
                       c(i) - c(j) + sum_n min_k (C_vn(i, k) - C_vn(j, k)) >= 0 and

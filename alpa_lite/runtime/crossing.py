@@ -1,7 +1,7 @@
 """Carries blocks of an array from the devices of one sharding to those of another, piece by piece.
 
     cut     on the source mesh: copies the pieces to send out of the blocks                       `_cut`
-    copy    all pieces at once, each from its device to another of this process                   `Crossing._copied`
+    copy    all pieces at once, each from its device to another of this process                   `Crossing.copy`
             those that go to another process by one program over all devices that take part      `exchange`
     land    on the receiving mesh: puts pieces into one chunk per device                          `_land`
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from alpa_lite import _jax
 from alpa_lite.runtime.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
-from alpa_lite.runtime.processes import any_here, devices_of, is_here
+from alpa_lite.runtime.processes import devices_of, is_here
 from alpa_lite.runtime.turns import in_turn
 
 Local = Callable[[Any], Any]
@@ -274,8 +274,3 @@ def _land(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
     in_specs = tuple(stacked_spec(mesh, slot.shape) for slot in slots)
     out_specs = (course.wanted.spec, PartitionSpec())
     return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def takes_part(course: Course) -> bool:
-    """Whether this process has a device of either mesh."""
-    return any_here((*devices_of(course.source.mesh), *devices_of(course.wanted.mesh)))

@@ -60,8 +60,8 @@ def test_public_names() -> None:
     )
     assert set(_public(al.schedule)) == set(
         "EagerOneFOneB GPipe Inference Interleaved1F1B OneFOneB SCHEDULES Schedule Sequential Span Task TaskKind "
-        "TaskLists Timeline WarmupSchedule ZeroBubbleH1 kinds_of linearize peak_held peak_in_flight schedule_named "
-        "simulate splits_backward validate".split()
+        "TaskLists Timeline WarmupSchedule ZeroBubbleH1 kinds_of linearize passes_of peak_held peak_in_flight "
+        "schedule_named simulate splits_backward validate".split()
     )
 
 

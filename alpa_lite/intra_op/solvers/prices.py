@@ -3,7 +3,7 @@
     L(p)     = min_x cost(x) + sum_t p_t (U_t(x) - limit),  p >= 0, by elimination: a lower bound       ``_cheapest``
     next p   = argmax of the least over the choices x_k found so far of
                cost(x_k) + sum_t p_t (U_t(x_k) - limit), a linear program                               ``_next_prices``
-    answer   the cheapest x_k within the limit, once it is close enough to the best L                   ``solve_priced``
+    answer   the cheapest x_k within the limit, once it is close enough to the best L               ``PricedSearch.run``
 
 This is Kelley's cutting-plane method on the Lagrangian dual (Kelley, J. SIAM 8(4), 1960). Only times at which some x_k
 overran the limit have a price. The first choices are those of least bytes times lifetime.
