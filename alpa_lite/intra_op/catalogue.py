@@ -44,6 +44,20 @@ class Options:
     results: tuple[tuple[Spec, ...], ...]
     made: tuple[tuple[Spec, ...], ...]
 
+    def only(self, kept: Sequence[int]) -> Options:
+        """Some of the strategies."""
+
+        def pick(columns: tuple[tuple[Spec, ...], ...]) -> tuple[tuple[Spec, ...], ...]:
+            return tuple(tuple(column[i] for i in kept) for column in columns)
+
+        return Options(
+            placements=tuple(self.placements[i] for i in kept),
+            seconds=frozen(self.seconds[list(kept)]),
+            demanded=pick(self.demanded),
+            results=pick(self.results),
+            made=pick(self.made),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumOptions:

@@ -72,7 +72,7 @@ class Keeping:
             fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
             if not any(fits):
                 raise PlanError(_refusal(graph, op, self))
-            self._options[key] = options, _only(options, [i for i, fit in enumerate(fits) if fit])
+            self._options[key] = options, options.only([i for i, fit in enumerate(fits) if fit])
         return self._options[key][1]
 
     def penalty(self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: Options) -> FloatArray | None:
@@ -112,19 +112,6 @@ class Keeping:
 
     def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
         return tuple(self.of(graph, v) for v in (*op.operands, *op.results))
-
-
-def _only(options: Options, kept: Sequence[int]) -> Options:
-    def pick(columns: tuple[tuple[Spec, ...], ...]) -> tuple[tuple[Spec, ...], ...]:
-        return tuple(tuple(column[i] for i in kept) for column in columns)
-
-    return Options(
-        placements=tuple(options.placements[i] for i in kept),
-        seconds=frozen(options.seconds[list(kept)]),
-        demanded=pick(options.demanded),
-        results=pick(options.results),
-        made=pick(options.made),
-    )
 
 
 def _refusal(graph: Graph, op: Op, keeping: Keeping) -> str:

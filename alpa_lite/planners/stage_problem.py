@@ -19,7 +19,7 @@ import numpy as np
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.inter_op.stage_costs import free_restriction
 from alpa_lite.intra_op.build import Builder
-from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
+from alpa_lite.intra_op.catalogue import Catalogue, SumOptions
 from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
@@ -210,7 +210,7 @@ class StageProblem:
             else:
                 placed[key] = op
         demanded = {
-            key: _only(options, choices[op.node])
+            key: options.only([choices[op.node]])
             for key, options in builder.demanded.items()
             if isinstance(op := builder.placed[key], Placed)
         }
@@ -246,17 +246,6 @@ def _expresses(builder: Builder, stage: StagePlan) -> bool:
             return False
     offers = ((builder.offers.get((0, v)), spec) for v, spec in stage.inputs.items())
     return all(offer is None or spec in offer.specs for offer, spec in offers)
-
-
-def _only(options: Options, i: int) -> Options:
-    """One strategy of several."""
-    return Options(
-        placements=options.placements[i : i + 1],
-        seconds=options.seconds[i : i + 1],
-        demanded=tuple(specs[i : i + 1] for specs in options.demanded),
-        results=tuple(specs[i : i + 1] for specs in options.results),
-        made=tuple(specs[i : i + 1] for specs in options.made),
-    )
 
 
 def _only_sum(options: SumOptions, i: int) -> SumOptions:
