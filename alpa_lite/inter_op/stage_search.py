@@ -14,15 +14,13 @@ memory into account, and what its layers hand to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import reduce
-from itertools import product
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.inter_op.alike import Equal, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
@@ -32,9 +30,6 @@ from alpa_lite.mesh import LogicalMesh
 from alpa_lite.pricing import dispatch_seconds
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
-
-Equal = Literal["layers", "devices"]
-"""What all stages may be asked to have equally many of."""
 
 MANY = 3
 """How many stages on a logical mesh must take longer than guessed before others are guessed to do so."""
@@ -105,8 +100,9 @@ class StageSearch:
         size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
-        self._possible = worthwhile & self._equal() if equal_stages else worthwhile
-        self._equal_parts, self._ways = tuple(equal), list(self._alike(equal))
+        self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
+        one_mesh = len(self.policies) * len(self.held) if equal_stages else 0
+        self._equal, self._ways = tuple(equal), list(ways(space, self.num_layers, equal, one_mesh=one_mesh))
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
         guessed = self._taking(work, self.inflow_seconds[..., None])
@@ -163,7 +159,7 @@ class StageSearch:
         found = [self._best_of(np.where(way, free, np.inf), most, explain=True) for way in self._ways] or [_NOTHING]
         if any(each.stages for each in found):
             return ""
-        asked = f" Stages are to have equally many {' and '.join(self._equal_parts)}." if self._equal_parts else ""
+        asked = f" Stages are to have equally many {' and '.join(self._equal)}." if self._equal else ""
         rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
         return f"{found[0].reason}{asked}{rows}"
 
@@ -182,29 +178,6 @@ class StageSearch:
         beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
         tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
         return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks) + cluster.skew_seconds)
-
-    def _alike(self, equal: Collection[Equal]) -> Iterator[NDArray[np.bool_]]:
-        """Which stages a plan may consist of, one way after the other; each broadcasts to the shape of `seconds`."""
-        ways: list[list[NDArray[np.bool_]]] = []
-        if self.all_equal:
-            ways.append([*self._in_one_mesh()])
-        if "devices" in equal:
-            devices = np.array(self.space.devices)
-            ways.append([(devices == n)[:, None] for n in dict.fromkeys(self.space.devices)])
-        if "layers" in equal:
-            number = np.arange(self.num_layers)
-            length = (number[None, :] - number[:, None] + 1)[..., None, None]
-            ways.append([length == n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0])
-        for masks in product(*ways):
-            yield reduce(np.logical_and, masks, np.ones((), dtype=np.bool_))
-
-    def _in_one_mesh(self) -> Iterator[NDArray[np.bool_]]:
-        """[kinds, configurations]: where each logical mesh is."""
-        for mesh in dict.fromkeys(mesh for of_kind in self.space.meshes for mesh in of_kind):
-            found = np.zeros((len(self.space.kinds), self.space.most_shapes), dtype=np.bool_)
-            for kind, of_kind in enumerate(self.space.meshes):
-                found[kind, : len(of_kind)] = [each == mesh for each in of_kind]
-            yield np.tile(found, len(self.policies) * len(self.held))
 
     def _best_of(
         self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
@@ -253,25 +226,11 @@ class StageSearch:
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
         """The costs that know about a stage, and which layers it is there."""
-        count = self.equal_stages(first, last, kind) if self.all_equal else None
+        count = number_of_equal(self.space, self.num_layers, first, last, kind) if self.all_equal else None
         if count is not None:
             first = last = first * count // self.num_layers
         policy = self.policy(configuration)
         return (self.costs if self.under is None else self.under(policy, count)), first, last
-
-    def equal_stages(self, first: int, last: int, kind: int) -> int | None:
-        """Of how many stages, equal in layers and devices, some layers are one; None if they are not."""
-        length, devices = last + 1 - first, self.space.devices[kind]
-        count = self.num_layers // length
-        aligned = self.num_layers % length == 0 and first % length == 0
-        return count if aligned and count * devices == self.space.cluster.num_devices else None
-
-    def _equal(self) -> NDArray[np.bool_]:
-        """[layers, layers, kinds]: which stages are some of equal ones."""
-        found = np.zeros((self.num_layers, self.num_layers, len(self.space.kinds)), dtype=np.bool_)
-        for first, last, kind in np.argwhere(self.space.in_order(self.num_layers)).tolist():
-            found[first, last, kind] = self.equal_stages(first, last, kind) is not None
-        return found
 
     def _levels(self) -> list[int]:
         """How many micro-batches in flight a sharding may leave room for: those of the last stage, twice as many, …"""
@@ -339,7 +298,7 @@ class StageSearch:
     def _longer_than_guessed(self, many: int, among: NDArray[np.bool_] | bool = True) -> NDArray[np.float64]:
         """[kinds, shapes and policies]: the least ratio of seconds and guesses `among` some, if so many are known."""
         guessed = np.tile(self._guessed, len(self.held))
-        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & np.isfinite(guessed) & among
+        looked_at = (self.solved | (self.least > 0)) & np.isfinite(self.seconds) & _has_work(guessed) & among
         ratio = np.divide(self.seconds, guessed, out=np.full(guessed.shape, np.inf), where=looked_at).min(axis=(0, 1))
         count = looked_at.sum(axis=(0, 1))
         least, known = (part.reshape(len(self.space.kinds), len(self.held), -1) for part in (ratio, count))
@@ -352,7 +311,7 @@ class StageSearch:
         what they compute again."""
         part = np.s_[..., : self.width]
         known = np.where(self.solved[part], self.seconds[part], self.least[part])
-        looked_at = np.isfinite(known) & np.isfinite(self._guessed) & (self._roomy >= 0)
+        looked_at = np.isfinite(known) & _has_work(self._guessed) & (self._roomy >= 0)
         ratio = np.divide(known, self._guessed, out=np.ones(known.shape), where=looked_at)
         of_shapes = ratio.reshape(*known.shape[:3], -1, self.space.most_shapes).max(axis=3).clip(min=1.0)
         return np.tile(of_shapes, len(self.policies))
@@ -385,6 +344,11 @@ class StageSearch:
 
 def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
     return [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
+
+
+def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where a ratio to the guess tells something: not where nothing can run, nor where there is nothing to do."""
+    return np.isfinite(guessed) & (guessed > 0)
 
 
 def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:

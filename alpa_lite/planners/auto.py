@@ -133,7 +133,7 @@ class Auto(Planner):
         for name in ("num_layers", "num_stages"):
             number = getattr(self, name)
             if number is not None and not (isinstance(number, Integral) and int(number) >= 1):
-                raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None for the best.")
+                raise PlanError(f"{name}={number!r} was given; it must be an integer of at least 1, or None.")
         if self.measure_top < 0:
             raise PlanError(f"measure_top={self.measure_top} was given; it is a number of plans, or 0.")
         if self.intra_op_only and (self.inter_op_only or (self.num_stages or 1) > 1):

@@ -31,11 +31,12 @@ from alpa_lite.errors import (
     TraceError,
     without_frames,
 )
+from alpa_lite.inter_op.alike import Equal
 from alpa_lite.inter_op.profile import Profile
 from alpa_lite.inter_op.space import Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
-from alpa_lite.inter_op.stage_search import Equal, StageSearch
+from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Beyond, Survey
 from alpa_lite.intra_op.solve import RELATIVE_GAP
 from alpa_lite.layers import Cut
