@@ -16,7 +16,8 @@ from alpa_lite.rules.graph_facts import free_values, op_class
 
 
 def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
-    """The program whose scans make the free values (`rules.graph_facts.free_values`) that they read, at any depth."""
+    """The program whose scans make the free values (`rules.graph_facts.free_values`) that they read, at any depth,
+    where these are constants."""
     return _sunk_program(program, {})
 
 
@@ -40,7 +41,7 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) ->
     if op.primitive != "scan":
         return op, equation
     (body,), (inner,) = op.bodies, equation.bodies
-    free = free_values(graph)
+    free = free_values(graph) & _constants(graph)
     # What comes in twice is made once: the other stays as it is.
     sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free.difference(op.operands[:i])]
     needed = _makers(graph, {op.operands[i] for i in sunk})
@@ -61,6 +62,15 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) ->
     moved = replace(op, operands=operands, params=params, bodies=(below.graph,))
     named = {**equation.params, "num_consts": num_consts}
     return moved, replace(equation, params=named, bodies=(below.equations,))
+
+
+def _constants(graph: Graph) -> frozenset[int]:
+    """Values made of literals alone: what depends on a scalar argument or result is not to be made in each trip."""
+    found = {v.id for v in graph.values if v.literal is not None}
+    for op in graph.ops:
+        if not op.bodies and found.issuperset(op.operands):
+            found.update(op.results)
+    return frozenset(found)
 
 
 def _makers(graph: Graph, values: set[int]) -> list[Op]:

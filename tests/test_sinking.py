@@ -134,6 +134,40 @@ def test_what_depends_on_arrays_stays_where_it_is() -> None:
     assert loop.params["num_consts"] == 1
 
 
+def with_scalars(w: Any, key: Any, rate: Any, x: Any) -> Any:
+    """One mask for all trips, a table that a rate scales, and a vector of a sum over weights: all hang on scalars."""
+    kept = jax.random.bernoulli(jax.random.split(key)[1], 0.8, (SEQ, WIDTH))
+    table = jnp.exp(-rate * jnp.arange(SEQ * 1.0))[:, None]
+
+    def loss(w: Any) -> Any:
+        shift = jnp.broadcast_to(jnp.mean(w), (WIDTH,))
+        return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w + shift) * kept + table, None), x, w)[0] ** 2)
+
+    value, grad = jax.value_and_grad(loss)(w)
+    return w - 0.1 * grad, value
+
+
+SCALARS = jax.random.key(3), jnp.float32(0.5)
+
+
+def test_what_depends_on_scalars_stays_outside() -> None:
+    jaxpr = jax.make_jaxpr(with_scalars)(W, *SCALARS, X)
+    after = sink_free_values(from_jaxpr(jaxpr, ["w", "key", "rate", "x"]))
+    verify(after.graph)
+    assert free_bytes(after.graph) > 0
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_microbatches"),
+    [("fsdp", 1), ("megatron", 4), ("pipeline_2", 4), ("data_parallel", 2), ("auto", 1)],
+)
+def test_what_depends_on_scalars_computes_what_jit_computes(planner: str, num_microbatches: int, devices: Any) -> None:
+    step = al.parallelize(
+        with_scalars, cluster=eager_cluster(), planner=PLANNERS[planner], num_microbatches=num_microbatches
+    )
+    assert_same(step(W, *SCALARS, X), jax.jit(with_scalars)(W, *SCALARS, X))
+
+
 def test_programs_without_loops_stay_the_same_object() -> None:
     program = program_of(lambda w, x: jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), x @ x.transpose(0, 2, 1), 0.0))
     assert sink_free_values(program) is program
