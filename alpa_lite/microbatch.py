@@ -167,10 +167,32 @@ def _with_batch(
     loop_parts: int,
     on_non_additive: OnNonAdditive,
 ) -> TracedStep:
+    averages = num_microbatches > 1 and on_non_additive == "mean_of_means"
     rest = computed_ahead(full, other, batch, traced.batch_leaves)
     if rest is not None:
-        full, other = rest.full, rest.other
-        batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
+        left = batch_dims(rest.full.program.graph, rest.other.program.graph, allow_pairs=num_microbatches == 1)
+        try:
+            return _cut(traced, rest.full, rest.other, left, num_microbatches, loop_parts, ahead=rest.ahead)
+        except NonAdditiveError:
+            if not averages:
+                raise
+            # What is averaged has the sums of its own micro-batch: nothing is computed ahead for it.
+    return _cut(traced, full, other, batch, num_microbatches, loop_parts, averages=averages)
+
+
+def _cut(
+    traced: Traced,
+    full: PartedProgram,
+    other: PartedProgram,
+    batch: tuple[int | None, ...],
+    num_microbatches: int,
+    loop_parts: int,
+    *,
+    ahead: Ahead | None = None,
+    averages: bool = False,
+) -> TracedStep:
+    """`averages`: the mean over micro-batches is taken where the step is no sum over its samples, instead of raising
+    `NonAdditiveError`."""
     whole, small = full.program.graph, other.program.graph
     loop, feedbacks = loop_ops(whole, batch)
     iotas, averaged = frozenset[int](), False
@@ -183,7 +205,7 @@ def _with_batch(
             refuse_feedback(feedbacks)
             check_additive(whole, small, batch, loop, iotas)
         except NonAdditiveError:
-            if on_non_additive != "mean_of_means":
+            if not averages:
                 raise
             averaged = True
     chosen = other if num_microbatches > 1 else full
@@ -207,7 +229,7 @@ def _with_batch(
         step=step,
         equations=chosen.program.equations,
         constants=full.program.constants,
-        ahead=rest.ahead if rest is not None else None,
+        ahead=ahead,
     )
 
 

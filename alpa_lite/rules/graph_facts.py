@@ -118,13 +118,16 @@ def ranked_values(graph: Graph) -> frozenset[int]:
 
 @kept
 def free_values(graph: Graph) -> frozenset[int]:
-    """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves."""
+    """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves.
+
+    No sums: over the samples of one micro-batch they are a part of what they are over the batch.
+    """
     ranked, free = ranked_values(graph), set[int]()
     for op in graph.ops:
         if op.bodies or any(v in ranked and v not in free for v in op.operands) or not ranked.issuperset(op.results):
             continue
         rule = rule_of_op(graph, op.id)
-        if not rule.opaque and rule.work_kind == "elementwise":
+        if not rule.opaque and rule.work_kind == "elementwise" and not rule.reduced:
             free.update(op.results)
     return frozenset(free)
 
