@@ -84,18 +84,20 @@ def split_step(
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
     else:
         sizes = () if traced.batch_size is None else _probe_sizes(traced.batch_size)
-    problem = traced.batch_problem
+    problem, averages = traced.batch_problem, num_microbatches > 1 and on_non_additive == "mean_of_means"
     for size in sizes:
         try:
             full, other = _at_two_sizes(traced, size, loop_parts)
-            batch = batch_dims(full.program.graph, other.program.graph, allow_pairs=num_microbatches == 1)
+            batch, pairs = _batch_dims(full, other, allow_pairs=num_microbatches == 1 or averages)
         except Exception as error:
             if num_microbatches > 1:
                 raise _as_trace_error(error, traced, size) from error
             problem = f"The batch was lost: {error}"
         else:
             verify(full.program.graph)
-            return _with_batch(traced, full, other, batch, num_microbatches, loop_parts, on_non_additive)
+            if pairs and num_microbatches > 1:
+                return _cut(traced, full, other, batch, num_microbatches, loop_parts, averaged=True)
+            return _with_batch(traced, full, other, batch, num_microbatches, loop_parts, averages)
     return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
 
 
@@ -165,19 +167,32 @@ def _with_batch(
     batch: tuple[int | None, ...],
     num_microbatches: int,
     loop_parts: int,
-    on_non_additive: OnNonAdditive,
+    averages: bool,
 ) -> TracedStep:
-    averages = num_microbatches > 1 and on_non_additive == "mean_of_means"
+    """`averages`: where the step is no sum over its samples the mean over micro-batches is taken, instead of raising
+    `NonAdditiveError`."""
     rest = computed_ahead(full, other, batch, traced.batch_leaves)
-    if rest is not None:
-        left = batch_dims(rest.full.program.graph, rest.other.program.graph, allow_pairs=num_microbatches == 1)
-        try:
-            return _cut(traced, rest.full, rest.other, left, num_microbatches, loop_parts, ahead=rest.ahead)
-        except NonAdditiveError:
-            if not averages:
-                raise
-            # What is averaged has the sums of its own micro-batch: nothing is computed ahead for it.
-    return _cut(traced, full, other, batch, num_microbatches, loop_parts, averages=averages)
+    try:
+        if rest is None:
+            return _cut(traced, full, other, batch, num_microbatches, loop_parts)
+        left, _ = _batch_dims(rest.full, rest.other, allow_pairs=num_microbatches == 1)
+        return _cut(traced, rest.full, rest.other, left, num_microbatches, loop_parts, ahead=rest.ahead)
+    except NonAdditiveError:
+        if not averages:
+            raise
+    # What is averaged has the sums of its own micro-batch: nothing is computed ahead for it.
+    return _cut(traced, full, other, batch, num_microbatches, loop_parts, averaged=True)
+
+
+def _batch_dims(full: PartedProgram, other: PartedProgram, *, allow_pairs: bool) -> tuple[tuple[int | None, ...], bool]:
+    """The dim of each value that holds the batch, and whether some hold pairs of samples, if that is allowed."""
+    graphs = full.program.graph, other.program.graph
+    try:
+        return batch_dims(*graphs), False
+    except NonAdditiveError:
+        if not allow_pairs:
+            raise
+        return batch_dims(*graphs, allow_pairs=True), True
 
 
 def _cut(
@@ -189,25 +204,21 @@ def _cut(
     loop_parts: int,
     *,
     ahead: Ahead | None = None,
-    averages: bool = False,
+    averaged: bool = False,
 ) -> TracedStep:
-    """`averages`: the mean over micro-batches is taken where the step is no sum over its samples, instead of raising
-    `NonAdditiveError`."""
+    """`averaged`: results are means over micro-batches; otherwise `NonAdditiveError` is raised where the step is no sum
+    over its samples."""
     whole, small = full.program.graph, other.program.graph
     loop, feedbacks = loop_ops(whole, batch)
-    iotas, averaged = frozenset[int](), False
+    iotas = frozenset[int]()
     early = effects_before(whole, loop)
     if num_microbatches > 1:
         refuse_effects(whole, loop | early)
         require_same_position(whole, batch, batch_position(whole, batch))
-        iotas = local_iotas(whole, batch)
-        try:
+        if not averaged:
+            iotas = local_iotas(whole, batch)
             refuse_feedback(feedbacks)
             check_additive(whole, small, batch, loop, iotas)
-        except NonAdditiveError:
-            if not averages:
-                raise
-            averaged = True
     chosen = other if num_microbatches > 1 else full
     graph = chosen.program.graph if averaged else merge_literals(chosen.program.graph, whole, at_another_size=small)
     step = StepGraph(
@@ -217,7 +228,7 @@ def _cut(
         phases=assign_phases(graph, loop | early, batch),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
-        bodies=body_scopes(graph, whole, small, allow_pairs=num_microbatches == 1),
+        bodies=body_scopes(graph, whole, small, allow_pairs=num_microbatches == 1 or averaged),
         local_iotas=iotas,
         input_parts=full.input_parts,
         output_parts=full.output_parts,

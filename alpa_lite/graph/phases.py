@@ -168,7 +168,7 @@ def check_same_structure(full: Graph, other: Graph) -> None:
 def batch_dims(full: Graph, other: Graph, *, allow_pairs: bool = False) -> tuple[int | None, ...]:
     """For each value the dim whose size differs between the two traces.
 
-    Several such dims are an error, or the first of them counts when micro-batches are not asked for (`allow_pairs`).
+    Several such dims are an error, or the first of them counts where micro-batches need not be exact (`allow_pairs`).
     """
     table: list[int | None] = []
     for a, b in zip(full.values, other.values, strict=True):
@@ -178,7 +178,8 @@ def batch_dims(full: Graph, other: Graph, *, allow_pairs: bool = False) -> tuple
             raise NonAdditiveError(
                 f"{op.source}: the {op.primitive} of shape {list(a.shape)} pairs samples of the batch with each other "
                 f"(dims {dims} both grow with the batch). A loss over pairs of samples is no sum over samples, so "
-                "micro-batches would change it. Use num_microbatches=1."
+                "micro-batches would change it. Use num_microbatches=1, or accept the mean of what the micro-batches "
+                'give by themselves, with on_non_additive="mean_of_means".'
             )
         table.append(dims[0] if dims else None)
     return tuple(table)

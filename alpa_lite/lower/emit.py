@@ -185,6 +185,8 @@ class LocalMachine:
         step = self.step
         if step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
             return none, none
+        if step.averaged and op.primitive == "iota":  # each micro-batch is by itself, and counts its samples from 0
+            return none, none
         outermost = graph is step.graph
         scope = step if outermost else step.bodies.get(graph)
         dim = scope.batch_dims[op.results[0]] if scope is not None else None

@@ -117,3 +117,43 @@ def test_what_is_a_sum_stays_exact(devices: Any) -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(PlanError, match=r"on_non_additive='mean'.*refuse, mean_of_means"):
         al.parallelize(batch_norm_step, on_non_additive="mean")
+
+
+def _pairs_loss(params: Any, batch: Any) -> jax.Array:
+    """Each sample is to be like itself, and unlike the others of the batch."""
+    a, b = batch["x"] @ params[0] @ params[1], batch["x"] @ params[2] @ params[3]
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(a @ b.T)))
+
+
+def _weighted_loss(params: Any, batch: Any) -> jax.Array:
+    """A mean by weights whose sum is known ahead; the largest error makes it no sum over its samples."""
+    h, weights = batch["x"], 1.0 + batch["label"]
+    for w in params:
+        h = jnp.tanh(h @ w)
+    errors = jnp.mean((h - 1.0) ** 2, axis=1)
+    return jnp.sum(errors * weights) / jnp.sum(weights) + jnp.max(errors)
+
+
+@pytest.mark.parametrize("way", PLANS)
+@pytest.mark.parametrize("loss", [_pairs_loss, _weighted_loss])
+def test_gradients_are_the_mean_of_those_by_hand(loss: Any, way: str, devices: Any) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        grads = jax.grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
+
+    planner, num_microbatches = PLANS[way]
+    run = al.parallelize(
+        step,
+        cluster=eager_cluster(),
+        planner=planner,
+        num_microbatches=num_microbatches,
+        on_non_additive="mean_of_means",
+    )
+    parts = [jax.tree.map(lambda x, i=i: np.split(x, num_microbatches)[i], _batch()) for i in range(num_microbatches)]
+    grads = [jax.grad(loss)(_params(), part) for part in parts]
+    expected = jax.tree.map(lambda p, *g: p - 0.3 * sum(g) / num_microbatches, _params(), *grads)
+    found = run(_params(), _batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert run.last_plan.averaged
+    with pytest.raises(NonAdditiveError):
+        al.plan(step, _params(), _batch(), cluster=eager_cluster(), num_microbatches=num_microbatches)
