@@ -33,8 +33,8 @@ def refuse_feedback(feedbacks: list[tuple[Op, Op]]) -> None:
     for reduction, reader in feedbacks:
         raise NonAdditiveError(
             f"{reduction.source}: a value that was reduced over the batch ({reduction.primitive}) is used again per "
-            f"sample at {reader.source} ({reader.primitive}); batch norm and losses such as sum(loss)/sum(mask) do "
-            "this. The step is then no sum over its samples, and micro-batches would change it. Use "
+            f"sample at {reader.source} ({reader.primitive}); batch norm does this, and a loss over a denominator that "
+            "parameters decide. The step is then no sum over its samples, and micro-batches would change it. Use "
             f"num_microbatches=1, make the statistic independent of the batch (e.g. divide by a constant), or {ACCEPT}."
         )
 

@@ -281,8 +281,29 @@ def find_batch(
         if sizes
         else "The batch cannot be found: every array argument comes back among the outputs, so none looks like data. "
     )
-    advice = 'Name the arguments that hold it, e.g. batch_argnums=(1,), or their dim too, e.g. batch_argnums={"x": 1}.'
+    example = _likely_batch(leaves, owner, names, marked)
+    advice = (
+        f"Name the arguments or paths that hold it, e.g. batch_argnums={example}, or their dim too, e.g. "
+        'batch_argnums={"x": 1}.'
+    )
     return (None,) * len(leaves), None, problem + advice
+
+
+def _likely_batch(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    owner: Sequence[int | str],
+    names: Sequence[str],
+    marked: Sequence[int | None],
+) -> str:
+    """An example of `batch_argnums`: the last argument of one size, as data come last, and those that agree with it."""
+    sizes: dict[int | str, set[int]] = {}
+    called: dict[int | str, str] = {}
+    for leaf, o, name, dim in zip(leaves, owner, names, marked, strict=True):
+        if dim is not None:
+            sizes.setdefault(o, set()).add(leaf.shape[dim])
+            called[o] = name.split("/")[0]
+    last = next((found for found in reversed(sizes.values()) if len(found) == 1), None)
+    return str(tuple(called[o] for o, found in sizes.items() if found == last)) if last else '("x", "batch/labels")'
 
 
 def _named_batch(

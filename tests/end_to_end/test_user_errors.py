@@ -72,7 +72,7 @@ def _two_sizes(p: Any, x: Any, y: Any) -> Any:
 
 
 def test_a_batch_that_cannot_be_found() -> None:
-    with _raises(errors.BatchError, "p/w1 [8, 16]", "x [16, 8]", "batch_argnums=(1,)"):
+    with _raises(errors.BatchError, "p/w1 [8, 16]", "x [16, 8]", "batch_argnums=('y',)"):
         _plan(_two_sizes, (PARAMS, X, Y[:4]), num_microbatches=4)
 
 
