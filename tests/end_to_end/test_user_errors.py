@@ -71,6 +71,18 @@ def _two_sizes(p: Any, x: Any, y: Any) -> Any:
     return forward(p, x).sum() - y.sum()
 
 
+def test_the_last_arguments_that_agree_are_proposed_as_the_batch() -> None:
+    """Weights that are not returned, as in fine-tuning, look like data of several sizes."""
+    frozen = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+
+    def step(p: Any, frozen: Any, x: Any, y: Any) -> Any:
+        return _step(p, x + x @ frozen["up"] @ frozen["down"], y)
+
+    with _raises(errors.BatchError, "frozen/down [32, 8]", "batch_argnums=('x', 'y')"):
+        _plan(step, (PARAMS, frozen, X, Y), num_microbatches=4)
+    assert _plan(step, (PARAMS, frozen, X, Y), num_microbatches=4, batch_argnums=("x", "y")).num_microbatches == 4
+
+
 def test_a_batch_that_cannot_be_found() -> None:
     with _raises(errors.BatchError, "p/w1 [8, 16]", "x [16, 8]", "batch_argnums=('y',)"):
         _plan(_two_sizes, (PARAMS, X, Y[:4]), num_microbatches=4)
