@@ -239,6 +239,28 @@ def test_neighbouring_samples_that_meet_in_a_convolution_are_refused() -> None:
         _split(step, (PARAMS, X), batch_argnums=1)
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda size: jnp.zeros(size).at[0].set(1.0),
+        lambda size: jnp.ones(size).at[jnp.array([1, 3])].mul(2.0),
+        lambda size: jax.lax.dynamic_update_slice(jnp.zeros(size), jnp.ones(2), (1,)),
+    ],
+    ids=["set", "mul", "dynamic_update_slice"],
+)
+def test_samples_that_are_written_to_by_their_numbers_are_refused(weights: Any) -> None:
+    """Each micro-batch has a first sample."""
+
+    def step(p: Any, x: Any) -> Any:
+        loss = lambda p: jnp.sum(jnp.sum(forward(p, x), axis=1) * weights(x.shape[0]))  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(p)
+        return descend(p, grads), value
+
+    with pytest.raises(NonAdditiveError, match=r"writes to samples of the batch by their numbers|mixes the samples"):
+        _split(step, (PARAMS, X), batch_argnums=1)
+    assert _split(step, (PARAMS, X), num_microbatches=1, batch_argnums=1).step.num_microbatches == 1
+
+
 @pytest.mark.parametrize("number", [3, 32, -1, 0])
 def test_numbers_that_do_not_divide_are_refused(number: int) -> None:
     with pytest.raises(BatchError, match=r"16 samples. Choose one of \[1, 2, 4, 8, 16\]"):
