@@ -68,7 +68,7 @@ def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: se
                 _refuse(graph, op, "mixes the samples of the batch")
         if _is_indexed(op) and i == 0 and op.operands[1] not in positions and not _passes(rule, i, dim):
             _refuse(graph, op, "picks samples of the batch by computed numbers")
-        if i == 0 and _writes_along(op, dim, batch) and op.operands[1] not in positions:
+        if i == 0 and _writes_along(op, dim, batch, positions):
             _refuse(graph, op, "writes to samples of the batch by their numbers")
     if any(batch[v] is not None for v in op.operands):
         _check_scatter(graph, op, batch)
@@ -76,12 +76,14 @@ def _check_op(graph: Graph, op: Op, batch: tuple[int | None, ...], positions: se
         _check_source(graph, op, batch, rule)
 
 
-def _writes_along(op: Op, dim: int, batch: tuple[int | None, ...]) -> bool:
-    """Whether an op writes to some places along a dim of its first operand: blocks of an array on devices know theirs,
-    but each micro-batch would have them."""
+def _writes_along(op: Op, dim: int, batch: tuple[int | None, ...], positions: set[int]) -> bool:
+    """Whether an op writes to some samples by their numbers: blocks of an array on devices know theirs, but each
+    micro-batch would have them."""
     if op.primitive == "dynamic_update_slice":
         return batch[op.operands[1]] != dim
-    return op.primitive.startswith("scatter") and dim in op.params["dimension_numbers"]["scatter_dims_to_operand_dims"]
+    if not op.primitive.startswith("scatter") or op.operands[1] in positions:
+        return False
+    return dim in op.params["dimension_numbers"]["scatter_dims_to_operand_dims"]
 
 
 def _is_indexed(op: Op) -> bool:

@@ -16,16 +16,18 @@ Equal = Literal["layers", "devices"]
 """What all stages may be asked to have equally many of."""
 
 
-def ways(space: Space, num_layers: int, equal: Collection[Equal], *, one_mesh: int) -> Iterator[NDArray[np.bool_]]:
+def ways(
+    space: Space, num_layers: int, equal: Collection[Equal], *, one_mesh: bool, repeats: int
+) -> Iterator[NDArray[np.bool_]]:
     """Which stages a plan may consist of, one way after the other: masks that broadcast to [layers, layers, kinds,
     configurations].
 
-    `equal`: what its stages have equally many of. `one_mesh`: so many times the shapes of a kind are its
-    configurations, of which all stages of a plan have one logical mesh; 0: each may have its own.
+    `equal`: what its stages have equally many of. `one_mesh`: whether they have one logical mesh. `repeats`: how many
+    times the configurations of a kind repeat its shapes.
     """
     found: list[list[NDArray[np.bool_]]] = []
     if one_mesh:
-        found.append([np.tile(mask, one_mesh) for mask in _in_one_mesh(space)])
+        found.append([np.tile(mask, repeats) for mask in _in_one_mesh(space)])
     if "devices" in equal:
         devices = np.array(space.devices)
         found.append([(devices == n)[:, None] for n in dict.fromkeys(space.devices)])

@@ -101,8 +101,9 @@ class StageSearch:
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
         self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
-        one_mesh = len(self.policies) * len(self.held) if equal_stages else 0
-        self._equal, self._ways = tuple(equal), list(ways(space, self.num_layers, equal, one_mesh=one_mesh))
+        repeats = len(self.policies) * len(self.held)
+        alike = ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)
+        self._equal, self._ways = tuple(equal), list(alike)
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
         guessed = self._taking(work, self.inflow_seconds[..., None])

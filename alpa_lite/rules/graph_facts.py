@@ -120,7 +120,7 @@ def ranked_values(graph: Graph) -> frozenset[int]:
 def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves.
 
-    No sums: over the samples of one micro-batch they are a part of what they are over the batch.
+    No reductions: over the samples of a micro-batch they are not what they are over the batch.
     """
     ranked, free = ranked_values(graph), set[int]()
     for op in graph.ops:
