@@ -66,16 +66,16 @@ def _expected(params: Any, batch: Any, num_microbatches: int) -> tuple[Any, Any]
     return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), metrics
 
 
+def _averaged(step: Any, way: str) -> tuple[Any, int]:
+    """A step under a plan that averages, and its number of micro-batches."""
+    planner, number = PLANS[way]
+    options: dict[str, Any] = {"num_microbatches": number, "on_non_additive": "mean_of_means"}
+    return al.parallelize(step, cluster=eager_cluster(), planner=planner, **options), number
+
+
 @pytest.mark.parametrize("way", PLANS)
 def test_micro_batches_give_the_mean_of_their_own_results(way: str, devices: Any) -> None:
-    planner, num_microbatches = PLANS[way]
-    step = al.parallelize(
-        batch_norm_step,
-        cluster=eager_cluster(),
-        planner=planner,
-        num_microbatches=num_microbatches,
-        on_non_additive="mean_of_means",
-    )
+    step, num_microbatches = _averaged(batch_norm_step, way)
     found = step(_params(), _batch())
     expected = _expected(_params(), _batch(), num_microbatches)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
@@ -141,14 +141,7 @@ def test_gradients_are_the_mean_of_those_by_hand(loss: Any, way: str, devices: A
         grads = jax.grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
 
-    planner, num_microbatches = PLANS[way]
-    run = al.parallelize(
-        step,
-        cluster=eager_cluster(),
-        planner=planner,
-        num_microbatches=num_microbatches,
-        on_non_additive="mean_of_means",
-    )
+    run, num_microbatches = _averaged(step, way)
     parts = [jax.tree.map(lambda x, i=i: np.split(x, num_microbatches)[i], _batch()) for i in range(num_microbatches)]
     grads = [jax.grad(loss)(_params(), part) for part in parts]
     expected = jax.tree.map(lambda p, *g: p - 0.3 * sum(g) / num_microbatches, _params(), *grads)
