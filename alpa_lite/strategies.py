@@ -65,7 +65,10 @@ class Split(Enum):
 
 
 SCATTERED = 100.0
-"""How many times dearer moves of parts between TENSOR axes seem where sums over them are to be whole."""
+"""How many times dearer moves into parts seem where sums are to be whole."""
+
+#: Roles of axes that may leave the batch alone, so that sums over them lie between the ops of the loop.
+_SPLITS_NO_BATCH = frozenset({AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,8 @@ class Restriction:
     roles               per mesh axis
     optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
     parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
-    scatter_sums        whether sums over TENSOR axes may be left scattered over them (Megatron's sequence parallelism)
+    scatter_sums        whether sums over TENSOR, MODEL and free axes may be left scattered over them: with TENSOR axes,
+                        Megatron's sequence parallelism
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
@@ -101,15 +105,21 @@ class Restriction:
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
             return self.optimizer is not Split.NEVER
-        return role is not AxisRole.REPLICA and (role is not AxisRole.TENSOR or self.scatter_sums)
+        if role in _SPLITS_NO_BATCH:
+            return self.scatter_sums
+        return role is not AxisRole.REPLICA
 
     def dearer(self, step: Step) -> float:
         """How many times its price a move counts when ways to run a step are compared.
 
-        Without scattered sums the arrays between products are whole over TENSOR axes wherever they can be.
+        Without scattered sums the arrays between products are whole over TENSOR axes wherever they can be, and over the
+        others no partial sum is moved into parts.
         """
-        scattered = any(self.role(axis) is AxisRole.TENSOR for axis in step.axes) and not self.scatter_sums
-        return SCATTERED if scattered and step.kind != "all_reduce" else 1.0
+        if self.scatter_sums or step.kind == "all_reduce":
+            return 1.0
+        roles = {self.role(axis) for axis in step.axes}
+        scattered = AxisRole.TENSOR in roles or (step.kind == "reduce_scatter" and roles & _SPLITS_NO_BATCH)
+        return SCATTERED if scattered else 1.0
 
     def state_split(self, axis: str, split: Split) -> Split:
         """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""

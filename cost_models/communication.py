@@ -218,7 +218,7 @@ def _link_between(cluster: Cluster, crosses_domains: bool | None) -> Link | None
 
 def _cheapest(collective: Collective, cluster: Cluster) -> Scheme | None:
     """The cheapest scheme; None where nothing is sent."""
-    levels = levels_of(collective.group, cluster)
+    levels = levels_of(collective.group, cluster, all_to_all=collective.kind == "all_to_all")
     if not levels or collective.bytes == 0:
         return None
     found = schemes(collective.kind, collective.bytes, levels, cluster.algorithms)

@@ -57,8 +57,8 @@ class Level:
         return moving_seconds(bytes, self.bytes_per_second, self.link.ramp_seconds)
 
 
-def levels_of(group: Group, cluster: Cluster) -> tuple[Level, ...]:
-    """The levels on which at least two units of the group meet, innermost first.
+def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tuple[Level, ...]:
+    """The levels on which at least two units of the group meet, innermost first, with their rates.
 
     Raises:
         CostModelError: the group does not fit the cluster.
@@ -69,7 +69,8 @@ def levels_of(group: Group, cluster: Cluster) -> tuple[Level, ...]:
         per_domain = group.devices_per_domain
     hosts_in_domain = -(-per_domain // group.devices_per_host)
     merged = cluster.intra_domain is None
-    bottom = _bottom(group, cluster, per_domain if merged else group.devices_per_host)
+    num_inside = per_domain if merged else group.devices_per_host
+    bottom = _bottom(group, cluster, num_inside, all_to_all=all_to_all)
     if bottom.num_members == group.num_devices:
         return (bottom,) if group.num_devices > 1 else ()
     found = [bottom]
@@ -88,7 +89,7 @@ def rate_of_host(link: Link, cluster: Cluster, *, num_senders: int, num_concurre
     return link.bytes_per_second * min(1.0, part)
 
 
-def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
+def _bottom(group: Group, cluster: Cluster, num_members: int, *, all_to_all: bool = False) -> Level:
     """The devices of one host (or domain); one processor serves all of them in turn.
 
     Members that share a processor meet at a barrier: they wait for each other as a tree does. Measured on two cores,
@@ -101,7 +102,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int) -> Level:
         num_members=num_members,
         num_units=group.num_devices,
         link=link,
-        bytes_per_second=link.rate(num_members, group.stride) / turns,
+        bytes_per_second=link.rate(num_members, group.stride, all_to_all=all_to_all) / turns,
         latency_seconds=link.latency_seconds * turns * (log2(num_members) if cluster.shared_processor else 1),
         members_per_host=group.devices_per_host,
         single_round=cluster.shared_processor,

@@ -22,13 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
 
 #: Short messages move at 1 / (1 + this) of the rate.
 _SHORT_MESSAGE_LOSS = 3.0
+
+_BY_MEMBERS = ("efficiency_by_members", "all_to_all_efficiency_by_members")
 
 MemberEfficiency = (
     Mapping[int, float] | Mapping[str, float] | Mapping[int | str, float] | tuple[tuple[tuple[int, int], float], ...]
@@ -60,6 +62,8 @@ class Link:
         efficiency_by_members: other efficiencies for groups of so many members, where the links between devices are
             not equal (a hybrid cube mesh); "4/2" of four members that are every second device, where that differs from
             neighbours. Give a mapping; it is stored sorted, by numbers of members and strides.
+        all_to_all_efficiency_by_members: the same for all_to_all, which meets pairs that rings go around; where it has
+            no entry, the ones above hold.
         torus: devices along each ring of a torus (TPU); none for a switch.
         in_network_reduction: the switch can add up what the members send (NVLink SHARP).
 
@@ -74,6 +78,7 @@ class Link:
     skew_seconds: float = 0.0
     num_cards: int = 1
     efficiency_by_members: MemberEfficiency = ()
+    all_to_all_efficiency_by_members: MemberEfficiency = ()
     torus: tuple[int, ...] = ()
     in_network_reduction: bool = False
 
@@ -84,11 +89,12 @@ class Link:
         for key in ("latency_seconds", "ramp_seconds", "skew_seconds"):
             require_amount(f"Link.{key}", getattr(self, key), advice="give it in seconds", error=ClusterError)
         require_count("Link.num_cards", self.num_cards, advice="count the cards of a host", error=ClusterError)
-        pairs = dict(self.efficiency_by_members).items()
-        object.__setattr__(self, "efficiency_by_members", tuple(sorted((_lie(key), part) for key, part in pairs)))
         object.__setattr__(self, "torus", tuple(self.torus))
         parts = {"efficiency": self.efficiency}
-        parts |= {f"efficiency_by_members[{key}]": part for key, part in self._written_efficiencies().items()}
+        for name in _BY_MEMBERS:
+            known = {_lie(name, key): part for key, part in dict(getattr(self, name)).items()}
+            object.__setattr__(self, name, tuple(sorted(known.items())))
+            parts |= {f"{name}[{key}]": part for key, part in _written(known).items()}
         for key, part in parts.items():
             _check_part(f"Link.{key}", part)
         for size in self.torus:
@@ -98,18 +104,15 @@ class Link:
             raise ClusterError(f"Link.in_network_reduction is {given}, but true or false is needed.")
 
     @property
-    def member_efficiencies(self) -> dict[tuple[int, int], float]:
-        """Efficiency by number of members and stride, where it differs from `efficiency`."""
-        return {_lie(key): part for key, part in dict(self.efficiency_by_members).items()}
-
-    @property
     def bytes_per_second(self) -> float:
         """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
         return self.efficiency * self.bandwidth_bytes_per_second
 
-    def rate(self, num_members: int, stride: int = 1) -> float:
+    def rate(self, num_members: int, stride: int = 1, *, all_to_all: bool = False) -> float:
         """Bytes per second that each of `num_members` members of a group reaches, `stride` devices apart."""
-        known = self.member_efficiencies
+        known = _by_lie(self.efficiency_by_members)
+        if all_to_all:
+            known |= _by_lie(self.all_to_all_efficiency_by_members)
         part = known.get((num_members, stride), known.get((num_members, 1), self.efficiency))
         return part * self.torus_share(num_members) * self.bandwidth_bytes_per_second
 
@@ -151,18 +154,14 @@ class Link:
             data["skew_seconds"] = self.skew_seconds
         if self.num_cards > 1:
             data["num_cards"] = self.num_cards
-        if self.member_efficiencies:
-            data["efficiency_by_members"] = self._written_efficiencies()
+        for name in _BY_MEMBERS:
+            if known := _by_lie(getattr(self, name)):
+                data[name] = _written(known)
         if self.torus:
             data["torus"] = list(self.torus)
         if self.in_network_reduction:
             data["in_network_reduction"] = True
         return data
-
-    def _written_efficiencies(self) -> dict[str, float]:
-        """As in JSON."""
-        known = self.member_efficiencies.items()
-        return {f"{n}/{stride}" if stride > 1 else str(n): part for (n, stride), part in known}
 
     def _rings(self, num_members: int) -> tuple[list[int], int]:
         """The whole rings that the members fill, longest first, and how many such sets there are."""
@@ -174,14 +173,24 @@ class Link:
         return rings, rest
 
 
-def _lie(key: int | str | tuple[int, int]) -> tuple[int, int]:
+def _by_lie(efficiencies: MemberEfficiency) -> dict[tuple[int, int], float]:
+    """Efficiency by number of members and stride, as a link keeps it."""
+    return cast(dict[tuple[int, int], float], dict(efficiencies))
+
+
+def _written(known: Mapping[tuple[int, int], float]) -> dict[str, float]:
+    """As in JSON."""
+    return {f"{n}/{stride}" if stride > 1 else str(n): part for (n, stride), part in known.items()}
+
+
+def _lie(name: str, key: int | str | tuple[int, int]) -> tuple[int, int]:
     """Number of members and stride of 4, "4" or "4/2"."""
     if isinstance(key, tuple):
         return key
     members, _, stride = str(key).partition("/")
     if not members.isdecimal() or not (stride or "1").isdecimal():
         raise ClusterError(
-            f"Link.efficiency_by_members has the key {key!r}, but a number of members is needed, "
+            f"Link.{name} has the key {key!r}, but a number of members is needed, "
             'or "4/2": four that are every second device.'
         )
     return int(members), int(stride or 1)

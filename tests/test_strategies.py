@@ -200,12 +200,14 @@ def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None
     assert restriction.on_one_dim(narrow) == narrow
 
 
+@pytest.mark.parametrize("role", [AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY])
 @pytest.mark.parametrize("scatter", [True, False])
-def test_sums_over_tensor_axes_are_scattered_only_under_sequence_parallelism(scatter: bool) -> None:
+def test_sums_over_axes_that_split_no_batch_may_have_to_be_whole(scatter: bool, role: AxisRole) -> None:
+    """Of TENSOR axes that is whether there is sequence parallelism."""
     rule, operands, results = _product(b=8, m=8, k=8, n=8)
-    tensor = Restriction(roles={"x": AxisRole.TENSOR}, scatter_sums=scatter)
-    assert tensor.may_scatter("x") == scatter
-    found = placements(rule, operands, results, {"x": 4}, batch_factors=_batch_factor(rule), restriction=tensor)
+    restriction = Restriction(roles={"x": role}, scatter_sums=scatter)
+    assert restriction.may_scatter("x") == scatter
+    found = placements(rule, operands, results, {"x": 4}, batch_factors=_batch_factor(rule), restriction=restriction)
     (k,) = [f for f, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
     ends = {str(p.results[0]) for p in found if p.factors[k]}
     assert ends == {"[-, -, -]"} | ({"[x, -, -]", "[-, x, -]", "[-, -, x]"} if scatter else set())

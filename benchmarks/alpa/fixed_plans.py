@@ -22,6 +22,28 @@ from cost_models.backend import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
+class Software:
+    """What runs a plan.
+
+    Attributes:
+        backend: what it hides.
+        memory_bytes: what it can have of a V100; None: as the device is described.
+    """
+
+    backend: Backend
+    memory_bytes: float | None = None
+
+
+#: XLA of that time ran collectives and kernels in turn, on GPUs.
+XLA = Software(backend=Backend(overlap=False))
+#: PyTorch without a compiler: one library call after another, as `benchmarks.published.plan_of` takes it to be. It has
+#: the 16160 MiB that a V100 reports but for the context of CUDA, about half a GiB (assumption).
+PYTORCH = Software(
+    backend=Backend(overlap=False, fusion="calls", call_seconds=1e-5), memory_bytes=(16160 - 512) * 2.0**20
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FixedPlan:
     """A plan that others made.
 
@@ -29,7 +51,7 @@ class FixedPlan:
         system: whose it is.
         case: the case, with another batch where that was measured, its model written as the plan's loops.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
-        ran_on: the software that it was measured with, where that differs from Alpa's for the cost model.
+        ran_on: the software that it ran on, where that differs from how plans are compared.
         ran_as: the plan as it was run, where that differs from how plans are compared.
     """
 
@@ -38,7 +60,7 @@ class FixedPlan:
     planner: Planner
     num_microbatches: int
     measured_tflops: float | None = None
-    ran_on: Backend | None = None
+    ran_on: Software = XLA
     ran_as: Planner | None = None
 
 
@@ -57,9 +79,6 @@ def without_recomputation(case: Case) -> Case:
         return case
     return replace(case, model=replace(case.model, recompute=False))
 
-
-#: PyTorch without a compiler: one library call after another, as `benchmarks.published.plan_of` takes it to be.
-EAGER = Backend(overlap=False, fusion="calls", call_seconds=1e-5)
 
 Stages = Sequence[tuple[int, tuple[int, int], tuple[int, int]]]
 """Layers, hosts × devices per host, and logical mesh of each stage."""
@@ -162,7 +181,7 @@ def fixed_plans(case: Case) -> Iterator[FixedPlan]:
             planner=planner,
             num_microbatches=count,
             measured_tflops=tflops,
-            ran_on=EAGER,
+            ran_on=PYTORCH,
         )
     if name in _PP_DP:
         count, stages, tflops = _PP_DP[name]
@@ -233,5 +252,5 @@ def given(
         planner=planner,
         num_microbatches=count,
         measured_tflops=tflops,
-        ran_as=replace(planner, waits=True) if len(stages) > 1 else None,
+        ran_as=replace(planner, as_alpa_ran=True),
     )

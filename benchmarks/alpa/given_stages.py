@@ -5,6 +5,11 @@ dim is forced on the first axis, it is held to about what Alpa's could choose (`
 batch, and may split state; the second splits weights by their own dims. Alpa's knew no all_to_all on two axes, and its
 objective was communication alone: it gained nothing from norms and the like on parts of what a sum gives. Without a
 forced batch a mesh is used freely (`inter_op.stage_costs.free_restriction`).
+
+As Alpa ran them, plans differ in three ways (sources of alpa-projects/alpa). Its runtime ran instructions in order, so
+both ends of a message waited for it. Its integer program knew all_reduce alone for sums. Afterwards optimizer state was
+split wherever it could be, and the reduce_scatter of gradients that this allows came out as an all_reduce with
+micro-batches, before updated weights were gathered.
 """
 
 from __future__ import annotations
@@ -39,6 +44,17 @@ FORCED_BATCH = Restriction(
 )
 """What Alpa's integer program may choose where the batch dim is forced on the first axis."""
 
+SPLIT_STATE = replace(FORCED_BATCH, optimizer=Split.MUST)
+"""The same as Alpa ran it."""
+
+ALL_REDUCED = Restriction(
+    roles={"data": AxisRole.BATCH, "model": AxisRole.MODEL},
+    optimizer=Split.MUST,
+    parameters=Split.MAY,
+    scatter_sums=False,
+)
+"""Any sharding on the meshes of a `GivenStage`, as Alpa ran it: no sum is left scattered but gradients."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenStage:
@@ -72,14 +88,14 @@ class GivenStages(Planner):
 
     by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
     force_batch: the first axis of each mesh splits the batch and the second never does.
-    waits: stages wait while they send and receive, as Alpa's did, which ran its instructions in order; else messages
-        travel beside kernels.
+    as_alpa_ran: stages wait while they send and receive, since Alpa ran its instructions in order, and sums are
+        all-reduced whole; else messages travel beside kernels, and sums may be left scattered.
     """
 
     stages: tuple[GivenStage, ...]
     by_loops: bool
     force_batch: bool
-    waits: bool = False
+    as_alpa_ran: bool = False
     schedule: Schedule = field(default_factory=OneFOneB)
 
     @property
@@ -104,17 +120,23 @@ class GivenStages(Planner):
             step=step,
             layers=layers,
             cost_model=request.cost_model,
-            restriction=FORCED_BATCH if self.force_batch else None,
+            restriction=self._restriction(),
             progress=request.progress,
         )
         cluster, kinds = request.cluster, [(stage.hosts, stage.devices_per_host) for stage in self.stages]
         submeshes = place(kinds, cluster.num_hosts, cluster.devices_per_host)
         placed = self._solved(costs, submeshes, step.num_microbatches)
         plan = assemble(self.name, request, step, layers, placed, self.schedule, started)
-        if not self.waits:
+        if not self.as_alpa_ran:
             return plan
-        seconds = plan.prediction.step_seconds + self._waiting_seconds(request, step, layers, placed)
+        waiting = self._waiting_seconds(request, step, layers, placed)
+        seconds = plan.prediction.step_seconds + waiting + summing_seconds(plan)
         return replace(plan, prediction=replace(plan.prediction, step_seconds=seconds))
+
+    def _restriction(self) -> Restriction | None:
+        if self.force_batch:
+            return SPLIT_STATE if self.as_alpa_ran else FORCED_BATCH
+        return ALL_REDUCED if self.as_alpa_ran else None
 
     def _waiting_seconds(
         self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
@@ -158,3 +180,12 @@ class GivenStages(Planner):
             found.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
             last = first - 1
         return found[::-1]
+
+
+def summing_seconds(plan: Plan) -> float:
+    """What a step takes longer where gradients are all-reduced: twice a reduce_scatter, on the stage with the most."""
+    longer = [0.0] * len(plan.stages)
+    for use in plan.prediction.collectives:
+        if use.kind == "reduce_scatter" and use.phase == "update":
+            longer[use.stage] += use.count * use.seconds
+    return max(longer)

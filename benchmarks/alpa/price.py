@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import alpa_lite as al
@@ -14,12 +14,8 @@ from alpa_lite.planners import Auto
 from alpa_lite.planners.planner import Planner
 from alpa_lite.progress import Progress
 from benchmarks.alpa.cases import Case
-from benchmarks.alpa.fixed_plans import FixedPlan
+from benchmarks.alpa.fixed_plans import XLA, FixedPlan, Software
 from benchmarks.requests import request_of
-from cost_models.backend import Backend
-
-#: XLA of that time ran collectives and kernels in turn, on GPUs.
-BACKEND = Backend(overlap=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +25,7 @@ class Price:
     Attributes:
         system: whose plan it is.
         seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
-        as_run_tflops: predicted as the software runs the plan that it was measured with; None without a measurement.
+        as_run_tflops: predicted as the system whose plan it is ran it; None where it does not fit.
         planning_seconds: from the function to the plan.
         flops_per_sample: as the evaluation counts them.
         problem: why there is none.
@@ -67,7 +63,7 @@ class Desk:
     def price(self, fixed: FixedPlan) -> Price:
         """The price of one plan; a plan that does not fit has none."""
         started, case = time.perf_counter(), fixed.case
-        seconds = tflops = as_run = peak = None
+        seconds = tflops = peak = None
         took = 0.0
         text, problem, count = fixed.planner.name, "", fixed.num_microbatches
         try:
@@ -79,7 +75,7 @@ class Desk:
             text = described(plan) if isinstance(fixed.planner, Auto) else text
             count, seconds = plan.num_microbatches, plan.prediction.step_seconds
             tflops, peak = case.tflops_per_device(seconds), max(plan.prediction.peak_bytes)
-            as_run = self._as_run(fixed, tflops)
+        as_run = self._as_run(fixed, tflops)
         return Price(
             case=case.id,
             system=fixed.system,
@@ -96,22 +92,25 @@ class Desk:
             problem=problem,
         )
 
-    def _as_run(self, fixed: FixedPlan, tflops: float) -> float | None:
-        """TFLOPS per device as it was run for a measurement, which may differ from how plans are compared."""
-        if fixed.measured_tflops is None or (fixed.ran_on is None and fixed.ran_as is None):
-            return tflops if fixed.measured_tflops is not None else None
+    def _as_run(self, fixed: FixedPlan, tflops: float | None) -> float | None:
+        """TFLOPS per device as it was run, which may differ from how plans are compared."""
+        if fixed.ran_on == XLA and fixed.ran_as is None:
+            return tflops
         try:
-            plan = self.plan(fixed.case, fixed.ran_as or fixed.planner, fixed.num_microbatches, fixed.ran_on or BACKEND)
+            plan = self.plan(fixed.case, fixed.ran_as or fixed.planner, fixed.num_microbatches, fixed.ran_on)
         except AlpaLiteError:
             return None
         return fixed.case.tflops_per_device(plan.prediction.step_seconds)
 
-    def plan(self, case: Case, planner: Planner, num_microbatches: int, backend: Backend = BACKEND) -> al.Plan:
+    def plan(self, case: Case, planner: Planner, num_microbatches: int, software: Software = XLA) -> al.Plan:
         """The plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
             self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
+        cluster = case.cluster
+        if software.memory_bytes is not None:
+            cluster = replace(cluster, device=replace(cluster.device, memory_bytes=software.memory_bytes))
         request = request_of(
-            self._traced[case], case.cluster, backend=backend, num_microbatches=num_microbatches, name=case.id
+            self._traced[case], cluster, backend=software.backend, num_microbatches=num_microbatches, name=case.id
         )
         return planner.plan(request)
 

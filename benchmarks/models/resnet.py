@@ -41,7 +41,7 @@ class ResNet:
         width_factor: of the 3x3 convolutions.
         stage_sizes: blocks per stage.
         norm_batch: images that batch norm normalises over together; None for the whole batch.
-        recompute: the backward pass computes each block again from its input.
+        recompute: the backward pass computes the stem and each block again from its input.
         dtype: of activations and of weights where they are used; statistics and loss are computed in float32.
         param_dtype: of the weights.
     """
@@ -125,14 +125,18 @@ class ResNet:
         """``[batch, image_size, image_size, 3] -> [batch, num_classes]``."""
         weights = jax.tree.map(lambda w: w.astype(self.dtype), params)
         unit = jax.jit(self._convolve, static_argnames=("stride", "active"))  # traced once per shape
-        x = unit(images.astype(self.dtype), weights["stem"], stride=2, active=True)
-        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
-        bottleneck = partial(self._bottleneck, unit)
+        stem, bottleneck = partial(self._stem, unit), partial(self._bottleneck, unit)
         if self.recompute:
-            bottleneck = jax.checkpoint(bottleneck, static_argnums=2)
+            stem, bottleneck = jax.checkpoint(stem), jax.checkpoint(bottleneck, static_argnums=2)
+        x = stem(images.astype(self.dtype), weights["stem"])
         for i, block in enumerate(weights["blocks"]):
             x = bottleneck(x, block, 2 if i > 0 and block_starts(i, self.stage_sizes) else 1)
         return jnp.mean(x, axis=(1, 2)) @ weights["dense"]["w"] + weights["dense"]["b"]
+
+    def _stem(self, unit: Callable[..., jax.Array], images: jax.Array, weights: Params) -> jax.Array:
+        """A convolution and a maximum, each with stride 2: ``[batch, h, w, 3] -> [batch, h/4, w/4, channels]``."""
+        x = unit(images, weights, stride=2, active=True)
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
     def _bottleneck(self, unit: Callable[..., jax.Array], x: jax.Array, block: Params, stride: int) -> jax.Array:
         """One block, the 3x3 convolution with the stride: ``[batch, h, w, in] -> [batch, h/stride, w/stride, out]``."""

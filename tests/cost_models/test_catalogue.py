@@ -1,3 +1,4 @@
+from collections import Counter
 from itertools import combinations, pairwise, permutations
 
 import pytest
@@ -76,15 +77,39 @@ def most_rings(links: list[list[int]], members: tuple[int, ...]) -> int:
     return 2 * pack({frozenset(pair): links[pair[0]][pair[1]] for pair in combinations(members, 2)}, 0)
 
 
+def groups_of(members: int, stride: int) -> list[tuple[int, ...]]:
+    """All groups of a logical mesh; of numbers that do not divide 8, the first devices, which were measured."""
+    span = members * stride
+    starts = [start for start in range(8) if start % span < stride] if 8 % span == 0 else [0]
+    return [tuple(range(start, start + span, stride)) for start in starts]
+
+
 @pytest.mark.parametrize(
     ("members", "stride"), [(2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (6, 1), (7, 1), (8, 1)]
 )
 def test_groups_on_a_cube_mesh_have_the_rate_of_their_rings(members: int, stride: int):
-    """All groups of a logical mesh; of numbers that do not divide 8, the first devices, which were measured."""
-    link, span = link_from_json("nvlink2-cube-mesh", "x"), members * stride
-    starts = [start for start in range(8) if start % span < stride] if 8 % span == 0 else [0]
-    rings = min(most_rings(CUBE_MESH, tuple(range(start, start + members * stride, stride))) for start in starts)
+    link = link_from_json("nvlink2-cube-mesh", "x")
+    rings = min(most_rings(CUBE_MESH, group) for group in groups_of(members, stride))
     assert link.rate(members, stride) == pytest.approx(0.9 * 25e9 * rings, rel=0.1)
+
+
+def slices_on_the_fullest_link(links: list[list[int]], members: tuple[int, ...]) -> float:
+    """Each member sends each other one a slice: directly or, where no link joins them, by way of one other."""
+    load: Counter[tuple[int, int]] = Counter()
+    for a, b in permutations(members, 2):
+        by = max(sorted(members, key=lambda c: -links[a][c]), key=lambda c: min(links[a][c], links[c][b]))
+        load.update([(a, b)] if links[a][b] else [(a, by), (by, b)])
+    return max(slices / links[a][b] for (a, b), slices in load.items())
+
+
+@pytest.mark.parametrize(
+    ("members", "stride"), [(2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (5, 1), (6, 1), (7, 1), (8, 1)]
+)
+def test_pairs_on_a_cube_mesh_have_the_rate_of_their_fullest_link(members: int, stride: int):
+    """Each sends (n-1)/n of the bytes that the rate counts; a slice is 1/n of them."""
+    rate = link_from_json("nvlink2-cube-mesh", "x").rate(members, stride, all_to_all=True)
+    slices = max(slices_on_the_fullest_link(CUBE_MESH, group) for group in groups_of(members, stride))
+    assert rate == pytest.approx((members - 1) * 0.9 * 25e9 / slices)
 
 
 def test_no_device_or_link_is_there_for_nothing():

@@ -56,7 +56,17 @@ def test_members_that_are_no_neighbours_may_be_joined_by_other_links():
     mesh = make_link(efficiency=0.9, efficiency_by_members={"4": 0.6, "4/2": 0.3})
     assert [mesh.rate(4), mesh.rate(4, 2), mesh.rate(4, 4), mesh.rate(2, 2)] == pytest.approx([60, 30, 60, 90])
     assert mesh.to_json()["efficiency_by_members"] == {"4": 0.6, "4/2": 0.3}
-    assert replace(mesh, latency_seconds=1.0).member_efficiencies == mesh.member_efficiencies
+    assert replace(mesh, latency_seconds=1.0).efficiency_by_members == mesh.efficiency_by_members
+
+
+def test_pairs_may_have_a_rate_of_their_own():
+    """Where it is not given they have that of the ring."""
+    mesh = make_link(
+        efficiency=0.9, efficiency_by_members={"4": 0.6, "4/2": 0.3}, all_to_all_efficiency_by_members={4: 0.4, 8: 0.2}
+    )
+    lies = [(4, 1), (4, 2), (8, 1), (2, 1)]
+    assert [mesh.rate(*lie) for lie in lies] == pytest.approx([60, 30, 90, 90])
+    assert [mesh.rate(*lie, all_to_all=True) for lie in lies] == pytest.approx([40, 30, 20, 90])
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,7 @@ def test_a_link_survives_json():
         skew_seconds=1e-3,
         num_cards=4,
         efficiency_by_members={2: 0.5, "4/2": 0.25},
+        all_to_all_efficiency_by_members={8: 0.3, "4/2": 0.2},
         torus=(4, 4),
         in_network_reduction=True,
     )
@@ -98,6 +109,7 @@ def test_a_link_survives_json():
         skew_seconds=1e-3,
         num_cards=4,
         efficiency_by_members={2: 0.5, "4/2": 0.25},
+        all_to_all_efficiency_by_members={8: 0.3, "4/2": 0.2},
         torus=(4, 4),
         in_network_reduction=True,
     )
@@ -115,6 +127,8 @@ def test_a_link_survives_json():
         ({"efficiency": 1.5}, "efficiency is 1.5, but it is a fraction of at most 1"),
         ({"efficiency_by_members": {2: 2.0}}, r"efficiency_by_members\[2\] is 2.0, but it is a fraction"),
         ({"efficiency_by_members": {"four": 0.5}}, "'four', but .* number of members"),
+        ({"all_to_all_efficiency_by_members": {8: 0}}, r"all_to_all_efficiency_by_members\[8\] is 0"),
+        ({"all_to_all_efficiency_by_members": {"x": 0.5}}, r"Link.all_to_all_efficiency_by_members has the key 'x'"),
         ({"num_cards": 0}, "num_cards is 0, .* count the cards of a host"),
         ({"torus": (4, 0)}, "torus is 0, .* count the devices along each ring"),
         ({"in_network_reduction": "yes"}, "in_network_reduction is 'yes', but true or false is needed"),

@@ -8,7 +8,7 @@ import pytest
 
 from alpa_lite.errors import InfeasibleError
 from benchmarks.alpa.cases import CASES
-from benchmarks.alpa.fixed_plans import FixedPlan, fixed_plans, given
+from benchmarks.alpa.fixed_plans import PYTORCH, FixedPlan, fixed_plans, given, megatron
 from benchmarks.alpa.given_stages import GivenStage
 from benchmarks.alpa.price import Desk
 
@@ -32,10 +32,39 @@ def test_stages_get_their_layers_and_meshes(fixed):
 def test_stages_that_wait_for_messages_take_longer(fixed):
     """Each end of a message waits: four messages per micro-batch at the stage in the middle."""
     beside = Desk().plan(fixed.case, fixed.planner, fixed.num_microbatches)
-    waiting = Desk().plan(fixed.case, replace(fixed.planner, waits=True), fixed.num_microbatches)
+    waiting = Desk().plan(fixed.case, replace(fixed.planner, as_alpa_ran=True), fixed.num_microbatches)
     longer = waiting.prediction.step_seconds - beside.prediction.step_seconds
     assert 0 < longer <= 2.5 * beside.prediction.transfer_seconds
-    assert fixed.ran_as == replace(fixed.planner, waits=True)
+    assert fixed.ran_as == replace(fixed.planner, as_alpa_ran=True)
+
+
+def test_alpa_left_no_sum_scattered_but_gradients():
+    fixed = given("intra-op only", CASES["gpt-2.6B"], [(1, (1, 8), (8, 1))], 32, None, force_batch=False)
+    plan = Desk().plan(fixed.case, replace(fixed.planner, as_alpa_ran=True), fixed.num_microbatches)
+    assert "reduce_scatter" not in {use.kind for use in plan.prediction.collectives if use.phase != "update"}
+
+
+def test_alpa_paid_for_gradients_as_for_whole_sums():
+    """They are scattered once, twice as dear, and weights are gathered, with state in parts."""
+    fixed = given("intra-op only", CASES["gpt-760M"], [(1, (1, 2), (2, 1))], 64, None)
+    ran = Desk().plan(fixed.case, replace(fixed.planner, as_alpa_ran=True), fixed.num_microbatches).prediction
+    seconds = {kind: ran.breakdown()[kind] for kind in ("reduce_scatter", "all_gather")}
+    assert 0 < seconds["reduce_scatter"] == pytest.approx(seconds["all_gather"], rel=0.05)
+    paid = ran.compute_seconds + ran.collective_seconds + seconds["reduce_scatter"]
+    assert ran.step_seconds == pytest.approx(paid, rel=1e-3)
+
+
+def test_plans_are_priced_on_the_software_that_they_ran_on():
+    """How they are compared, and as they ran, are two things: one may fit where the other does not."""
+    case = CASES["gpt-350M"]
+    small, large = (replace(PYTORCH, memory_bytes=size) for size in (1e9, 1e12))
+    known = FixedPlan(system="Megatron-LM", case=case, planner=megatron(1, 1, 1), num_microbatches=128)
+    fits = Desk().price(replace(known, ran_on=small))
+    assert fits.tflops is not None and fits.as_run_tflops is None
+    price = Desk().price(replace(known, ran_on=large, num_microbatches=2, measured_tflops=40.0))
+    assert price.tflops is None and price.as_run_tflops is not None
+    assert price.ratio == price.as_run_tflops / 40.0
+    assert Desk().price(known).as_run_tflops == fits.tflops > Desk().price(replace(known, ran_on=PYTORCH)).as_run_tflops
 
 
 def test_a_stage_that_does_not_fit_is_named(fixed):

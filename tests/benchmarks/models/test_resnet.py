@@ -71,3 +71,26 @@ def test_stages_begin_with_a_stride():
     closed = jax.make_jaxpr(model.logits)(shapes, model.batch_shapes(2)["images"])
     sizes = {eqn.outvars[0].aval.shape[1:] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "jit"}
     assert {(112, 112, 64), (56, 56, 256), (28, 28, 512), (14, 14, 1024), (7, 7, 2048)} <= sizes
+
+
+def convolutions(jaxpr) -> int:
+    found = 0
+    for eqn in jaxpr.eqns:
+        found += eqn.primitive.name == "conv_general_dilated"
+        inner = [getattr(v, "jaxpr", v) for v in eqn.params.values()]
+        found += sum(convolutions(v) for v in inner if hasattr(v, "eqns"))
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_repeats_every_convolution(recompute, batch):
+    """Norms read what each of them gives. Forward: the stem, three of each block, and two projections."""
+    shapes = jax.eval_shape(TINY.init, make_key(0))
+    closed = jax.make_jaxpr(jax.grad(replace(TINY, recompute=recompute).loss_fn))(shapes, batch)
+    forward = 1 + 3 * 3 + 2
+    assert convolutions(closed.jaxpr) == forward + 2 * forward - 1 + recompute * forward
+
+
+def test_recomputation_changes_nothing(params, batch):
+    plain, again = (jax.jit(jax.grad(replace(TINY, recompute=r).loss_fn))(params, batch) for r in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
