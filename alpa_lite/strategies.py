@@ -67,8 +67,8 @@ class Split(Enum):
 SCATTERED = 100.0
 """How many times dearer moves into parts seem where sums are to be whole."""
 
-#: Roles of axes that may leave the batch alone, so that sums over them lie between the ops of the loop.
-_SPLITS_NO_BATCH = frozenset({AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY})
+#: Roles whose axes `Restriction.scatter_sums` is about: contractions inside the loop leave sums over them.
+_SUMMED_IN_LOOP = frozenset({AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Restriction:
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
             return self.optimizer is not Split.NEVER
-        if role in _SPLITS_NO_BATCH:
+        if role in _SUMMED_IN_LOOP:
             return self.scatter_sums
         return role is not AxisRole.REPLICA
 
@@ -118,7 +118,7 @@ class Restriction:
         if self.scatter_sums or step.kind == "all_reduce":
             return 1.0
         roles = {self.role(axis) for axis in step.axes}
-        scattered = AxisRole.TENSOR in roles or (step.kind == "reduce_scatter" and roles & _SPLITS_NO_BATCH)
+        scattered = AxisRole.TENSOR in roles or (step.kind == "reduce_scatter" and roles & _SUMMED_IN_LOOP)
         return SCATTERED if scattered else 1.0
 
     def state_split(self, axis: str, split: Split) -> Split:

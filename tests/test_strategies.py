@@ -202,7 +202,7 @@ def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None
 
 @pytest.mark.parametrize("role", [AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY])
 @pytest.mark.parametrize("scatter", [True, False])
-def test_sums_over_axes_that_split_no_batch_may_have_to_be_whole(scatter: bool, role: AxisRole) -> None:
+def test_sums_that_contractions_leave_may_have_to_be_whole(scatter: bool, role: AxisRole) -> None:
     """Of TENSOR axes that is whether there is sequence parallelism."""
     rule, operands, results = _product(b=8, m=8, k=8, n=8)
     restriction = Restriction(roles={"x": role}, scatter_sums=scatter)

@@ -26,7 +26,7 @@ class Software:
     """What runs a plan.
 
     Attributes:
-        backend: what it hides.
+        backend: how it executes a program.
         memory_bytes: what it can have of a V100; None: as the device is described.
     """
 
@@ -51,7 +51,7 @@ class FixedPlan:
         system: whose it is.
         case: the case, with another batch where that was measured, its model written as the plan's loops.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
-        ran_on: the software that it ran on, where that differs from how plans are compared.
+        ran_on: the software that it ran on; plans are compared on `XLA`.
         ran_as: the plan as it was run, where that differs from how plans are compared.
     """
 

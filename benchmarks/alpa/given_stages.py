@@ -44,10 +44,10 @@ FORCED_BATCH = Restriction(
 )
 """What Alpa's integer program may choose where the batch dim is forced on the first axis."""
 
-SPLIT_STATE = replace(FORCED_BATCH, optimizer=Split.MUST)
-"""The same as Alpa ran it."""
+FORCED_BATCH_AS_RUN = replace(FORCED_BATCH, optimizer=Split.MUST)
+"""The same with optimizer state in parts, as Alpa ran it."""
 
-ALL_REDUCED = Restriction(
+FREE_AS_RUN = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.MODEL},
     optimizer=Split.MUST,
     parameters=Split.MAY,
@@ -88,8 +88,8 @@ class GivenStages(Planner):
 
     by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
     force_batch: the first axis of each mesh splits the batch and the second never does.
-    as_alpa_ran: stages wait while they send and receive, since Alpa ran its instructions in order, and sums are
-        all-reduced whole; else messages travel beside kernels, and sums may be left scattered.
+    as_alpa_ran: with what the module says of that; else messages travel beside kernels, and gradients and, without a
+        forced batch, other sums may be left scattered.
     """
 
     stages: tuple[GivenStage, ...]
@@ -135,8 +135,8 @@ class GivenStages(Planner):
 
     def _restriction(self) -> Restriction | None:
         if self.force_batch:
-            return SPLIT_STATE if self.as_alpa_ran else FORCED_BATCH
-        return ALL_REDUCED if self.as_alpa_ran else None
+            return FORCED_BATCH_AS_RUN if self.as_alpa_ran else FORCED_BATCH
+        return FREE_AS_RUN if self.as_alpa_ran else None
 
     def _waiting_seconds(
         self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
@@ -183,7 +183,10 @@ class GivenStages(Planner):
 
 
 def summing_seconds(plan: Plan) -> float:
-    """What a step takes longer where gradients are all-reduced: twice a reduce_scatter, on the stage with the most."""
+    """What a step takes longer where gradients are all-reduced: twice a reduce_scatter, on the stage with the most.
+
+    Those that are scattered in each micro-batch for want of memory are left as they are.
+    """
     longer = [0.0] * len(plan.stages)
     for use in plan.prediction.collectives:
         if use.kind == "reduce_scatter" and use.phase == "update":
