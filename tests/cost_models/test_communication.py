@@ -57,6 +57,19 @@ def test_every_second_device_of_a_cube_mesh_has_fewer_rings():
     assert taken(2, 4) == taken(2, 1)
 
 
+def test_an_all_to_all_of_a_cube_mesh_takes_its_pairs_and_a_ring_its_ring():
+    """Eight of p3.16xlarge send 7/8 of the bytes: at 0.35 and 0.9 of 150 GB/s; on two hosts the slow link counts."""
+    cluster = load_cluster("p3.16xlarge", num_hosts=2)
+
+    def taken(kind: CollectiveKind, members: int) -> float:
+        group = Group(num_devices=members, devices_per_host=8)
+        return explain_collective(Collective(kind=kind, bytes=8e9, group=group), cluster).bandwidth_seconds
+
+    assert taken("all_to_all", 8) == pytest.approx(7e9 / (0.35 * 150e9), rel=1e-3)
+    assert taken("all_gather", 8) == pytest.approx(7e9 / (0.9 * 150e9), rel=1e-3)
+    assert taken("all_to_all", 16) > 10 * taken("all_to_all", 8)
+
+
 def test_every_kind_and_every_algorithm_is_priced():
     assert set(ON_ONE_LEVEL) == set(COLLECTIVE_KINDS)
     assert {"auto", *ALL_REDUCE_ALGORITHMS} == set(get_args(AllReduceAlgorithm))
