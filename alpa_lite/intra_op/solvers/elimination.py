@@ -2,27 +2,30 @@
 
     N_v         the neighbours of v not yet eliminated when it is v's turn                   ``elimination_plan``
     J_v(i, N)   = c_v(i) + sum of the edges from v into N_v, and of the tables M_w
-                  in which v comes first                                                     ``_joint``
-    M_v(N)      = min_i J_v(i, N); v's choice is the minimiser i                             ``_eliminate_all``
-    optimum     = sum of the tables without arguments; choices follow in reverse order       ``Elimination.solve``
+                  in which v comes first                                                     ``EliminationPlan.layout``
+    M_v(N)      = min_i J_v(i, N); v's choice is the minimiser i                             ``eliminate_all``
+    optimum     = sum of the tables without arguments; choices follow in reverse order       ``cheapest_choices``
 
-Time and space are those of the largest J_v. Memory limits are not seen: the answer holds if it happens to respect the
-limit, since leaving a constraint out can only lower the optimum.
+Time is that of all J_v, space that of all M_v. Memory limits are not seen: the answer holds if it happens to respect
+the limit, since leaving a constraint out can only lower the optimum.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.intra_op.problem import FloatArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
+from alpa_lite.intra_op.solvers.elimination_kernel import Layout, eliminate_all
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
 _MAX_DIMENSIONS = 32
@@ -35,22 +38,78 @@ class TooWide(AlpaLiteError):
     """The tables would be too large, or the choices do not fit a memory limit that elimination cannot see."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EliminationPlan:
-    """An order of the nodes, each node's neighbours at its turn, and the entries of the tables that follow."""
+    """An order of the nodes, each node's neighbours at its turn, and the entries of the tables that follow.
+
+    ``sizes``: the number of strategies of each node; ``edge_nodes`` (E, 2): source and target. Costs are no part of it:
+    problems that differ in nothing else can share it.
+    """
 
     order: tuple[int, ...]
     scopes: tuple[Scope, ...]
     largest_table: float
     total_entries: float
+    sizes: Scope
+    edge_nodes: IntArray
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the kernel finds each table: the costs of nodes, then those of edges, then each M_v by turns."""
+        sizes, turn = self.sizes, {node: index for index, node in enumerate(self.order)}
+        tables: list[list[tuple[int, Scope]]] = [[] for _ in sizes]
+        end = 0
+        for node, size in enumerate(sizes):
+            tables[node].append((end, (node,)))
+            end += size
+        for source, target in self.edge_nodes.tolist():
+            first = min(source, target, key=turn.__getitem__)
+            tables[first].append((end, (source, target)))
+            end += sizes[source] * sizes[target]
+        message_start = [end]
+        for scope in self.scopes:
+            if scope:
+                tables[min(scope, key=turn.__getitem__)].append((end, scope))
+            end += math.prod(sizes[node] for node in scope)
+            message_start.append(end)
+        table_start, offsets, strides = [0], list[int](), list[int]()
+        for node, scope in zip(self.order, self.scopes, strict=True):
+            for offset, over in tables[node]:
+                steps = _strides(over, sizes)
+                offsets.append(offset)
+                strides += (steps.get(axis, 0) for axis in (node, *scope))
+            table_start.append(len(offsets))
+        scope_start = [0, *itertools.accumulate(map(len, self.scopes))]
+        return Layout(
+            sizes=_array(sizes),
+            order=_array(self.order),
+            scope_start=_array(scope_start),
+            scope_node=_array(itertools.chain.from_iterable(self.scopes)),
+            table_start=_array(table_start),
+            table_offset=_array(offsets),
+            strides=_array(strides),
+            message_start=_array(message_start),
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Table:
-    """Costs over the strategies of the nodes in ``scope``, one dimension for each."""
+def _array(numbers: Iterable[int]) -> IntArray:
+    return np.fromiter(numbers, dtype=np.int64)
 
-    scope: Scope
-    costs: FloatArray
+
+def _strides(scope: Scope, sizes: Scope) -> dict[int, int]:
+    """How far apart entries of a table are that differ by one in a node's strategy; the last node's are neighbours."""
+    steps, step = dict[int, int](), 1
+    for node in reversed(scope):
+        steps[node] = step
+        step *= sizes[node]
+    return steps
+
+
+class Cheapest(NamedTuple):
+    """One strategy per node, and what they cost in seconds: inf where every choice is forbidden."""
+
+    choices: Scope
+    cost: float
 
 
 def elimination_plan(problem: Problem, max_entries: float = math.inf) -> EliminationPlan:
@@ -114,87 +173,21 @@ def _greedy_plan(
         scopes=tuple(scopes),
         largest_table=math.inf if given_up else largest,
         total_entries=math.inf if given_up else total,
+        sizes=sizes,
+        edge_nodes=problem.edge_nodes,
     )
 
 
-def _joint(tables: list[Table], scope: Scope, sizes: Scope) -> FloatArray:
-    """The sum of ``tables`` over ``scope``, which holds all of theirs."""
-    axis = {node: index for index, node in enumerate(scope)}
-    total = np.zeros([sizes[node] for node in scope])
-    for table in tables:
-        positions = [axis[node] for node in table.scope]
-        shape = [1] * len(scope)
-        for position, extent in zip(positions, table.costs.shape, strict=True):
-            shape[position] = extent
-        # Tables are many and have few dims: numpy's own sorting takes longer than adding them up.
-        order = sorted(range(len(positions)), key=positions.__getitem__)
-        total += table.costs.transpose(order).reshape(shape)
-    return total
-
-
-def _buckets(problem: Problem, plan: EliminationPlan) -> dict[int, list[Table]]:
-    """Each node's own tables: its costs and the edges to the nodes that come after it."""
-    turn = {node: index for index, node in enumerate(plan.order)}
-    buckets = {node: [Table(scope=(node,), costs=costs)] for node, costs in enumerate(problem.node_costs)}
-    for edge in problem.edges:
-        first = min(edge.source, edge.target, key=lambda node: turn[node])
-        buckets[first].append(Table(scope=(edge.source, edge.target), costs=edge.costs))
-    return buckets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Eliminated:
-    """``offset`` is the optimum; ``tables[v]`` went into J_v; ``received[v]`` is M_v and ``best[v]`` its minimisers."""
-
-    offset: float
-    tables: dict[int, list[Table]]
-    received: dict[int, Table]
-    best: dict[int, NDArray[np.int32]]
-    parent: dict[int, int]
-
-
-def _least_along_first(joint: FloatArray) -> tuple[FloatArray, NDArray[np.int32]]:
-    """The minimum along the first dimension, and where it is for the first time.
-
-    Slice by slice: numpy's argmin jumps through memory there.
-    """
-    least, where = np.array(joint[0]), np.zeros(joint.shape[1:], dtype=np.int32)
-    for index in range(1, joint.shape[0]):
-        np.copyto(where, np.int32(index), where=joint[index] < least)
-        np.minimum(least, joint[index], out=least)
-    return least, where
-
-
-def _eliminate_all(problem: Problem, plan: EliminationPlan) -> _Eliminated:
-    sizes = problem.num_strategies
-    turn = {node: index for index, node in enumerate(plan.order)}
-    tables = _buckets(problem, plan)
-    received: dict[int, Table] = {}
-    best: dict[int, NDArray[np.int32]] = {}
-    parent: dict[int, int] = {}
-    offset = 0.0
-    for node, neighbours in zip(plan.order, plan.scopes, strict=True):
-        joint = _joint(tables[node], (node, *neighbours), sizes)
-        least, best[node] = _least_along_first(joint)
-        received[node] = Table(scope=neighbours, costs=least)
-        if neighbours:
-            parent[node] = min(neighbours, key=lambda other: turn[other])
-            tables[parent[node]].append(received[node])
-        else:
-            offset += float(received[node].costs)
-    return _Eliminated(offset=offset, tables=tables, received=received, best=best, parent=parent)
-
-
-def _read_choices(plan: EliminationPlan, eliminated: _Eliminated) -> tuple[int, ...]:
-    choices: dict[int, int] = {}
-    for node, neighbours in zip(reversed(plan.order), reversed(plan.scopes), strict=True):
-        choices[node] = int(eliminated.best[node][tuple(choices[other] for other in neighbours)])
-    return tuple(choices[node] for node in sorted(choices))
-
-
-def cheapest_choices(problem: Problem, plan: EliminationPlan) -> tuple[int, ...]:
-    """The choices of least cost, memory aside, by an order that the caller keeps from problem to problem."""
-    return _read_choices(plan, _eliminate_all(problem, plan))
+def cheapest_choices(plan: EliminationPlan, node_costs: FloatArray, edge_costs: FloatArray) -> Cheapest:
+    """The choices of least cost, memory aside; costs are laid out as in the problem that the plan was made for."""
+    layout = plan.layout
+    values = np.empty(layout.message_start[-1])
+    values[: node_costs.size] = node_costs
+    values[node_costs.size : layout.message_start[0]] = edge_costs
+    best = np.empty(layout.message_start[-1] - layout.message_start[0], dtype=np.int32)
+    choices = np.zeros(len(plan.order), dtype=np.int64)
+    cost = eliminate_all(layout, values, best, choices)
+    return Cheapest(choices=tuple(choices.tolist()), cost=float(cost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +216,12 @@ class Elimination(Solver):
                 f"and is allowed {self.max_table_entries:.3g} ({self.max_total_entries:.3g}); use IntegerProgram, or "
                 "raise max_table_entries."
             )
-        eliminated = _eliminate_all(problem, plan)
-        if math.isinf(eliminated.offset):
+        choices, cost = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values)
+        if math.isinf(cost):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
-        choices = _read_choices(plan, eliminated)
         if not evaluate(problem, choices).feasible:
             raise TooWide(
                 "The cheapest choices overrun the memory limit, which Elimination cannot see; use IntegerProgram or "
                 "Portfolio."
             )
-        return solution_of(problem, choices, bound=eliminated.offset, started=started, solver=self.name, proven=True)
+        return solution_of(problem, choices, bound=cost, started=started, solver=self.name, proven=True)

@@ -8,6 +8,7 @@ from alpa_lite.intra_op.dominance import drop_dominated
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.reductions import Workspace
 from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
 from alpa_lite.intra_op.solvers.flat import flat_problem
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
@@ -25,6 +26,7 @@ def compile_kernels() -> None:
         limit_bytes=3.0,
     )
     drop_dominated(Workspace.load(problem), 0)
+    cheapest_choices(elimination_plan(problem), problem.node_costs.values, problem.edge_costs.values)
     flat = flat_problem(problem)
     dual = Dual(flat=flat)
     dual.run(40, upper=2.0)  # memory gets its prices after the first few

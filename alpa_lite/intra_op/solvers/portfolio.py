@@ -180,13 +180,13 @@ def _simplified(problem: Problem, clock: Clock) -> Simplified:
 
 @kept
 def _plan_of(problem: Problem, max_total_entries: int) -> EliminationPlan:
-    return elimination_plan(replace(problem, limit_bytes=None), max_total_entries)
+    return elimination_plan(problem, max_total_entries)
 
 
 @kept
 def _cheapest(problem: Problem, plan: EliminationPlan) -> tuple[int, ...]:
     """The best choices without the limit."""
-    return cheapest_choices(replace(problem, limit_bytes=None), plan)
+    return cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values).choices
 
 
 @kept

@@ -11,13 +11,13 @@ overran the limit have a price. The first choices are those of least bytes times
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
-from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, evaluate, usage_over_time
+from alpa_lite.intra_op.problem import FloatArray, Problem, evaluate, usage_over_time
 from alpa_lite.intra_op.solvers.elimination import EliminationPlan, cheapest_choices
 from alpa_lite.intra_op.solvers.solver import Clock
 
@@ -84,14 +84,14 @@ class PricedSearch:
 
     def _cheapest(self, prices: FloatArray, *, costs_count: bool = True) -> float:
         """L at some prices; its choices are noted."""
-        free = replace(self.problem, limit_bytes=None)
-        choices = cheapest_choices(_with_prices(free, prices, costs_count=costs_count), self.plan)
-        cost, used = evaluate(free, choices).cost, usage_over_time(free, choices)[1]
-        overrun: FloatArray = used.astype(np.float64) - float(self.problem.limit_bytes or 0.0)
+        problem = self.problem
+        choices = cheapest_choices(self.plan, *_with_prices(problem, prices, costs_count=costs_count)).choices
+        cost, used = evaluate(problem, choices).cost, usage_over_time(problem, choices)[1]
+        overrun: FloatArray = used.astype(np.float64) - float(problem.limit_bytes or 0.0)
         self._costs.append(cost)
         self._overruns.append(overrun)
         if np.all(overrun <= 0) and cost < self.cost:
-            self.choices, self.cost = tuple(choices), cost
+            self.choices, self.cost = choices, cost
         return cost + float(prices @ overrun)
 
     def _next_prices(self) -> FloatArray:
@@ -115,8 +115,8 @@ class PricedSearch:
         return prices
 
 
-def _with_prices(problem: Problem, prices: FloatArray, *, costs_count: bool) -> Problem:
-    """The problem with bytes as costs; `costs_count`: beside its own, which else only say what is allowed."""
+def _with_prices(problem: Problem, prices: FloatArray, *, costs_count: bool) -> tuple[FloatArray, FloatArray]:
+    """The costs of nodes and of edges with those of bytes; `costs_count`: else they only say what is allowed."""
     times, total = np.unique(problem.usage_times), np.concatenate([[0.0], np.cumsum(prices)])
     node, edge = problem.node_costs.values.copy(), problem.edge_costs.values
     if not costs_count:
@@ -126,8 +126,4 @@ def _with_prices(problem: Problem, prices: FloatArray, *, costs_count: bool) -> 
     charges = problem.usage_bytes.values * np.repeat(end - begin, sizes)
     within = np.arange(charges.size) - np.repeat(problem.usage_bytes.starts[:-1], sizes)
     np.add.at(node, np.repeat(problem.node_costs.starts[problem.usage_nodes], sizes) + within, charges)
-    return replace(
-        problem,
-        node_costs=Ragged(values=node, starts=problem.node_costs.starts),
-        edge_costs=Ragged(values=edge, starts=problem.edge_costs.starts),
-    )
+    return node, edge
