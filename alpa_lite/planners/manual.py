@@ -15,6 +15,7 @@ from dataclasses import replace
 from alpa_lite.errors import AlpaLiteError, without_frames
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
+from alpa_lite.planners.gshard import GShard
 from alpa_lite.planners.megatron import Megatron
 from alpa_lite.planners.numbers import microbatch_numbers
 from alpa_lite.planners.one_weird_trick import OneWeirdTrick
@@ -30,6 +31,7 @@ MANUAL_PLANNERS: tuple[Planner, ...] = (
     Pipeline(num_stages=2),
     Pipeline(num_stages=4),
     OneWeirdTrick(where_it_pays=True),
+    GShard(zero=1),
 )
 """The classic plans that are always priced beside the search."""
 

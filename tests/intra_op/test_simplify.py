@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.intra_op.memory import RangeMaximum
-from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Usage, evaluate
-from alpa_lite.intra_op.simplify import simplify
-from alpa_lite.intra_op.solvers import BruteForce
+from alpa_lite.intra_op.problem import Edge, Problem, Ragged, Status, Usage, evaluate
+from alpa_lite.intra_op.simplify import _min_plus, simplify
+from alpa_lite.intra_op.solvers import BruteForce, Portfolio
+from alpa_lite.intra_op.solvers.highs import Highs
 from tests.intra_op.instances import random_problem, training_step
 
 TIGHTNESS = st.sampled_from([None, None, 0.3, 0.4, 0.5, 0.7])
@@ -187,3 +188,34 @@ def test_a_training_step_shrinks():
     reduced = simplify(problem)
     assert len(reduced.nodes) < 0.7 * len(problem.node_costs)
     assert reduced.problem.usage_nodes.size == 0
+
+
+def equal_layers(num_layers: int) -> Problem:
+    """Layers that a stream and a mask cross: node 0 is the mask, 1 the stream; a layer is two nodes and its end."""
+    rng = np.random.default_rng(3)
+    inside = [rng.random(4) for _ in range(3)]
+    pairs = {pair: rng.random((4, 4)) for pair in [(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)]}
+    to_mask, node_costs, edges = rng.random((4, 4)), [rng.random(4), inside[2]], list[Edge]()
+    for _ in range(num_layers):
+        first = len(node_costs) - 1
+        node_costs += inside
+        edges += [Edge(source=first + a, target=first + b, costs=costs) for (a, b), costs in pairs.items()]
+        edges.append(Edge(source=0, target=first + 1, costs=to_mask))
+    return Problem.of(node_costs=node_costs, edges=edges)
+
+
+def test_equal_layers_share_their_tables_and_cost_what_they_cost_as_one_problem(monkeypatch: pytest.MonkeyPatch):
+    minimised = list[int]()
+
+    def counted(left: np.ndarray, right: np.ndarray) -> object:
+        minimised[-1] += 1
+        return _min_plus(left, right)
+
+    monkeypatch.setattr("alpa_lite.intra_op.simplify._min_plus", counted)
+    for num_layers in (2, 5, 12):
+        problem = equal_layers(num_layers)
+        minimised.append(0)
+        found = Portfolio().solve(problem)
+        assert found.status is Status.OPTIMAL
+        assert found.cost == pytest.approx(Highs().solve(problem).cost, rel=1e-9)
+    assert minimised[0] == minimised[1] == minimised[2] > 0

@@ -62,7 +62,8 @@ class EliminationPlan:
         for node, size in enumerate(sizes):
             tables[node].append((end, (node,)))
             end += size
-        for source, target in self.edge_nodes.tolist():
+        edges: list[tuple[int, int]] = self.edge_nodes.tolist()
+        for source, target in edges:
             first = min(source, target, key=turn.__getitem__)
             tables[first].append((end, (source, target)))
             end += sizes[source] * sizes[target]
@@ -77,7 +78,7 @@ class EliminationPlan:
             for offset, over in tables[node]:
                 steps = _strides(over, sizes)
                 offsets.append(offset)
-                strides += (steps.get(axis, 0) for axis in (node, *scope))
+                strides.extend([steps.get(axis, 0) for axis in (node, *scope)])
             table_start.append(len(offsets))
         scope_start = [0, *itertools.accumulate(map(len, self.scopes))]
         return Layout(
