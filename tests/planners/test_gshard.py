@@ -127,3 +127,11 @@ def test_the_mixture_of_the_benchmarks_travels_once_each_way() -> None:
 def test_what_has_no_such_experts_is_refused(training: Training, planner: GShard, message: str) -> None:
     with pytest.raises(al.errors.PlanError, match=message):
         plan(training, planner)
+
+
+def test_the_search_prices_it_where_there_are_experts() -> None:
+    traced = al.parallelize(_step, cluster=eager_cluster(), num_microbatches=1, cache=False).trace(*_arguments())
+    found = traced.plan().last_plan
+    priced = dict([(found.name, found.prediction.step_seconds), *found.alternatives])
+    (name,) = (name for name in priced if "GShard" in name)
+    assert found.prediction.step_seconds <= priced[name]

@@ -22,6 +22,7 @@ from alpa_lite.planners import (
     MANUAL_PLANNERS,
     Auto,
     DataParallel,
+    GShard,
     Hybrid,
     Megatron,
     OneWeirdTrick,
@@ -160,7 +161,7 @@ def test_no_manual_plan_is_priced_better_than_the_automatic_one(model: str, clus
         try:
             manual = traced(model).plan(cluster=CLUSTERS[cluster](), planner=planner).last_plan
         except al.errors.PlanError:
-            assert isinstance(planner, OneWeirdTrick)
+            assert isinstance(planner, OneWeirdTrick | GShard)
             continue
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * (1 + 1e-9), planner.name
     assert auto.alternatives and min(s for _, s in auto.alternatives) >= auto.prediction.step_seconds
