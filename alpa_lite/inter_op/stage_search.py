@@ -100,6 +100,7 @@ class StageSearch:
         size = (self.num_layers, self.num_layers, len(space.kinds), self.width * len(self.held))
         self.seconds, self.following = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
         self.least, self.solved = np.zeros(size), np.zeros(size, dtype=np.bool_)
+        self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
         self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
         repeats = len(self.policies) * len(self.held)
         alike = ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)
@@ -136,6 +137,14 @@ class StageSearch:
                     self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
+
+    def refuse_updates_like(self, found: StageChoice) -> None:
+        """From now on leave out stages whose update takes as long as the longest of these, or longer.
+
+        The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
+        """
+        self._shortest_refused = max(float(self.update_seconds[entry]) for entry in _entries(found))
+        self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Say how much work is left; before any stages are `known` by their costs, that nobody knows."""
@@ -332,7 +341,8 @@ class StageSearch:
             # Nor does what holds more layers fit, or more micro-batches in flight.
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
-        if solution.choice is not None:
+        self.update_seconds[entry] = solution.update_seconds
+        if solution.choice is not None and solution.update_seconds < self._shortest_refused:
             work = work_seconds(solution, self.num_microbatches)
             self.seconds[entry] = self._taking(work, self.inflow_seconds[first, last, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])

@@ -331,10 +331,14 @@ class JointSearch:
             choice = search.run(at_most, further=further)
             self._excess[number] = search.excess()
             fits |= bool(choice.stages)
-            if choice.stages and choice.seconds < at_most:
+            while choice.stages and choice.seconds < at_most:
                 found = self._priced(search, choice)
                 best = found if best is None or found.seconds < best.seconds else best
-                at_most = min(at_most, choice.seconds)
+                at_most = min(at_most, found.trusted_seconds)
+                if not found.ends_in_an_update:
+                    break
+                search.refuse_updates_like(choice)
+                choice = search.run(at_most, further=further)
         if not fits:
             raise InfeasibleError(self._infeasible(number))
         return best

@@ -76,6 +76,13 @@ class Found:
         return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
     @property
+    def ends_in_an_update(self) -> bool:
+        """Whether one stage still updates long after the others, which the stage DP does not see."""
+        longest = max(stage.solution.update_seconds for stage in self.stages)
+        unseen = self.trusted_seconds - self.sum_seconds
+        return 0 < unseen < longest
+
+    @property
     def policies(self) -> tuple[Remat, ...]:
         """What the layers of each stage compute again."""
         remat = self.costs.remat

@@ -61,7 +61,9 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
     )
 
 
-def _best_of_all(search: StageSearch, memory_bytes: float) -> StageChoice:
+def _best_of_all(
+    search: StageSearch, memory_bytes: float, *, updates_below: float = np.inf, num_stages: int | None = None
+) -> StageChoice:
     """What the stage DP finds when every stage that can occur is solved in every configuration."""
     shapes = search.space.most_shapes
     seconds, following = np.full(search.seconds.shape, np.inf), np.full(search.seconds.shape, -1)
@@ -71,13 +73,13 @@ def _best_of_all(search: StageSearch, memory_bytes: float) -> StageChoice:
             if configuration % shapes >= len(search.space.meshes[kind]):
                 continue
             solution = search.solution(first, last, kind, configuration)
-            if solution.choice is not None:
+            if solution.choice is not None and solution.update_seconds < updates_below:
                 loop = solution.forward_seconds + solution.backward_seconds + 2 * 1e-5
                 seconds[first, last, kind, configuration] = loop + solution.update_seconds / NUMBER
                 fits = [n for n in range(LAYERS) if solution.bytes_in_flight(n + 1) <= memory_bytes]
                 following[first, last, kind, configuration] = max(fits, default=-1)
     table = StageTable(seconds=seconds, max_following_stages=following, submesh_devices=search.space.devices)
-    return solve(table, num_devices=LAYERS, num_microbatches=NUMBER)
+    return solve(table, num_devices=LAYERS, num_microbatches=NUMBER, min_stages=num_stages or 1, max_stages=num_stages)
 
 
 @pytest.mark.parametrize("memory_bytes", [1e9, 28e6, 26e6, 20e6, 16e6, 12e6])
@@ -182,3 +184,21 @@ def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
             assert after.objective == pytest.approx(wanted.objective, rel=2e-3)
             better += after.objective < 0.99 * before.objective
     assert better
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_stages_with_long_updates_can_be_refused(count: int) -> None:
+    search = _search(1e9, [])
+    search.num_stages = count
+    longest = max(_update_seconds(search, search.run()))
+    search.refuse_updates_like(search.run())
+    found = search.run()
+    best = _best_of_all(_search(1e9, []), 1e9, updates_below=longest, num_stages=count)
+    assert found.seconds == pytest.approx(best.seconds, rel=0.01)
+    assert max(_update_seconds(search, found), default=0.0) < longest
+    assert bool(found.stages) == bool(best.stages)
+
+
+def _update_seconds(search: StageSearch, found: StageChoice) -> list[float]:
+    entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
+    return [search.solution(*entry).update_seconds for entry in entries]
