@@ -28,8 +28,6 @@ from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, 
 from alpa_lite.intra_op.solvers.elimination_kernel import Layout, eliminate_all
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
-_MAX_DIMENSIONS = 32
-
 Scope = tuple[int, ...]
 Adjacency = dict[int, set[int]]
 
@@ -199,9 +197,7 @@ class Elimination(Solver):
     max_total_entries: int = 400_000_000
 
     def fits(self, plan: EliminationPlan) -> bool:
-        """Whether the tables of this plan are within both caps, and within numpy's number of dimensions."""
-        if max(map(len, plan.scopes), default=0) >= _MAX_DIMENSIONS:
-            return False
+        """Whether the tables of this plan are within both caps."""
         return plan.largest_table <= self.max_table_entries and plan.total_entries <= self.max_total_entries
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
