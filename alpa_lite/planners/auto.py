@@ -21,8 +21,9 @@ from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
 from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
-from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch, numbers_to_search
+from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
 from alpa_lite.planners.manual import MANUAL_PLANNERS, manual_plans
+from alpa_lite.planners.numbers import numbers_to_search
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
 from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches

@@ -44,7 +44,7 @@ from alpa_lite.mesh import place_in_groups
 from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
 from alpa_lite.planners.boundaries import inflows, slower_inflows
-from alpa_lite.planners.numbers import NEAR, Guess, microbatch_numbers, next_numbers, surveyed_numbers
+from alpa_lite.planners.numbers import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.planners.planner import (
     PlacedStage,
     PlanRequest,
@@ -384,13 +384,6 @@ class JointSearch:
             number = costs.step.num_microbatches
             held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
-
-
-def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
-    """The numbers of micro-batches that come into question."""
-    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
-    shared = request.cluster.shared_processor
-    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
 
 
 def _has_stacks(costs: StageCosts) -> bool:

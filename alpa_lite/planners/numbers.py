@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from alpa_lite.planners.planner import PlanRequest
+
 NEAR = 0.01
 """Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
 
@@ -33,6 +35,13 @@ def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
         if batch_size % number == 0 and number >= RATIO * chosen[-1]:
             chosen.append(number)
     return tuple(chosen)
+
+
+def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
+    """The numbers of micro-batches that come into question."""
+    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+    shared = request.cluster.shared_processor
+    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
 
 
 def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
