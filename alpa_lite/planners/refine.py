@@ -77,7 +77,7 @@ class Found:
 
     @property
     def ends_in_an_update(self) -> bool:
-        """Whether one stage still updates long after the others, which the stage DP does not see."""
+        """Whether what the stage DP does not see may be one stage that still updates long after the others."""
         longest = max(stage.solution.update_seconds for stage in self.stages)
         unseen = self.trusted_seconds - self.sum_seconds
         return 0 < unseen < longest

@@ -289,19 +289,9 @@ def test_the_search_is_no_worse_than_it_is_where_it_is_restricted(hosts: int, de
 
 def test_a_stage_that_would_update_long_after_the_others_is_not_made() -> None:
     """A wide layer at the end, few micro-batches and a slow network: two even stages look best to the stage DP."""
-
-    def step(weights: Any, x: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            h = x
-            for into, out in weights:
-                h = jnp.tanh(h @ into) @ out
-            return (h**2).mean()
-
-        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
-
     widths = (256, 256, 512, 512, 512, 256, 512, 8192)
-    weights = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, n), (n, 256))) for n in widths]
-    traced = al.parallelize(step).trace(weights, jax.ShapeDtypeStruct((8192, 256), jnp.float32))
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for n in widths for shape in ((256, n), (n, 256))]
+    traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((8192, 256), jnp.float32))
     cluster = replace(al.cluster("p3.16xlarge", num_hosts=4), devices_per_host=2)
     found, *asked = (
         traced.plan(cluster=cluster, planner=Auto(manual=(), num_stages=count), num_microbatches=4).last_plan.prediction

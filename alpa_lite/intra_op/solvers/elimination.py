@@ -107,7 +107,7 @@ def _strides(scope: Scope, sizes: Scope) -> dict[int, int]:
 class Cheapest(NamedTuple):
     """One strategy per node, and what they cost in seconds: inf where every choice is forbidden."""
 
-    choices: Scope
+    choices: tuple[int, ...]
     cost: float
 
 
