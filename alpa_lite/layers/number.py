@@ -23,6 +23,9 @@ MAX_LAYERS = 16
 #: The most trips of a loop that are taken apart for the sake of numbers of stages that do not divide them.
 MOST_ALONE = 96
 
+#: By how much a stage of such trips may exceed its share.
+MOST_UNEVEN = 0.15
+
 
 def op_flops(step: StepGraph) -> tuple[float, ...]:
     """Floating-point operations of each op at micro-batch size, loops multiplied by their trip count."""
@@ -84,10 +87,12 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
         return sum(layers(parts) % count == 0 for count in stages)
 
     parts = max((d for d in range(1, wanted + 1) if longest % d == 0), key=lambda d: (possible(d), d))
-    if possible(parts) == 1 < len(stages) and longest <= MOST_ALONE:
-        # Equal parts allow for no stages but one, as 32 layers do on 3 hosts: trips by themselves allow for any.
-        count = max(range(1, wanted + 1), key=lambda n: (sum(n % stage == 0 for stage in stages), n))
-        return Cut(loop_parts=longest, num_layers=count, equal="loops")
+    # Equal parts allow for no stages but one of 32 layers on 3 hosts, and for 4 of 60 layers on 16: trips by themselves
+    # allow for any.
+    even = [count for count in stages if -(-sum(trips) // count) * count <= (1 + MOST_UNEVEN) * sum(trips)]
+    alone = max(range(1, wanted + 1), key=lambda n: (sum(n % count == 0 for count in even), n))
+    if longest <= MOST_ALONE and sum(alone % count == 0 for count in even) > possible(parts):
+        return Cut(loop_parts=longest, num_layers=alone, equal="loops")
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # a number with few divisors
     if not possible(parts):

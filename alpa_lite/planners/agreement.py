@@ -1,7 +1,7 @@
 """Stages that agree on how rows of stacked arguments lie.
 
 A step returns one array for a stacked argument. If every stage holds equally many of its rows in one form, the array
-lies over their devices as it is; if not, the rows are brought together after each step (`planner.stacks_seconds`).
+lies over their devices as it is; if not, the rows are brought together after each step (`stacked.stacks_at_rest`).
 Stages are solved one by one, and what is as good for one may be another form for the next. Here the stages that differ
 are solved again with the form of one of them given.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.planners.planner import PlacedStage
+from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.sharding import Spec
 
 

@@ -29,7 +29,8 @@ from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.block_partition import cut_into_blocks
 from alpa_lite.planners.cutting import Cut, cut_into_stages
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble, schedule_for
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.planner import Planner, PlanRequest, assemble, schedule_for
 from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
 from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.planners.steps import policies_of

@@ -45,14 +45,11 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.agreement import agreeing
 from alpa_lite.planners.boundaries import inflows, slower_inflows
 from alpa_lite.planners.numbers import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
-from alpa_lite.planners.planner import (
-    PlacedStage,
-    PlanRequest,
-    assemble,
-    stacks_seconds,
-)
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.planner import PlanRequest, assemble
 from alpa_lite.planners.refine import Found, made_to_fit, refined, rescheduled
 from alpa_lite.planners.relax import tightest_stage
+from alpa_lite.planners.stacked import stacks_at_rest
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
@@ -380,7 +377,7 @@ class JointSearch:
         self, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule
     ) -> Iterator[list[PlacedStage]]:
         """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
-        if stacks_seconds(self.request, costs.step, costs.layers, stages):
+        if stacks_at_rest(self.request.cost_model, costs.step, costs.layers, stages).seconds:
             number = costs.step.num_microbatches
             held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)

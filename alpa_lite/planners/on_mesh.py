@@ -19,7 +19,8 @@ from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Plan
 from alpa_lite.planners.pins import Pins, check_results, pins_on_mesh, with_results
-from alpa_lite.planners.planner import PlacedStage, Planner, PlanRequest, assemble
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.planner import Planner, PlanRequest, assemble
 from alpa_lite.planners.relax import show_bytes, show_shortage
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.strategies import AxisRole, Restriction, Split

@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.inter_op.bound import least_seconds
-from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.layers import Layers
-from alpa_lite.mesh import LogicalMesh, Submesh, sharing
+from alpa_lite.mesh import sharing
 from alpa_lite.plan import (
     ArrayShape,
     OpaqueUse,
@@ -26,7 +25,9 @@ from alpa_lite.plan import (
     fingerprint,
 )
 from alpa_lite.planners.boundaries import inflow_seconds, received_values
+from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.planners.shared_devices import device_peak
+from alpa_lite.planners.stacked import stacks_at_rest
 from alpa_lite.planners.undivided import undivided_dims
 from alpa_lite.pricing import Pricer, crosses_hosts, dispatch_seconds
 from alpa_lite.progress import Progress
@@ -108,17 +109,6 @@ class Planner(ABC):
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `PlanError` (or a subclass) when there is no plan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacedStage:
-    """One stage of a plan in the making: layers, devices, logical mesh, and the solution on it."""
-
-    first: int
-    last: int
-    submesh: Submesh
-    mesh: LogicalMesh
-    solution: StageSolution
 
 
 def assemble(
@@ -277,16 +267,17 @@ def _predicted(
     }
     in_turn = [sum(updates[i] for i in numbers) for numbers in together]
     update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
-    gathering = stacks_seconds(request, step, layers, stages)
+    stacks = stacks_at_rest(request.cost_model, step, layers, stages)
     # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
     beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
     dispatched = model.launch_seconds() * min(len(tasks), beside) * max(map(len, tasks))
     return Prediction(
-        step_seconds=max(dispatched, timeline.makespan_seconds + update + gathering) + request.cluster.skew_seconds,
+        step_seconds=max(dispatched, timeline.makespan_seconds + update + stacks.seconds)
+        + request.cluster.skew_seconds,
         compute_seconds=sum(s.compute_seconds for s in solutions),
         collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
-        transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + gathering,
-        peak_bytes=tuple(peaks[stage.submesh] for stage in stages),
+        transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + stacks.seconds,
+        peak_bytes=tuple(max(peaks[stage.submesh], stacks.state_bytes[stage.submesh]) for stage in stages),
         flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
         bubble_fraction=timeline.bubble_fraction,
         # Over one device there is nothing to send.
@@ -312,31 +303,3 @@ def inflows_between(
         else 0.0
         for (a, b), values in zip(pairwise(stages), received, strict=True)
     ]
-
-
-def stacks_seconds(request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> float:
-    """Time to put stacked arrays together on one stage after the step, and to spread them before the next.
-
-    Nothing where all stages hold as many rows in one way, on devices of their own: the array then lies over these
-    devices as it is.
-    """
-    graph, moved = step.graph, 0.0
-    inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
-    for _, members in groupby(inputs, key=lambda member: member[0].leaf):
-        rows: dict[int, list[int]] = {}
-        forms = set[object]()
-        for _, v, home in (m for m in members if m[0].rows is not None):
-            number = next(i for i, s in enumerate(stages) if s.first <= home <= s.last)
-            rows.setdefault(number, []).append(v)
-            choice = stages[number].solution.choice
-            forms.add((stages[number].mesh, choice.inputs.get(v) if choice else None))
-        sizes = [sum(graph.values[v].bytes for v in parts) for parts in rows.values()]
-        dealt_out = len({stages[number].submesh for number in rows}) < len(rows)
-        if len(forms) > 1 or len(set(sizes)) > 1 or dealt_out:
-            moved += sum(sizes[1:])
-    if not moved:
-        return 0.0
-    submeshes = [stage.submesh for stage in stages]
-    apart = any(crosses_hosts(request.cluster, submeshes[0], other) for other in submeshes[1:])
-    links = min(submesh.num_devices for submesh in submeshes)
-    return 2.0 * request.cost_model.transfer_seconds(moved, crosses_hosts=apart, num_links=links)

@@ -19,7 +19,8 @@ from alpa_lite.layers import Cut
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.plan import Prediction
 from alpa_lite.planners.agreement import forms_given
-from alpa_lite.planners.planner import PlacedStage, PlanRequest, predict
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.planner import PlanRequest, predict
 from alpa_lite.planners.shared_devices import device_peak, solve_together
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat

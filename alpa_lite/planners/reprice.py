@@ -21,8 +21,10 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import LogicalMesh
 from alpa_lite.plan import Plan, Prediction
-from alpa_lite.planners.planner import PlacedStage, PlanRequest, predict, stacks_seconds
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.planner import PlanRequest, predict
 from alpa_lite.planners.shared_devices import held_at_peak
+from alpa_lite.planners.stacked import stacks_at_rest
 from alpa_lite.planners.stage_problem import Given, StageProblem
 from alpa_lite.pricing import Pricer
 from alpa_lite.rematerialise import rematerialise
@@ -182,7 +184,7 @@ class Repricing:
 
     def stacks_seconds(self, changed: Mapping[int, PlacedStage]) -> float:
         """What it takes to bring together stacked arrays of which stages no longer hold their rows alike."""
-        return stacks_seconds(self.request, self.step, self.layers, self._with(changed))
+        return stacks_at_rest(self.request.cost_model, self.step, self.layers, self._with(changed)).seconds
 
     def _with(self, changed: Mapping[int, PlacedStage]) -> list[PlacedStage]:
         return [changed.get(number, placed) for number, placed in enumerate(self.placed)]

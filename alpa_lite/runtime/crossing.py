@@ -161,6 +161,12 @@ class Crossing:
         )
 
     @property
+    def copies(self) -> bool:
+        """Whether the result shares no block with the array."""
+        stays = (self.source[h.source] == self.target[h.target] for h in map(self.course.hands.__getitem__, self.whole))
+        return self.land is not None or not any(stays)
+
+    @property
     def num_programs(self) -> int:
         """How many programs a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)

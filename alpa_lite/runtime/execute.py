@@ -101,12 +101,15 @@ class Executor:
         self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
         self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
         blanks = Blanks()
-        self.placing = Alone() if jax.process_count() == 1 else InJob(blanks)
+        self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
         homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
-        self.inputs = Leaves(step.input_parts, homes, self.placing)
+        shapes = [value.shape for value in step.graph.values]
+        held = [shapes[v] for v in step.graph.inputs]
+        self.inputs = Leaves(step.input_parts, held, homes, self.placing, donated=donated)
         output_homes = zip(program.outputs, program.output_specs, strict=True)
         self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
-        self.outputs = Leaves(step.output_parts, self._returned, self.placing)
+        returned = [shapes[v] for v in step.graph.outputs]
+        self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
         given = donations(program, plan, step, donated)
         tasks = task_units(program, plan, step, equations, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,8 +30,20 @@ from alpa_lite.runtime.processes import any_here, devices_of, handle, processes_
 from alpa_lite.runtime.relocation import Windows, on_plain_mesh, relocation
 
 
+class Carried(NamedTuple):
+    """Rows on other devices; `is_copy`: whether they share nothing with the array that they are of."""
+
+    array: Any
+    is_copy: bool
+
+
 class Placing(ABC):
     """Puts arguments where they are wanted."""
+
+    def __init__(self, blanks: Blanks) -> None:
+        """Nothing is compiled yet."""
+        self._blanks = blanks
+        self._crossings: dict[object, Crossing] = {}
 
     @abstractmethod
     def put(self, array: Any, sharding: NamedSharding) -> Any:
@@ -46,12 +58,47 @@ class Placing(ABC):
         del windows, sharding
         return array
 
+    def carried(self, array: Any, start: int, stop: int, sharding: NamedSharding) -> Carried:
+        """Some rows of an array that a step has left on devices of this job, straight from these."""
+        rows = Windows(dim=0, start=start, size=stop - start, count=1)
+        found = None if rows.size == array.shape[0] else rows
+        moved = self._moved(array, sharding, found)
+        if moved is None:
+            moved = handle((rows.size, *array.shape[1:]), array.dtype, sharding)
+        return Carried(array=moved, is_copy=self._crossing(array, sharding, found).copies)
+
     def put_all(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """`put` for each array; of those that are there nothing but their sharding is looked at."""
         try:
             return [x if x.sharding == s else self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
         except AttributeError:  # NumPy's
             return [self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+
+    def _moved(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
+        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return self._moved_keys(array, sharding, windows)
+        if not isinstance(array.sharding, NamedSharding):
+            raise ExecutionError(
+                f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it "
+                "with a jax.sharding.NamedSharding, as those of compiled.input_shardings()."
+            )
+        blocks = _of_blocks(array.shape, array.dtype, on_plain_mesh(array.sharding), _jax.blocks(array))
+        return self._crossing(array, sharding, windows)(blocks)
+
+    def _crossing(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Crossing:
+        source = on_plain_mesh(array.sharding)
+        key = (array.shape, array.dtype, source, sharding, windows)
+        if key not in self._crossings:
+            like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=source)
+            self._crossings[key] = relocation(like, sharding, windows, self._blanks)
+        return self._crossings[key]
+
+    def _moved_keys(self, keys: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
+        """Typed random keys, as the words that they are stored as."""
+        words = jax.random.key_data(keys)
+        inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (words.ndim - len(sharding.spec))))
+        moved = self._moved(words, inner, windows)
+        return None if moved is None else jax.random.wrap_key_data(moved, impl=jax.random.key_impl(keys))
 
 
 class Alone(Placing):
@@ -73,11 +120,6 @@ _known: set[Mesh | AbstractMesh] = set()
 
 class InJob(Placing):
     """In a job of several processes."""
-
-    def __init__(self, blanks: Blanks) -> None:
-        """Nothing is compiled yet."""
-        self._blanks = blanks
-        self._crossings: dict[object, Crossing] = {}
 
     @staticmethod
     def know(meshes: Iterable[Mesh | AbstractMesh]) -> None:
@@ -111,28 +153,6 @@ class InJob(Placing):
         if isinstance(array, _Staged):
             return _run_of(sharding, windows.dim, windows.count)(array.value, np.int32(number))
         return _spread(rows_of(array, windows, number), sharding)
-
-    def _moved(self, array: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
-        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return self._moved_keys(array, sharding, windows)
-        if not isinstance(array.sharding, NamedSharding):
-            raise ExecutionError(
-                f"An argument of shape {list(array.shape)} lies on several processes as {array.sharding}. Place it "
-                "with a jax.sharding.NamedSharding, as those of compiled.input_shardings()."
-            )
-        source = on_plain_mesh(array.sharding)
-        key = (array.shape, array.dtype, source, sharding, windows)
-        if key not in self._crossings:
-            like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=source)
-            self._crossings[key] = relocation(like, sharding, windows, self._blanks)
-        return self._crossings[key](_of_blocks(array.shape, array.dtype, source, _jax.blocks(array)))
-
-    def _moved_keys(self, keys: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
-        """Typed random keys, as the words that they are stored as."""
-        words = jax.random.key_data(keys)
-        inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (words.ndim - len(sharding.spec))))
-        moved = self._moved(words, inner, windows)
-        return None if moved is None else jax.random.wrap_key_data(moved, impl=jax.random.key_impl(keys))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

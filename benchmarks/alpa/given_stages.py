@@ -25,8 +25,8 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import Layers, make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh, place
 from alpa_lite.plan import Plan
+from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.planners.planner import (
-    PlacedStage,
     Planner,
     PlanRequest,
     assemble,

@@ -38,9 +38,10 @@ def test_stages_inside_processes_and_one_stage_over_all() -> None:
     assert spmd["stages"] == ["devices 0..3"]
 
 
-def test_stages_that_span_processes_and_uneven_ones() -> None:
+@pytest.mark.parametrize("model", ["gpt_plain", "gpt_stacked"])
+def test_stages_that_span_processes_and_uneven_ones(model: str) -> None:
     """Processes have devices 0, 1 and 2, 3 and 4, 5."""
-    (uneven,) = trained(3, 2, "gpt_plain", "uneven:rows")
+    (uneven,) = trained(3, 2, model, "uneven:rows")
     assert uneven["stages"] == ["devices 0..3", "devices 4..4", "devices 5..5"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.planners import Pipeline
-from alpa_lite.runtime.leaves import STAGE_AXIS
+from alpa_lite.planners import Auto, Pipeline
+from alpa_lite.runtime.runs import STAGE_AXIS
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference, run_both
 
 # Adam would divide the gradients of the keys' biases, which are zero but for rounding, by themselves.
@@ -62,6 +63,41 @@ def test_stacked_state_is_built_in_place(compiled: Any) -> None:
     for array, want in zip(_stacked(state), _stacked(TRAINING.start()), strict=True):
         assert STAGE_AXIS in array.sharding.mesh.axis_names
         np.testing.assert_allclose(array, want, rtol=1e-6)
+
+
+def _stacked_step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        trip = lambda h, w: (h + jnp.tanh(h @ w["in"]) @ w["out"] + w["bias"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(trip, x, weights["layers"])[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda a, g: a - 0.1 * g / (1 + norm), weights, grads), value
+
+
+@pytest.mark.parametrize("num_stages", [3, 5, 6])
+def test_stages_may_hold_different_numbers_of_rows(num_stages: int, devices: Any) -> None:
+    """Eight layers: as many stages as there are devices, or half as many."""
+    rng = np.random.default_rng(num_stages)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape) * 0.3, np.float32)  # noqa: E731
+    weights = {"layers": {"in": draw(8, 12, 24), "out": draw(8, 24, 12), "bias": draw(8, 12)}}
+    x, count = draw(24, 12), num_stages * (2 if num_stages == 3 else 1)
+    planner = Auto(num_stages=num_stages, manual=())
+    cluster = dataclasses.replace(eager_cluster(), devices_per_host=count)
+    step = al.parallelize(_stacked_step, cluster=cluster, planner=planner, num_microbatches=4, donate_argnums=0)
+    compiled = step.compiled(weights, x)
+    held = [sorted(n for n in stage.specs if "/in" in n) for stage in compiled.plan.stages]
+    assert len({*map(len, held)}) > 1 and sum(map(len, held)) == 8
+    got, want = weights, weights
+    for _ in range(3):
+        before = got
+        got, value = step(got, x)
+        want, wanted = jax.jit(_stacked_step)(want, x)
+        assert_same((got, value), (want, wanted))
+    assert all(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(before))
+    for array, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(compiled.input_shardings()[0][0]), strict=True):
+        assert array.sharding == sharding
+        assert max(s.data.nbytes for s in array.addressable_shards) < array.nbytes / 2
 
 
 def test_loops_over_samples_are_not_taken_for_layers(devices: Any) -> None:

@@ -7,7 +7,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.planners.agreement import agreeing
-from alpa_lite.planners.planner import PlacedStage
+from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.sharding import Spec
 from cost_models.composed import ComposedCostModel
 from tests.planners.test_auto import _shapes, _step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,20 +14,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph.phases import Part
+from alpa_lite.runtime.exchange import Blanks
 from alpa_lite.runtime.leaves import Leaves
 from alpa_lite.runtime.placing import Alone
 
 SHAPE = (8, 4, 6)
 
 
-def _leaves(devices: Any, rows: list[int], spec: PartitionSpec, stages: list[int]) -> Leaves:
+def _leaves(
+    devices: Any, rows: list[int], spec: PartitionSpec, stages: list[int], donated: Sequence[bool] = ()
+) -> Leaves:
     """One array in parts of so many rows on the given stages of two devices each, then a whole one."""
     meshes = [Mesh(np.array(devices[2 * i : 2 * i + 2]), ("x",)) for i in range(4)]
     ends = np.cumsum([0, *rows])
     parts = [Part(leaf=0, rows=(int(a), int(b))) for a, b in pairwise(ends)]
     whole = NamedSharding(meshes[0], PartitionSpec())
     shardings = [*(NamedSharding(meshes[s], spec) for s in stages), whole]
-    return Leaves([*parts, Part(leaf=1)], shardings, Alone())
+    shapes = [(b - a, *SHAPE[1:]) for a, b in pairwise(ends.tolist())]
+    return Leaves([*parts, Part(leaf=1)], [*shapes, SHAPE[1:]], shardings, Alone(Blanks()), donated=donated)
 
 
 ARRAY = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -37,6 +42,8 @@ LAYOUTS = {
     "split along rows": ([4, 4], PartitionSpec("x"), [2, 3]),
     "one stage": ([4, 4], PartitionSpec(None, "x"), [1, 1]),
     "unequal": ([2, 2, 2, 2], PartitionSpec(None, "x"), [0, 0, 0, 1]),
+    "a block of two stages": ([1] * 8, PartitionSpec(None, "x"), [0, 0, 0, 1, 1, 1, 2, 2]),
+    "dealt out": ([2, 2, 2, 2], PartitionSpec(None, "x"), [0, 1, 0, 1]),
 }
 
 
@@ -69,6 +76,22 @@ def test_equal_stages_hold_their_rows_without_copies(name: str, together: bool, 
     assert (len(array.devices()) == sum(len(p.devices()) for p in parts)) == together
 
 
+@pytest.mark.parametrize("given_away", [True, False])
+@pytest.mark.parametrize("name", ["unequal", "a block of two stages", "dealt out"])
+def test_rows_of_unequal_stages_wait_on_devices_of_their_own(name: str, given_away: bool, devices: Any) -> None:
+    rows, _, stages = LAYOUTS[name]
+    leaves = _leaves(devices, *LAYOUTS[name], donated=[given_away])
+    array = jax.device_put(ARRAY, leaves.sharding(0))
+    assert not array.is_fully_replicated
+    owners = [stage for count, stage in zip(rows, stages, strict=True) for _ in range(count)]
+    for shard in array.addressable_shards:
+        held = range(*shard.index[0].indices(len(owners)))
+        assert shard.device in {d for row in held for d in devices[2 * owners[row] : 2 * owners[row] + 2]}
+    *parts, _ = leaves.split([array, ARRAY])
+    assert array.is_deleted() == given_away
+    np.testing.assert_array_equal(np.concatenate(parts), ARRAY)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool", "bfloat16"])
 @pytest.mark.parametrize(
     "spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, "y"), PartitionSpec("y", "x")]
@@ -76,7 +99,7 @@ def test_equal_stages_hold_their_rows_without_copies(name: str, together: bool, 
 def test_numpy_arrays_are_put_as_jax_puts_them(dtype: str, spec: tuple[str | None, ...], devices: Any) -> None:
     sharding = NamedSharding(Mesh(np.array(devices).reshape(2, 4), ("x", "y")), PartitionSpec(*spec))
     array = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
-    got, want = Alone().put(array[:, ::-1], sharding), jax.device_put(array[:, ::-1], sharding)
+    got, want = Alone(Blanks()).put(array[:, ::-1], sharding), jax.device_put(array[:, ::-1], sharding)
     assert (got.dtype, got.sharding, got.committed) == (want.dtype, want.sharding, want.committed)
     np.testing.assert_array_equal(got, want)
     for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):

@@ -1,0 +1,103 @@
+"""Stacked arguments between steps: what it takes to bring their rows where stages want them, and back.
+
+Where all stages hold equally many rows in one form, on devices of their own, the array lies over these devices as it
+is. Else its rows lie in equal blocks (`alpa_lite.resting`): before a step the devices of a stage deal out the rows of
+theirs among each other, and bring them together after it; rows of blocks that lie on another stage come from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.layers import Layers
+from alpa_lite.mesh import Submesh
+from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.pricing import crosses_hosts
+from alpa_lite.resting import Resting, resting
+from alpa_lite.sharding import num_shards
+from cost_models.interface import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """Stacked arguments of a step between steps.
+
+    seconds       to bring them to the stages before a step, and back after it
+    state_bytes   what a device of each submesh holds of all arguments then
+    """
+
+    seconds: float
+    state_bytes: Mapping[Submesh, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Equal parts of a stacked argument: the bytes of one, the submesh that reads each, and into how many different
+    blocks each is cut there; `at`: where they lie, None as they are read."""
+
+    part_bytes: float
+    readers: tuple[Submesh, ...]
+    num_shards: tuple[int, ...]
+    at: Resting | None
+
+
+def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:
+    """Where the stacked arguments of a step lie between steps, if its stages are these."""
+    submeshes = list(dict.fromkeys(stage.submesh for stage in stages))
+    state = {submesh: sum(s.solution.state_bytes for s in stages if s.submesh == submesh) for submesh in submeshes}
+    landing, leaving = dict.fromkeys(submeshes, 0.0), dict.fromkeys(submeshes, 0.0)
+    away, moved = 0.0, 0
+    for rows in _stacked(step, layers, stages, submeshes):
+        if rows.at is None:
+            continue
+        moved += 1
+        for part, (reader, shards) in enumerate(zip(rows.readers, rows.num_shards, strict=True)):
+            holder = submeshes[rows.at.holder_of(part)]
+            landing[reader] += rows.part_bytes * reader.num_devices / shards
+            leaving[reader] += rows.part_bytes
+            away += rows.part_bytes if holder != reader else 0.0
+            state[reader] -= rows.part_bytes / shards
+        for holder in {*rows.at.holders}:
+            state[submeshes[holder]] += rows.part_bytes * rows.at.parts_per_block / rows.at.group_size
+    if not moved:
+        return AtRest(seconds=0.0, state_bytes=state)
+    cluster = cost_model.cluster
+    inside = sum(
+        max(
+            cost_model.transfer_seconds(each[s], crosses_hosts=s.num_hosts > 1, num_links=s.num_devices)
+            for s in submeshes
+        )
+        for each in (landing, leaving)
+    )
+    apart = any(crosses_hosts(cluster, submeshes[0], other) for other in submeshes[1:])
+    between = 2 * cost_model.transfer_seconds(away, crosses_hosts=apart) if away else 0.0
+    # A program of the devices that have the rows, and one of those that get them, there and back.
+    return AtRest(seconds=inside + between + 4 * moved * cost_model.launch_seconds(), state_bytes=state)
+
+
+def _stacked(
+    step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], submeshes: Sequence[Submesh]
+) -> Iterator[_Rows]:
+    graph, num_devices = step.graph, tuple(submesh.num_devices for submesh in submeshes)
+    inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
+    for _, members in groupby((m for m in inputs if m[0].rows is not None), key=lambda member: member[0].leaf):
+        parts = [(v, next(s for s in stages if s.first <= home <= s.last)) for _, v, home in members]
+        specs = [stage.solution.choice.inputs.get(v) if stage.solution.choice else None for v, stage in parts]
+        runs = [
+            [*run] for _, run in groupby(zip(parts, specs, strict=True), key=lambda each: (id(each[0][1]), each[1]))
+        ]
+        forms = {(len(run), run[0][0][1].mesh, run[0][1]) for run in runs}
+        readers = tuple(stage.submesh for _, stage in parts)
+        value = graph.values[parts[0][0]]
+        at = None
+        if len(forms) > 1 or len({*readers}) < len(runs):
+            shape = (value.shape[0] * len(parts), *value.shape[1:])
+            at = resting(shape, tuple(map(submeshes.index, readers)), num_devices)
+        shards = (
+            num_shards(spec, stage.mesh.axis_sizes) if spec is not None else 1
+            for spec, (_, stage) in zip(specs, parts, strict=True)
+        )
+        yield _Rows(part_bytes=value.bytes, readers=readers, num_shards=tuple(shards), at=at)
