@@ -135,10 +135,10 @@ def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 @lru_cache(maxsize=1_000)
-def join_jaxpr(shape: tuple[int, ...], dtype: str, count: int, stacked: bool) -> Any:
-    """A jaxpr that puts arrays of one shape one after the other along their first dim, or along a new one."""
+def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> Any:
+    """A jaxpr that puts arrays one after the other along their first dim, or along a new one."""
     join = jax.numpy.stack if stacked else jax.numpy.concatenate
-    return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype)] * count)
+    return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype) for shape in shapes])
 
 
 def while_any_goes_on(eqn: Any) -> Any:

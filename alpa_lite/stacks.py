@@ -44,7 +44,7 @@ class PartedProgram:
 
 
 def part_stacks(program: GraphWithEquations, batched: Sequence[bool], num_parts: int) -> PartedProgram:
-    """The program with its stacked arrays in at least `num_parts` parts of equal size, or as many as there are rows.
+    """The program with its stacked arrays in about `num_parts` parts (`parts_of`).
 
     batched    for each of the first inputs whether it holds the batch; such inputs are never cut
     """
@@ -152,9 +152,10 @@ class _Rewriter:
 
     def _on_part(self, op: Op, factor: int, j: int) -> list[int]:
         """The op on the rows of one part."""
-        rule, equation = self.parting.rule(op), self.parting.part_equation(op, factor)
+        rule = self.parting.rule(op)
+        start, stop = self.parting.bounds(rule.sizes[factor])[j]
+        rows, equation = stop - start, self.parting.part_equation(op, factor, stop - start)
         assert equation is not None
-        rows = self.parting.bounds(rule.sizes[factor])[0][1]
         operands = [
             self._part(v, j) if dims and dims[0] == (factor,) else self._whole(v)
             for v, dims in zip(op.operands, rule.operands, strict=True)

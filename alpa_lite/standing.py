@@ -40,7 +40,7 @@ class Parting:
     """What of a program comes in parts.
 
     `batched`: for each of the first inputs whether it holds the batch; such inputs are never cut. `num_parts`: how
-    many parts of equal size to make at least, or as many as there are rows.
+    many parts to make (`parts_of`).
     """
 
     def __init__(self, program: GraphWithEquations, batched: Sequence[bool], num_parts: int) -> None:
@@ -138,7 +138,8 @@ class Parting:
                 if dims[0] != (factor,) or any(factor in factors for factors in dims[1:]):
                     return Standing.WHOLE
                 found.append(self.standing(v))
-        if self.part_equation(op, factor) is None:
+        sizes = {stop - start for start, stop in self.bounds(self.rule(op).sizes[factor])}
+        if any(self.part_equation(op, factor, rows) is None for rows in sizes):
             return Standing.WHOLE
         return Standing.PARTED if Standing.PARTED in found else min(found)
 
@@ -176,20 +177,20 @@ class Parting:
         sizes = [1 if op.primitive == "stack" else self.graph.values[v].shape[0] for v in op.operands]
         return list(accumulate(sizes))
 
-    def part_equation(self, op: Op, factor: int) -> Equation | None:
-        """The equation of an op on one part; None where its parameters would have to say more than the shape."""
+    def part_equation(self, op: Op, factor: int, rows: int) -> Equation | None:
+        """The equation of an op on a part of so many rows; None where its parameters would have to say more than
+        the shape."""
         equation = self.program.equations[op.id]
         # Equal as plain data are equal, if all of them can be said so.
         same = () if len(op.params) == len(equation.params) else (id(equation.params),)
-        key = (op_class(self.graph, op.id), factor, *same)
+        key = (op_class(self.graph, op.id), factor, rows, *same)
         if key not in self.part_equations:
-            params = self._part_params(op, factor)
+            params = self._part_params(op, factor, rows)
             self.part_equations[key] = None if params is None else replace(equation, params=params)
         return self.part_equations[key]
 
-    def _part_params(self, op: Op, factor: int) -> Mapping[str, Any] | None:
+    def _part_params(self, op: Op, factor: int, rows: int) -> Mapping[str, Any] | None:
         rule, params = self.rule(op), dict(self.program.equations[op.id].params)
-        rows = self.bounds(rule.sizes[factor])[0][1]
 
         def shape_of(v: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
             shape = self.graph.values[v].shape

@@ -40,10 +40,10 @@ def test_every_device_has_one_block_at_most(
     at = resting((len(readers), *row), tuple(readers), num_devices)
     blocks = _devices(at, num_devices)
     assert len(set[tuple[int, int]]().union(*blocks)) == at.group_size * len(blocks)
-    assert len(blocks) * at.parts_per_block == len(readers)
+    assert len(blocks) * at.rows_per_block == len(readers)
     assert at.group_size == 1 or (at.split_dim and row[at.split_dim - 1] % at.group_size == 0)
     for part, reader in enumerate(readers):
-        among = readers[part - part % at.parts_per_block :][: at.parts_per_block]
+        among = readers[part - part % at.rows_per_block :][: at.rows_per_block]
         assert at.holder_of(part) in among
         assert len({*among}) > 1 or at.holder_of(part) == reader
 
@@ -61,7 +61,7 @@ def test_no_way_takes_fewer_bytes_or_leaves_more_rows_with_their_stage(
     readers, num_devices = _spread(counts), devices[: len(counts)]
     at = resting((len(readers), width), readers, tuple(num_devices))
     enough = 1.5 * max(count / n for count, n in zip(counts, num_devices, strict=False))
-    held = at.parts_per_block / at.group_size
+    held = at.rows_per_block / at.group_size
     away = sum(at.holder_of(part) != reader for part, reader in enumerate(readers))
     for parts in range(1, len(readers) + 1):
         for size in range(1, max(num_devices) + 1):
@@ -87,5 +87,5 @@ def test_no_way_takes_fewer_bytes_or_leaves_more_rows_with_their_stage(
 def test_known_cases(counts: list[int], devices: tuple[int, ...], parts: int, size: int, away: int) -> None:
     readers = _spread(counts)
     at = resting((len(readers), 2560, 4), readers, devices)
-    assert (at.parts_per_block, at.group_size) == (parts, size)
+    assert (at.rows_per_block, at.group_size) == (parts, size)
     assert sum(at.holder_of(part) != reader for part, reader in enumerate(readers)) == away

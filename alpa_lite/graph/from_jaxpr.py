@@ -49,7 +49,7 @@ def from_jaxpr(
 ) -> GraphWithEquations:
     """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
 
-    Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become at least `num_parts`
+    Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become about `num_parts`
     loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 or 1 they stay
     as they are, as do those numbered in `kept` (`loops_over_samples`).
     """
@@ -253,9 +253,9 @@ class _Builder:
         split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)
-        trips = bounds[0][1]
         made, totals = list[list[int]](), dict[int, int]()
         for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
+            trips = bounds[number][1] - bounds[number][0]
             rows = [self.piece(x, bounds, number, **place) for x in xs]
             if trips == 1:
                 results = self.call(params["jaxpr"], [*consts, *carry, *rows], **place)
@@ -271,7 +271,8 @@ class _Builder:
         if params["reverse"]:
             made.reverse()
         sums = [totals.get(i, v) for i, v in enumerate(carry)]
-        return sums + [self.joined(list(pieces), stacked=trips == 1, **place) for pieces in zip(*made, strict=True)]
+        stacked = len(bounds) == params["length"]
+        return sums + [self.joined(list(pieces), stacked=stacked, **place) for pieces in zip(*made, strict=True)]
 
     def begun_anew(self, carry: list[int], totals: dict[int, int], **place: str) -> list[int]:
         """What the next part of a loop starts from: zeros for what all only add to, whose sums are in `totals`."""
@@ -302,8 +303,8 @@ class _Builder:
 
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
         """Op that puts pieces one after the other, or stacks them."""
-        v = self.values[pieces[0]]
-        jaxpr = _jax.join_jaxpr(v.shape, v.dtype, len(pieces), stacked)
+        shapes = tuple(self.values[v].shape for v in pieces)
+        jaxpr = _jax.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
         result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
         self.pieces[result] = pieces
         return result

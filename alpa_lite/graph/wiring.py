@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from alpa_lite.graph.ir import Graph, Op
 
@@ -85,10 +86,14 @@ def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[
 
 
 def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
-    """First and last + 1 of each of at least `num_parts` equal parts of a loop or a stack, or of as many as it has."""
-    count = next(c for c in range(min(num_parts, length), length + 1) if length % c == 0)
-    size = length // count
-    return [(i * size, (i + 1) * size) for i in range(count)]
+    """First and last + 1 of each part of a loop or a stack: `num_parts` of nearly equal size, if they have two or more
+    each; else the next number of equal parts, at last single ones. Larger parts come earlier, as what follows the
+    last layer (a product with the vocabulary, say) mostly takes longer than what comes before the first."""
+    count = min(num_parts, length)
+    if length < 2 * count:
+        count = next(c for c in range(count, length + 1) if length % c == 0)
+    ends = [-(-i * length // count) for i in range(count + 1)]
+    return [*pairwise(ends)]
 
 
 def reached_results(op: Op, wiring: Wiring, outside: set[int]) -> set[int]:

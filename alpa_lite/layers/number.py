@@ -20,10 +20,7 @@ CONTRACTIONS_PER_LAYER = 3
 FEW_LAYERS = 8
 MAX_LAYERS = 16
 
-#: The most trips of a loop that are taken apart for the sake of numbers of stages that do not divide them.
-MOST_ALONE = 96
-
-#: By how much a stage of such trips may exceed its share.
+#: By how much a stage may exceed its share of the trips of loops where their number does not divide these.
 MOST_UNEVEN = 0.15
 
 
@@ -84,15 +81,11 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
         return sum(len(parts_of(count, parts)) for count in trips)
 
     def possible(parts: int) -> int:
-        return sum(layers(parts) % count == 0 for count in stages)
+        return sum(layers(parts) % count == 0 for count in even)
 
-    parts = max((d for d in range(1, wanted + 1) if longest % d == 0), key=lambda d: (possible(d), d))
-    # Equal parts allow for no stages but one of 32 layers on 3 hosts, and for 4 of 60 layers on 16: trips by themselves
-    # allow for any.
     even = [count for count in stages if -(-sum(trips) // count) * count <= (1 + MOST_UNEVEN) * sum(trips)]
-    alone = max(range(1, wanted + 1), key=lambda n: (sum(n % count == 0 for count in even), n))
-    if longest <= MOST_ALONE and sum(alone % count == 0 for count in even) > possible(parts):
-        return Cut(loop_parts=longest, num_layers=alone, equal="loops")
+    able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d]
+    parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
         parts = longest  # a number with few divisors
     if not possible(parts):

@@ -17,7 +17,7 @@ from alpa_lite.mesh import Submesh
 from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.pricing import crosses_hosts
 from alpa_lite.resting import Resting, resting
-from alpa_lite.sharding import num_shards
+from alpa_lite.sharding import Spec, num_shards
 from cost_models.interface import CostModel
 
 
@@ -35,13 +35,13 @@ class AtRest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Equal parts of a stacked argument: the bytes of one, the submesh that reads each, and into how many different
-    blocks each is cut there; `at`: where they lie, None as they are read."""
+    """The rows of a stacked argument that lie elsewhere: the bytes of one, the submesh that reads each, and into how
+    many different blocks each is cut there; `at`: where they lie."""
 
-    part_bytes: float
+    row_bytes: float
     readers: tuple[Submesh, ...]
     num_shards: tuple[int, ...]
-    at: Resting | None
+    at: Resting
 
 
 def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:
@@ -51,17 +51,15 @@ def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stage
     landing, leaving = dict.fromkeys(submeshes, 0.0), dict.fromkeys(submeshes, 0.0)
     away, moved = 0.0, 0
     for rows in _stacked(step, layers, stages, submeshes):
-        if rows.at is None:
-            continue
         moved += 1
-        for part, (reader, shards) in enumerate(zip(rows.readers, rows.num_shards, strict=True)):
-            holder = submeshes[rows.at.holder_of(part)]
-            landing[reader] += rows.part_bytes * reader.num_devices / shards
-            leaving[reader] += rows.part_bytes
-            away += rows.part_bytes if holder != reader else 0.0
-            state[reader] -= rows.part_bytes / shards
+        for row, (reader, shards) in enumerate(zip(rows.readers, rows.num_shards, strict=True)):
+            holder = submeshes[rows.at.holder_of(row)]
+            landing[reader] += rows.row_bytes * reader.num_devices / shards
+            leaving[reader] += rows.row_bytes
+            away += rows.row_bytes if holder != reader else 0.0
+            state[reader] -= rows.row_bytes / shards
         for holder in {*rows.at.holders}:
-            state[submeshes[holder]] += rows.part_bytes * rows.at.parts_per_block / rows.at.group_size
+            state[submeshes[holder]] += rows.row_bytes * rows.at.rows_per_block / rows.at.group_size
     if not moved:
         return AtRest(seconds=0.0, state_bytes=state)
     cluster = cost_model.cluster
@@ -81,23 +79,29 @@ def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stage
 def _stacked(
     step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], submeshes: Sequence[Submesh]
 ) -> Iterator[_Rows]:
+    """The stacked arguments that do not lie as the stages read them."""
     graph, num_devices = step.graph, tuple(submesh.num_devices for submesh in submeshes)
     inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
     for _, members in groupby((m for m in inputs if m[0].rows is not None), key=lambda member: member[0].leaf):
-        parts = [(v, next(s for s in stages if s.first <= home <= s.last)) for _, v, home in members]
-        specs = [stage.solution.choice.inputs.get(v) if stage.solution.choice else None for v, stage in parts]
-        runs = [
-            [*run] for _, run in groupby(zip(parts, specs, strict=True), key=lambda each: (id(each[0][1]), each[1]))
-        ]
-        forms = {(len(run), run[0][0][1].mesh, run[0][1]) for run in runs}
-        readers = tuple(stage.submesh for _, stage in parts)
-        value = graph.values[parts[0][0]]
-        at = None
-        if len(forms) > 1 or len({*readers}) < len(runs):
-            shape = (value.shape[0] * len(parts), *value.shape[1:])
-            at = resting(shape, tuple(map(submeshes.index, readers)), num_devices)
-        shards = (
-            num_shards(spec, stage.mesh.axis_sizes) if spec is not None else 1
-            for spec, (_, stage) in zip(specs, parts, strict=True)
+        runs: list[tuple[PlacedStage, Spec | None, int]] = []
+        value = None
+        for _, v, home in members:
+            stage = next(s for s in stages if s.first <= home <= s.last)
+            spec = stage.solution.choice.inputs.get(v) if stage.solution.choice else None
+            value, before = graph.values[v], runs[-1] if runs else None
+            if before is not None and before[0] is stage and before[1] == spec:
+                runs[-1] = (stage, spec, before[2] + value.shape[0])
+            else:
+                runs.append((stage, spec, value.shape[0]))
+        assert value is not None
+        if len({(stage.mesh, spec, rows) for stage, spec, rows in runs}) == 1:
+            if len({stage.submesh for stage, _, _ in runs}) == len(runs):
+                continue
+        readers = tuple(stage.submesh for stage, _, rows in runs for _ in range(rows))
+        shards = (num_shards(spec, stage.mesh.axis_sizes) if spec is not None else 1 for stage, spec, _ in runs)
+        yield _Rows(
+            row_bytes=value.bytes / value.shape[0],
+            readers=readers,
+            num_shards=tuple(n for n, (_, _, rows) in zip(shards, runs, strict=True) for _ in range(rows)),
+            at=resting((len(readers), *value.shape[1:]), tuple(map(submeshes.index, readers)), num_devices),
         )
-        yield _Rows(part_bytes=value.bytes, readers=readers, num_shards=tuple(shards), at=at)

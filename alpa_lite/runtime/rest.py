@@ -44,7 +44,7 @@ class Rest:
         """For an array of this shape."""
         meshes = list(dict.fromkeys(run.sharding.mesh for run in runs))
         devices = [devices_of(mesh) for mesh in meshes]
-        owners = [number for number, run in enumerate(runs) for _ in run.rows]
+        owners = [number for number, run in enumerate(runs) for _ in range(run.num_rows)]
         places = [meshes.index(runs[number].sharding.mesh) for number in owners]
         at = resting(tuple(shape), tuple(places), tuple(map(len, devices)))
         groups = [
@@ -57,13 +57,12 @@ class Rest:
             inner = () if at.split_dim is None else (*[None] * (at.split_dim - 1), GROUP_AXIS)
             return NamedSharding(mesh, PartitionSpec(STAGE_AXIS, *inner))
 
-        size = at.parts_per_block
+        size = at.rows_per_block
         read_by = [tuple(dict.fromkeys(owners[b * size : (b + 1) * size])) for b in range(len(groups))]
-        bounds = [rows for run in runs for rows in run.rows]
         shelves: list[Shelf] = []
         for _, blocks in groupby(enumerate(read_by), key=lambda each: each[1] if len(each[1]) == 1 else each):
             numbers = [block for block, _ in blocks]
-            start, stop = bounds[numbers[0] * size][0], bounds[(numbers[-1] + 1) * size - 1][1]
+            start, stop = numbers[0] * size, (numbers[-1] + 1) * size
             sources = [
                 (owner, max(start, first) - first, min(stop, last) - first)
                 for owner in read_by[numbers[0]]
