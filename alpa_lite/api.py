@@ -65,11 +65,15 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int], TracedStep] = field(default_factory=dict[tuple[int, int], TracedStep], repr=False)
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(
+        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
+    )
 
-    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0) -> TracedStep:
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, likely: bool = False) -> TracedStep:
         """The step cut into phases, remembered; see `split_step`."""
-        key = (num_microbatches, loop_parts)
+        exact, key = (num_microbatches, loop_parts, False), (num_microbatches, loop_parts, likely)
+        if likely and exact in self._steps:
+            return self._steps[exact]
         if key not in self._steps:
             with self.options.progress.during("split"):
                 self._steps[key] = split_step(
@@ -77,6 +81,7 @@ class TracedFunction:
                     num_microbatches,
                     loop_parts=loop_parts,
                     on_non_additive=self.options.on_non_additive,
+                    likely=likely,
                 )
         return self._steps[key]
 
@@ -105,6 +110,7 @@ class TracedFunction:
         return PlanRequest(
             function=traced.name,
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
+            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, likely=True).step,
             num_arguments=len(traced.leaves),
             arguments=traced.arguments,
             results=traced.out_names,

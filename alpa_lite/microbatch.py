@@ -41,8 +41,10 @@ from alpa_lite.one_sample import (
     extrapolated,
     full_in_parts,
     in_parts,
+    likely_in_parts,
     over_samples,
     program_of,
+    seen_in_parts,
     traces_alike,
 )
 from alpa_lite.rules.batch_flow import follow_batch
@@ -71,11 +73,17 @@ class TracedStep:
 
 @rare_collection()
 def split_step(
-    traced: Traced, num_microbatches: int, *, loop_parts: int = 0, on_non_additive: OnNonAdditive = "refuse"
+    traced: Traced,
+    num_microbatches: int,
+    *,
+    loop_parts: int = 0,
+    on_non_additive: OnNonAdditive = "refuse",
+    likely: bool = False,
 ) -> TracedStep:
     """The step cut into phases for `num_microbatches`.
 
-    Loops over layers are cut into at least `loop_parts` loops, with what they scan; 0 keeps them as they are.
+    Loops over layers are cut into about `loop_parts` loops, with what they scan; 0 keeps them as they are. `likely`:
+    the step need not be traced at micro-batches of another size if it was at some (`likely_in_parts`).
 
     Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
     the meaning of the step, unless `on_non_additive` accepts that.
@@ -87,7 +95,7 @@ def split_step(
     problem, averages = traced.batch_problem, num_microbatches > 1 and on_non_additive == "mean_of_means"
     for size in sizes:
         try:
-            full, other = _at_two_sizes(traced, size, loop_parts)
+            full, other = _at_two_sizes(traced, size, loop_parts, likely=likely)
             batch, pairs = _batch_dims(full, other, allow_pairs=num_microbatches == 1 or averages)
         except Exception as error:
             if num_microbatches > 1:
@@ -101,16 +109,21 @@ def split_step(
     return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
 
 
-def _at_two_sizes(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+def _at_two_sizes(traced: Traced, size: int, loop_parts: int, *, likely: bool) -> tuple[PartedProgram, PartedProgram]:
     """The programs at the full batch and at another size, which are the same program."""
+    known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
+    if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
+        return known[batch], other
     if size == 1 and not traces_alike(traced, size):
         loops = over_samples(traced, loop_parts)
         program = extrapolated(traced, loop_parts)[size]
     else:
-        loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
+        loops = over_samples(traced, loop_parts, (batch, size))
         program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
     full, other = full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
     check_same_structure(full.program.graph, other.program.graph)
+    if size > 1:
+        known |= {batch: full, size: other}
     return full, other
 
 

@@ -10,12 +10,14 @@ JAX writes another program for dims of size 1. What that means for the two uses 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite import _jax
+from alpa_lite.errors import TraceError
 from alpa_lite.graph.alignment import align
 from alpa_lite.graph.equations import GraphWithEquations
-from alpa_lite.graph.extrapolate import at_one_sample
+from alpa_lite.graph.extrapolate import at_one_sample, likely_at
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.kept import kept
@@ -45,6 +47,25 @@ def full_in_parts(traced: Traced, loop_parts: int, over_samples: frozenset[int])
     """The same with its stacked arrays in parts."""
     program = full_program(traced, loop_parts, over_samples)
     return in_parts(traced, program, loop_parts)
+
+
+@kept
+def seen_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
+    """The programs that were traced, by batch size, for `likely_in_parts`: who traces one adds it."""
+    del traced, loop_parts
+    return {}
+
+
+def likely_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
+    """The program at a batch size as those at others show it; None where they do not show it."""
+    known = seen_in_parts(traced, loop_parts)
+    if len(known) < 2 or size in known:
+        return known.get(size)
+    try:
+        program = likely_at(size, {of: parted.program for of, parted in known.items()})
+    except TraceError:
+        return None
+    return replace(next(iter(known.values())), program=program)
 
 
 def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int) -> PartedProgram:

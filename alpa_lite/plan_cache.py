@@ -19,7 +19,7 @@ import platform
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from importlib import metadata
@@ -28,6 +28,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.plan import FORMAT, INTERRUPTED, Plan, fingerprint
@@ -67,16 +68,33 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     folder = folder_of(kept)
     key = key_of(planner, request) if folder is not None else None
     if folder is None or key is None:
-        return Answer(plan=planner.plan(request), cached=False)
+        return Answer(plan=_made(planner, request), cached=False)
     path = folder / f"{key}.json"
     known = _load(path, request)
     if known is not None:
         request.progress(f"from the cache: this plan took {known.solver.seconds:.1f} s to find")
         return Answer(plan=known, cached=True)
-    plan = planner.plan(request)
+    plan = _made(planner, request)
     if plan.solver.status != INTERRUPTED:
         _store(path, plan)
     return Answer(plan=plan, cached=False)
+
+
+def _made(planner: Planner, request: PlanRequest) -> Plan:
+    """A new plan, for the step as it is traced at the plan's number of micro-batches, whatever others were like."""
+    likely = request.likely_step_at
+    if likely is not None and not _measures(planner):
+        plan = planner.plan(replace(request, step_at=likely))
+        with suppress(NonAdditiveError, BatchError, TraceError):
+            if plan.fingerprint == fingerprint(request.step_at(plan.num_microbatches, plan.loop_parts)):
+                return plan
+        request.progress("the step differs between numbers of micro-batches: planned again, with all of them traced")
+    return planner.plan(request)
+
+
+def _measures(planner: Planner) -> bool:
+    """Whether plans are run before one is chosen."""
+    return isinstance(planner, Auto) and planner.measure_top > 0
 
 
 def folder_of(kept: Cache) -> Path | None:
@@ -91,8 +109,7 @@ def folder_of(kept: Cache) -> Path | None:
 
 def key_of(planner: Planner, request: PlanRequest) -> str | None:
     """The digest of all that a plan depends on; None where that has no content."""
-    measures = isinstance(planner, Auto) and planner.measure_top > 0
-    if isinstance(planner, Replay) or measures or not only_own_rules():
+    if isinstance(planner, Replay) or _measures(planner) or not only_own_rules():
         return None
     asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
     asked += (request.arguments, request.results)

@@ -28,9 +28,13 @@ def request_of(
     def cut(num_microbatches: int, loop_parts: int) -> StepGraph:
         return traced.step(num_microbatches, loop_parts=loop_parts).step
 
+    def likely(num_microbatches: int, loop_parts: int) -> StepGraph:
+        return traced.step(num_microbatches, loop_parts=loop_parts, likely=True).step
+
     return PlanRequest(
         function=name or traced.traced.name,
         step_at=step_at or cut,
+        likely_step_at=None if step_at else likely,
         num_arguments=len(traced.traced.leaves),
         arguments=traced.traced.arguments,
         results=traced.traced.out_names,

@@ -17,6 +17,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.microbatch import TracedStep, split_step
+from alpa_lite.plan import fingerprint
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
@@ -38,6 +39,18 @@ NAMES = [name for name, program in PROGRAMS.items() if not program.refused and n
 
 def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> TracedStep:
     return split_step(trace(fun, args, **options), num_microbatches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(name: str) -> None:
+    """A batch of 16 is seen whole and in fourths: halves and eighths follow."""
+    program = PROGRAMS[name]
+    likely, exact = (trace(program.step, program.args, batch_argnums=program.batch_argnums) for _ in range(2))
+    for number in (4, 2, 8, 1):
+        got, want = (split_step(t, number, likely=t is likely).step for t in (likely, exact))
+        assert fingerprint(got) == fingerprint(want), number
+        assert (got.batch_dims, got.phases, got.full_shapes) == (want.batch_dims, want.phases, want.full_shapes)
+        assert (got.aliases, got.local_iotas) == (want.aliases, want.local_iotas)
 
 
 def run_in_micro_batches(split: TracedStep, args: Any) -> list[Any]:

@@ -166,6 +166,41 @@ def test_plans_that_are_chosen_by_running_them_are_not_kept() -> None:
     assert plan_cache.key_of(Auto(measure_top=2), looks.requests[0]) is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tries(Planner):
+    """Looks at the step at some numbers of micro-batches, and takes the last of them."""
+
+    numbers: tuple[int, ...]
+    seen: list[PlanRequest]
+    name = "tries"
+
+    def plan(self, request: PlanRequest) -> al.Plan:
+        """As data parallel."""
+        self.seen.append(request)
+        for number in self.numbers:
+            request.step_at(number, 0)
+        return DataParallel().plan(replace(request, num_microbatches=self.numbers[-1]))
+
+
+@pytest.mark.parametrize("odd", [0, 2, 8])
+def test_steps_that_are_not_alike_at_all_numbers_are_planned_as_they_are(odd: int) -> None:
+    """Micro-batches of `odd` samples are rounded otherwise."""
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            bits = 10 if x.shape[0] == odd else 12
+            rounded = jax.lax.reduce_precision(x @ weights["a"], exponent_bits=8, mantissa_bits=bits)
+            return jnp.mean(jnp.tanh(rounded) @ weights["b"])
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    tries, said = Tries(numbers=(1, 2, 16, 4), seen=[]), list[str]()
+    found = _planned(False, train_step, planner=tries, progress=said.append)
+    assert len(tries.seen) == (2 if odd == 8 else 1) == 1 + sum("planned again" in text for text in said)
+    found.lower()
+
+
 def test_what_has_no_content_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _planned(tmp_path, planner=Mine())
     _planned(tmp_path, planner=Auto(manual=(Mine(),)))

@@ -1,13 +1,15 @@
-"""The program of one sample, from the same program at larger batches.
+"""The program of a step at some batch size, from the same program at others.
 
-JAX writes another program for dims of size 1: the transpose of a broadcast sums over them, an index along them is
-squeezed. A micro-batch of one sample is therefore not traced. Its program is that of larger batches, in which every
-integer n of shapes and parameters, those of loop bodies included, is an affine function of the batch size b:
+Every integer n of shapes and parameters, those of loop bodies included, is taken for an affine function of the batch
+size b; what is no integer is the same at every size, and scalar literals are those of size p:
 
     n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      from the two smallest sizes p < q         (_Line.number)
 
-The other sizes check it, and JAX checks the shapes of what each op makes (_check). What is no integer is the same at
-every size; scalar literals are those of size p.
+    one sample    JAX writes another program for dims of size 1: the transpose of a broadcast sums over them, an index
+                  along them is squeezed. A micro-batch of one sample is therefore not traced. A third size checks its
+                  integers, and JAX the shapes of what each op makes                        (at_one_sample, _check)
+    to plan       a search asks for the step at many sizes, of which two or more were traced; the one that it chooses is
+                  traced as well                                                                         (likely_at)
 """
 
 from __future__ import annotations
@@ -34,13 +36,24 @@ def at_one_sample(programs: Mapping[int, GraphWithEquations]) -> GraphWithEquati
     Raises `TraceError` with the user's line where sizes show different programs, where an integer is no affine function
     of the size, or where JAX makes other shapes at one sample.
     """
-    sizes = tuple(sorted(programs))
-    known = [programs[size] for size in sizes]
+    known = [programs[size] for size in sorted(programs)]
     for program in known[:-1]:
         check_same_structure(known[-1].graph, program.graph)
-    graph, equations = _Line(sizes).program([p.graph for p in known], [p.equations for p in known])
-    _check(graph, equations)
-    return GraphWithEquations(graph=verify(graph), equations=equations, constants=known[-1].constants)
+    made = likely_at(1, programs)
+    _check(made.graph, made.equations)
+    verify(made.graph)
+    return made
+
+
+def likely_at(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+    """The program at a batch size if it is like those at two or more others, given by size, which have one structure.
+
+    Raises `TraceError` as `at_one_sample`.
+    """
+    sizes = tuple(sorted(programs))
+    known = [programs[size] for size in sizes]
+    graph, equations = _Line(sizes, size).program([p.graph for p in known], [p.equations for p in known])
+    return GraphWithEquations(graph=graph, equations=equations, constants=known[-1].constants)
 
 
 class _Unlike(Exception):
@@ -48,25 +61,25 @@ class _Unlike(Exception):
 
 
 class _Line:
-    """Integers as functions of the batch size, through what they are at `sizes`."""
+    """Integers as functions of the batch size, through what they are at `sizes`, for the size `at`."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: tuple[int, ...], at: int) -> None:
+        self.sizes, self.at = sizes, at
         # Trips of one loop share the parameters of their equations, as one object.
         self.known: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
 
     def number(self, seen: Sequence[int]) -> int:
-        """The integer at one sample."""
+        """The integer at the size."""
         p, q = self.sizes[:2]
         slope, rest = divmod(seen[1] - seen[0], q - p)
         straight = all(n == seen[0] + (b - p) * slope for b, n in zip(self.sizes, seen, strict=True))
         if rest or not straight:
             raise _Unlike(f"{_listed(seen)}, which is no affine function of the batch size")
-        return int(seen[0] + (1 - p) * slope)
+        return int(seen[0] + (self.at - p) * slope)
 
     def anything(self, seen: Sequence[Any], *, bodies_apart: bool = False) -> Any:
-        """A parameter at one sample; with `bodies_apart` the programs in it are dealt with elsewhere."""
+        """A parameter at the size; with `bodies_apart` the programs in it are dealt with elsewhere."""
         first = seen[0]
         if all(_equal(first, x) for x in seen[1:]):
             return first
@@ -87,29 +100,33 @@ class _Line:
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
 
     def value(self, seen: Sequence[Value]) -> Value:
-        """A value at one sample."""
+        """A value at the size."""
+        first = seen[0]
+        if all(v.shape == first.shape and v.dtype == first.dtype for v in seen):
+            return first
         if len({(v.dtype, v.rank) for v in seen}) > 1:
             raise _Unlike(f"{_listed(seen)}, which are different kinds of arrays")
         shape = tuple(self.number(dims) for dims in zip(*(v.shape for v in seen), strict=True))
         if any(n < 0 for n in shape):
-            raise _Unlike(f"{_listed(seen)}, which would be {list(shape)} at one sample")
-        return seen[0] if shape == seen[0].shape else dataclasses.replace(seen[0], shape=shape)
+            raise _Unlike(f"{_listed(seen)}, which would be {list(shape)} at {_samples(self.at)}")
+        return dataclasses.replace(first, shape=shape)
 
-    def params(self, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The parameters of an equation at one sample, and the same as plain data."""
+    def params(self, op: Op, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The parameters of an op and its equations at the size, and the same as plain data."""
         key = tuple(id(e.params) for e in seen)
         if key not in self.known:
             made = {
                 name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
                 for name in seen[0].params
             }
-            self.known[key] = made, plain_params(made)
+            same = all(value is seen[0].params[name] for name, value in made.items())
+            self.known[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
         return self.known[key]
 
     def program(
         self, graphs: Sequence[Graph], equations: Sequence[Sequence[Equation]]
     ) -> tuple[Graph, tuple[Equation, ...]]:
-        """A graph or body at one sample, with its equations."""
+        """A graph or body at the size, with its equations."""
         first = graphs[0]
         ops: list[Op] = []
         made: list[Equation] = []
@@ -124,7 +141,7 @@ class _Line:
             try:
                 for results in zip(*(o.results for o in same), strict=True):
                     values[results[0]] = self.value([g.values[r] for g, r in zip(graphs, results, strict=True)])
-                params, plain = self.params(run)
+                params, plain = self.params(op, run)
             except (_Unlike, KeyError) as error:
                 where = f"{op.source or 'an unknown line'}: {op.primitive}"
                 raise TraceError(self._sentence(where, str(error))) from error
@@ -134,14 +151,17 @@ class _Line:
                     zip(*(o.bodies for o in same), strict=True), zip(*(e.bodies for e in run), strict=True), strict=True
                 )
             ]
-            ops.append(dataclasses.replace(op, params=plain, bodies=tuple(body for body, _ in inner)))
-            made.append(dataclasses.replace(run[0], params=params, bodies=tuple(below for _, below in inner)))
+            if inner or params is not run[0].params:
+                op = dataclasses.replace(op, params=plain, bodies=tuple(body for body, _ in inner))
+                run[0] = dataclasses.replace(run[0], params=params, bodies=tuple(below for _, below in inner))
+            ops.append(op)
+            made.append(run[0])
         return Graph(values=tuple(values), ops=tuple(ops), inputs=first.inputs, outputs=first.outputs), tuple(made)
 
     def body(
         self, graphs: tuple[Graph, ...], equations: Sequence[Sequence[Equation]]
     ) -> tuple[Graph, tuple[Equation, ...]]:
-        """A body at one sample; one object for loops that share theirs at every size."""
+        """A body at the size; one object for loops that share theirs at every size."""
         if graphs not in self.bodies:
             self.bodies[graphs] = self.program(graphs, equations)
         return self.bodies[graphs]
@@ -149,9 +169,13 @@ class _Line:
     def _sentence(self, where: str, what: str) -> str:
         return (
             f"{where} has, at batches of {_listed(self.sizes)} samples, "
-            f"{what}. The program of a micro-batch of one sample is not known then; use fewer micro-batches, so that "
-            "each holds two samples or more."
+            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, so "
+            "that each holds two samples or more."
         )
+
+
+def _samples(number: int) -> str:
+    return "one sample" if number == 1 else f"{number} samples"
 
 
 def _listed(items: Sequence[Any]) -> str:

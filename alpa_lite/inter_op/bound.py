@@ -6,6 +6,15 @@
 A device that does 1/n of an op takes at least 1/n of `least`: its part of the FLOPs and of the bytes is no smaller, and
 starting kernels, padding, waiting and communication only add to it. Larger micro-batches read weights less often, so
 that the step with one micro-batch bounds those with more.
+
+In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. Stage j is
+idle until the first micro-batch has passed those before it, and after it has sent the last one back to them. With t_j
+what it takes for one micro-batch,
+
+    seconds  >=  m t_j + sum of t_i over i < j      for each j
+
+and however the work is divided among the stages, that is at least (p / m) / (1 - (1 - 1/m)^p) times what it takes
+divided over all devices: as long when all p are as large.                                         `pipeline_slowdown`
 """
 
 from __future__ import annotations
@@ -29,7 +38,25 @@ from cost_models.interface import CostModel
 
 def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
     """A lower bound on the seconds of one step on a cluster, whatever the plan."""
-    ops = [op for op in step.graph.ops if free_values(step.graph).isdisjoint(op.results)]
+    return _least_seconds(step, step.graph.ops, cluster, cost_model_for) + cluster.skew_seconds
+
+
+def least_loop_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
+    """The part of it that the loop over micro-batches takes."""
+    ops = [op for op in step.graph.ops if step.phases[op.id].in_loop]
+    return _least_seconds(step, ops, cluster, cost_model_for)
+
+
+def pipeline_slowdown(num_stages: int, num_microbatches: int) -> float:
+    """How many times as long as without waiting the loop over micro-batches takes at least."""
+    return (num_stages / num_microbatches) / (1 - (1 - 1 / num_microbatches) ** num_stages)
+
+
+def _least_seconds(
+    step: StepGraph, some: Sequence[Op], cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]
+) -> float:
+    """Of some ops."""
+    ops = [op for op in some if free_values(step.graph).isdisjoint(op.results)]
     runs = np.array([step.runs_of(op) for op in ops], dtype=float)
     # Of each op and second: the part of it that all devices of a group do, summed over the groups.
     rates = np.zeros(len(ops))
@@ -42,7 +69,7 @@ def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[C
         with np.errstate(divide="ignore"):
             rates += processors / _least_of_ops(step.graph, ops, model)
         first += num_devices
-    return float((runs / rates).sum()) + cluster.skew_seconds
+    return float((runs / rates).sum())
 
 
 def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDArray[np.float64]:

@@ -11,13 +11,13 @@ writes a model as one loop for each stage can also have it cut so, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.phases import Phase, StepGraph
-from alpa_lite.graph.wiring import MAX_TRIPS, wiring_of
+from alpa_lite.graph.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.layers import Layers, forward_loops, make_layers, op_flops
 from alpa_lite.planners.planner import PlanRequest
 
@@ -91,7 +91,7 @@ def cut_into_stages(
 
 def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float]) -> Cut:
     """The cut with loops in as many parts as it takes; at last they are written out."""
-    num_parts = len(shares)
+    num_parts = parts_that_may_do(request.best_step(microbatches, loop_parts=0), len(shares), shares)
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
@@ -103,21 +103,43 @@ def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequenc
 def is_even(step: StepGraph, layers: Layers, shares: Sequence[float] = ()) -> bool:
     """True when more parts of loops could hardly give stages that are closer to their shares; without them, equal."""
     shares = shares or (1.0,) * layers.num_layers
-    forward = [op for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD]
-    flops = op_flops(step)
-    totals = [0.0] * layers.num_layers
-    trips: list[float] = []
-    for op in forward:
-        totals[layers.of_op[op.id] or 0] += flops[op.id]
-        wiring = wiring_of(op)
-        cuttable = wiring is not None and wiring.scanned and wiring.trips <= MAX_TRIPS
-        count = int(wiring.trips) if wiring is not None and cuttable else 1
-        trips += [flops[op.id] / count] * count
-    if len(trips) == len(forward):
+    loops, totals = _trips(step), [0.0] * layers.num_layers
+    for op, (flops, count) in loops.items():
+        totals[layers.of_op[op] or 0] += flops * count
+    if all(count == 1 for _, count in loops.values()):
         return True  # there is nothing to cut through
-    largest = max(total / share for total, share in zip(totals, shares, strict=True))
-    even = (1 + UNEVEN) * sum(totals) / sum(shares)
-    return largest <= even or largest <= least_largest(trips, shares) * _ROUNDING
+    return max(total / share for total, share in zip(totals, shares, strict=True)) <= _allowed(loops, shares)
+
+
+def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) -> int:
+    """The first number of parts of loops with which a cut of a step can be even: `num_parts`, or twice as many, and so
+    on. `step`: with its loops whole."""
+    loops = _trips(step)
+    allowed = _allowed(loops, shares)
+    while num_parts < MAX_TRIPS:
+        sizes = [f * (b - a) for f, count in loops.values() for a, b in parts_of(count, num_parts)]
+        if least_largest(sizes, shares) <= allowed:
+            break
+        num_parts = min(2 * num_parts, MAX_TRIPS)
+    return num_parts
+
+
+def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
+    """Of each op of the forward pass, the FLOPs of a trip, and how many trips there are that can be taken apart."""
+    flops, found = op_flops(step), dict[int, tuple[float, int]]()
+    for op in step.graph.ops:
+        if step.phases[op.id] is Phase.FORWARD:
+            wiring = wiring_of(op)
+            cuttable = wiring is not None and wiring.scanned and wiring.trips <= MAX_TRIPS
+            count = int(wiring.trips) if wiring is not None and cuttable else 1
+            found[op.id] = flops[op.id] / count, count
+    return found
+
+
+def _allowed(loops: Mapping[int, tuple[float, int]], shares: Sequence[float]) -> float:
+    """How many FLOPs for each share the largest stage may have."""
+    trips = [flops for flops, count in loops.values() for _ in range(count)]
+    return max((1 + UNEVEN) * sum(trips) / sum(shares), least_largest(trips, shares) * _ROUNDING)
 
 
 def least_largest(sizes: Sequence[float], shares: Sequence[float]) -> float:

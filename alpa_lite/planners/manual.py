@@ -3,7 +3,8 @@
     the best plan has one micro-batch     each planner decides
     it has m of them                      m, and fewer while that is faster
 
-What takes much longer than the best is given up (`HOPELESS`).
+What takes much longer than the best is given up (`HOPELESS`), and what certainly takes longer is not planned at all
+(`Planner.slowdown`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from alpa_lite.errors import AlpaLiteError, without_frames
+from alpa_lite.inter_op.bound import least_loop_seconds, least_seconds
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.gshard import GShard
@@ -65,9 +67,15 @@ def manual_plans(
         return
     most, numbers = best.num_microbatches, request.microbatch_choices(microbatch_numbers(request.batch_size or 1))
     fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
+    alike = not (request.cluster.groups or request.cluster.shared_processor)
+    of = (request.step_at(1, 0), request.cluster, request.cost_model_for)
+    loop, at_best = least_loop_seconds(*of), least_seconds(*of)
     for planner in planners:
         last = math.inf
         for number in fewer:
+            waiting = loop * (planner.slowdown(number) - 1) if alike else 0.0
+            if at_best + waiting >= best.prediction.step_seconds:
+                break
             plan = planned(planner, number)
             if plan is None or plan.prediction.step_seconds >= last:
                 break

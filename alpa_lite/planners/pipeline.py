@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from alpa_lite.inter_op.bound import pipeline_slowdown
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
@@ -32,6 +33,10 @@ class Pipeline(Planner):
     def name(self) -> str:
         """For tables."""
         return f"{self.num_stages}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
+
+    def slowdown(self, num_microbatches: int) -> float:
+        """What it waits for at the beginning and at the end (`pipeline_slowdown`)."""
+        return pipeline_slowdown(self.num_stages, num_microbatches)
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan; raises `PlanError` when there are more stages than layers or the degrees do not divide."""

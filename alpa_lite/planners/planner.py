@@ -45,6 +45,7 @@ class PlanRequest:
         function: its name.
         step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
             layers are cut into at least so many, with what they scan.
+        likely_step_at: the same, which may be guessed from other numbers, faster; None: not so.
         num_arguments: how many arrays the step takes; the others are captured by the function.
         batch_size: samples of a step; None where no batch was found.
         cluster: what to plan for.
@@ -60,6 +61,7 @@ class PlanRequest:
 
     function: str
     step_at: Callable[[int, int], StepGraph]
+    likely_step_at: Callable[[int, int], StepGraph] | None = None
     num_arguments: int
     batch_size: int | None
     cluster: Cluster
@@ -105,6 +107,12 @@ class Planner(ABC):
     @abstractmethod
     def name(self) -> str:
         """Short name for tables."""
+
+    def slowdown(self, num_microbatches: int) -> float:
+        """How many times as long as its work divided over all devices the loop over so many micro-batches takes at
+        least, if all devices are alike."""
+        del num_microbatches
+        return 1.0
 
     @abstractmethod
     def plan(self, request: PlanRequest) -> Plan:

@@ -19,7 +19,7 @@ from alpa_lite.graph.wiring import MAX_TRIPS
 from alpa_lite.inter_op.stage_costs import Kind, StageCosts
 from alpa_lite.intra_op.builders import Builders
 from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
-from alpa_lite.planners.cutting import is_even
+from alpa_lite.planners.cutting import is_even, parts_that_may_do
 from alpa_lite.planners.pins import Pins, pinned_specs
 from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.rematerialise import Remat, rematerialise
@@ -136,12 +136,14 @@ class Steps:
             if _is_same_program(known, step):
                 return step, layers
         parts = cut.loop_parts
+        # Layers that each become a stage are to be even: loops are cut into more parts for that.
+        each_a_stage = self.equal == "flops" and parts > 0 and cut == Cut.into(cut.num_layers)
+        if each_a_stage:
+            parts = parts_that_may_do(self.request.step_at(1, 0), parts, (1.0,) * cut.num_layers)
         while True:
             step = self.request.step_at(number, parts)
             layers = self._made(step, cut)
-            # Layers that each become a stage are to be even: loops are cut into more parts for that.
-            open_ = self.equal == "flops" and cut == Cut.into(layers.num_layers) and parts < MAX_TRIPS
-            if not open_ or is_even(step, layers):
+            if not each_a_stage or parts >= MAX_TRIPS or is_even(step, layers):
                 break
             parts = min(2 * parts, MAX_TRIPS)
         self._layers[cut] = step, layers

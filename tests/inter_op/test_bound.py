@@ -7,9 +7,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import alpa_lite as al
-from alpa_lite.inter_op.bound import least_seconds
+from alpa_lite.inter_op.bound import least_loop_seconds, least_seconds, pipeline_slowdown
+from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, simulate
 from cost_models.cluster import Cluster, HostGroup
 from cost_models.composed import ComposedCostModel
 from tests.planners.test_planners import ALL, CASES, CLUSTERS, plan_for, traced
@@ -21,6 +24,30 @@ def test_no_plan_is_priced_below_the_bound(model: str, planner: str, cluster: st
     bound = least_seconds(step, CLUSTERS[cluster](), ComposedCostModel)
     assert 0 < bound <= plan_for(model, planner, cluster).prediction.step_seconds
     assert planner in ALL
+
+
+@settings(deadline=None)
+@given(
+    times=st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)), min_size=1, max_size=6),
+    num_microbatches=st.integers(1, 12),
+    schedule=st.sampled_from([GPipe(), OneFOneB(), EagerOneFOneB()]),
+)
+def test_no_pipeline_waits_less_than_the_bound(
+    times: list[tuple[float, float]], num_microbatches: int, schedule: Schedule
+) -> None:
+    """Whatever part of the work each stage has."""
+    tasks = schedule.tasks(len(times), num_microbatches)
+    forward, backward = zip(*times, strict=True)
+    made = simulate(tasks, forward, backward, transfer_seconds=[0.0] * (len(times) - 1))
+    shared = num_microbatches * sum(map(sum, times)) / len(times)
+    assert made.makespan_seconds >= pipeline_slowdown(len(times), num_microbatches) * shared * (1 - 1e-9)
+
+
+def test_the_loop_is_a_part_of_the_step() -> None:
+    step = traced("mlp").step(1).step
+    cluster = al.cluster("p3.16xlarge")
+    loop = least_loop_seconds(step, cluster, ComposedCostModel)
+    assert 0 < loop < least_seconds(step, cluster, ComposedCostModel)
 
 
 def _product(cluster: Cluster) -> float:

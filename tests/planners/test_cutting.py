@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.graph.phases import Phase
+from alpa_lite.layers import make_layers
 from alpa_lite.planners import Hybrid
-from alpa_lite.planners.cutting import least_largest
+from alpa_lite.planners.cutting import IMBALANCE, is_even, least_largest, parts_that_may_do
 from alpa_lite.schedule import Interleaved1F1B
 
 WIDTH, BATCH = 64, 64
@@ -171,3 +172,18 @@ def test_least_largest_is_that_of_the_best_cut(sizes: list[int], data: st.DataOb
     runs = ([sum(sizes[a:b]) for a, b in pairwise((0, *cut, len(sizes)))] for cut in cuts)
     best = min(max(total / share for total, share in zip(run, shares, strict=True)) for run in runs)
     assert least_largest(sizes, shares) == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [(8,), (24,), (5, 12), (30,)])
+def test_fewer_parts_than_may_do_give_no_even_stages(lengths: tuple[int, ...], count: int) -> None:
+    step, weights = _loops(lengths)
+    traced = al.parallelize(step).trace(weights, _struct(BATCH, WIDTH))
+    shares = tuple(1.0 + i for i in range(count))
+    wanted = parts_that_may_do(traced.step(1).step, 1, shares)
+    for parts in range(1, wanted):
+        cut = traced.step(1, loop_parts=parts).step
+        if 2 * parts > wanted or wanted % parts:
+            continue
+        layers = make_layers(cut, count, imbalance=IMBALANCE, shares=shares)
+        assert not is_even(cut, layers, shares), parts

@@ -77,6 +77,20 @@ def test_numbers_go_down_from_that_of_the_best(
     assert [str(problem) for problem in problems] == [f"{number} do not fit." for number in refused]
 
 
+def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -> None:
+    """A pipeline whose stages wait; with 16 micro-batches it may yet be as fast."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Waiting(Priced):
+        def slowdown(self, num_microbatches: int) -> float:
+            return 1e3 if num_microbatches < 16 else 1.0
+
+    planner = Waiting(plan_=some_plan, seconds={16: 1.0, 8: 0.5})
+    best = _lasting(some_plan, some_plan.prediction.step_seconds, 16)
+    planner = replace(planner, seconds={number: best.prediction.step_seconds for number in (16, 8)})
+    assert [plan.num_microbatches for plan in manual_plans([planner], _request(), best, [])] == [16]
+
+
 @pytest.mark.parametrize("microbatches", [None, 1])
 def test_beside_one_micro_batch_or_nothing_planners_decide_themselves(
     microbatches: int | None, some_plan: Plan
