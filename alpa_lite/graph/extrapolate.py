@@ -169,8 +169,8 @@ class _Line:
     def _sentence(self, where: str, what: str) -> str:
         return (
             f"{where} has, at batches of {_listed(self.sizes)} samples, "
-            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, so "
-            "that each holds two samples or more."
+            f"{what}. The program of a micro-batch of {_samples(self.at)} is not known then; use fewer micro-batches, "
+            "so that each holds two samples or more."
         )
 
 
