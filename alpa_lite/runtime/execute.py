@@ -283,7 +283,9 @@ class Executor:
             else:
                 self._run_watched(slots, record)
             results = [slots[i] for i in self.bound.outputs]
-        leaves = self._delivered(self.outputs.join(self._complete(results)))
+            slots.clear()
+        results = self._complete(results)
+        leaves = self._delivered(self.outputs.join(results))
         self.watchdog.watch()
         return leaves
 

@@ -118,15 +118,16 @@ class Leaves:
             parts += whole.split(array, self._placing, donated=donated) if isinstance(whole, Stack) else [array]
         return parts
 
-    def join(self, parts: Sequence[Any]) -> list[Any]:
-        """Results from graph outputs."""
+    def join(self, parts: list[Any]) -> list[Any]:
+        """Results from graph outputs, which are taken out of the list: so the parts of one do not stay in memory while
+        others are moved."""
         if not self.in_parts:
-            return list(parts)
-        rest = iter(parts)
+            return parts
+        parts.reverse()
         return [
-            whole.join([next(rest) for run in whole.runs for _ in run.rows], self._placing)
+            whole.join([parts.pop() for run in whole.runs for _ in run.rows], self._placing)
             if isinstance(whole, Stack)
-            else next(rest)
+            else parts.pop()
             for whole in self.whole
         ]
 

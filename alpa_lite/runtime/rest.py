@@ -53,22 +53,19 @@ class Rest:
         ]
 
         def over(first: int, last: int) -> NamedSharding:
+            """Of the rows of some blocks."""
             mesh = Mesh(np.array(groups[first:last]), (STAGE_AXIS, GROUP_AXIS))
             inner = () if at.split_dim is None else (*[None] * (at.split_dim - 1), GROUP_AXIS)
             return NamedSharding(mesh, PartitionSpec(STAGE_AXIS, *inner))
 
-        size = at.rows_per_block
+        size, shelves = at.rows_per_block, list[Shelf]()
         read_by = [tuple(dict.fromkeys(owners[b * size : (b + 1) * size])) for b in range(len(groups))]
-        shelves: list[Shelf] = []
+        # Blocks of one run that follow each other are moved together, one of several runs by itself.
         for _, blocks in groupby(enumerate(read_by), key=lambda each: each[1] if len(each[1]) == 1 else each):
             numbers = [block for block, _ in blocks]
             start, stop = numbers[0] * size, (numbers[-1] + 1) * size
-            sources = [
-                (owner, max(start, first) - first, min(stop, last) - first)
-                for owner in read_by[numbers[0]]
-                for first, last in [(runs[owner].rows[0][0], runs[owner].rows[-1][1])]
-            ]
-            shelves.append(Shelf(sharding=over(numbers[0], numbers[-1] + 1), sources=tuple(sources)))
+            sources = tuple((owner, *runs[owner].part(start, stop)) for owner in read_by[numbers[0]])
+            shelves.append(Shelf(sharding=over(numbers[0], numbers[-1] + 1), sources=sources))
         return Rest(sharding=over(0, len(groups)), shelves=tuple(shelves))
 
     def put(self, runs: Sequence[Any], placing: Placing) -> Any:

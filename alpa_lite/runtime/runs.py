@@ -34,6 +34,11 @@ class Run:
         """Rows of all parts together."""
         return self.rows[-1][1] - self.rows[0][0]
 
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Which of its own rows, counted from its first, are among those from `start` to `stop` of the whole array."""
+        first, last = self.rows[0][0], self.rows[-1][1]
+        return max(start, first) - first, min(stop, last) - first
+
     @cached_property
     def is_here(self) -> bool:
         """Whether the stage has a device of this process."""

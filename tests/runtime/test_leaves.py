@@ -57,7 +57,9 @@ def test_splitting_and_joining_are_inverse(name: str, devices: Any) -> None:
         for part, (start, stop), stage in zip(parts, pairwise(ends), stages, strict=True):
             np.testing.assert_array_equal(part, ARRAY[start:stop])
             assert part.devices() == set(devices[2 * stage : 2 * stage + 2])
-        joined, same = leaves.join([*parts, other])
+        results = [*parts, other]
+        joined, same = leaves.join(results)
+        assert not results
         np.testing.assert_array_equal(joined, ARRAY)
         assert joined.sharding == leaves.sharding(0) and same is other
 
