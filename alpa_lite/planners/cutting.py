@@ -115,7 +115,7 @@ def parts_that_may_do(step: StepGraph, num_parts: int, shares: Sequence[float]) 
     """The first number of parts of loops with which a cut of a step can be even: `num_parts`, or twice as many, and so
     on. `step`: with its loops whole."""
     loops = _trips(step)
-    allowed = _allowed(loops, shares)
+    allowed = _allowed(loops, shares) * _ROUNDING
     while num_parts < MAX_TRIPS:
         sizes = [f * (b - a) for f, count in loops.values() for a, b in parts_of(count, num_parts)]
         if least_largest(sizes, shares) <= allowed:

@@ -109,7 +109,7 @@ def refined(
         if not dealt_out or len(whole.stages) == 1:
             return whole
         plain = Found.of(request, whole.costs, whole.stages, schedules[0])
-        best = min(whole, _in_chunks(request, plain, steps), key=lambda found: found.seconds)
+        best = _in_chunks(request, plain, whole, steps)
         return _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
 
     first, *others = sorted(found, key=lambda way: way.seconds)
@@ -138,16 +138,19 @@ def _unevenness(found: Found) -> float:
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
-def _in_chunks(request: PlanRequest, whole: Found, steps: Steps) -> Found:
-    """The stages, which run 1F1B or the like, in the number of chunks that is the fastest, or whole."""
-    best = whole
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: Steps) -> Found:
+    """Stages, `plain` under 1F1B and `best` under the best schedule for them, in the number of chunks that is the
+    fastest, or as they are."""
+    last = plain
     for chunks in CHUNKS:
-        if best.prediction.bubble_fraction <= BUBBLE:
+        # Twice as many chunks leave half of what stages wait at the beginning and at the end.
+        bubble = last.prediction.bubble_fraction
+        if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
             break
-        dealt_out = interleaved(request, whole, steps, chunks)
+        dealt_out = interleaved(request, plain, steps, chunks)
         if dealt_out is None or dealt_out.seconds >= best.seconds:
             break
-        best = dealt_out
+        best = last = dealt_out
     return best
 
 
