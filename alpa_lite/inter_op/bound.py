@@ -7,7 +7,8 @@ A device that does 1/n of an op takes at least 1/n of `least`: its part of the F
 starting kernels, padding, waiting and communication only add to it. Larger micro-batches read weights less often, so
 that the step with one micro-batch bounds those with more.
 
-In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. Stage j is
+In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. If backward
+passes are not cut in two, stage j is
 idle until the first micro-batch has passed those before it, and after it has sent the last one back to them. With t_j
 what it takes for one micro-batch,
 

@@ -76,22 +76,23 @@ def cut_into_stages(
     if written_out:
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
         return Cut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
+    num_parts = count
     try:
         step = request.best_step(microbatches, loop_parts=0)
         layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)
         if is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
             return Cut(step=step, layers=layers)
+        num_parts = parts_that_may_do(step, count, shares)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
         pass  # what is wrong with it is said when it is asked for in parts
     try:
-        return _in_parts(request, microbatches, shares)
+        return _in_parts(request, microbatches, shares, num_parts)
     except PlanError as error:
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
-def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float]) -> Cut:
-    """The cut with loops in as many parts as it takes; at last they are written out."""
-    num_parts = parts_that_may_do(request.best_step(microbatches, loop_parts=0), len(shares), shares)
+def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float], num_parts: int) -> Cut:
+    """The cut with loops in as many parts as it takes, from so many on; at last they are written out."""
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)

@@ -12,7 +12,7 @@ from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
 from alpa_lite.planners.planner import Planner, PlanRequest
-from alpa_lite.schedule import OneFOneB, Schedule
+from alpa_lite.schedule import OneFOneB, Schedule, splits_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,11 @@ class Pipeline(Planner):
         return f"{self.num_stages}-stage pipeline" + (f" × tp{self.tensor}" if self.tensor > 1 else "")
 
     def slowdown(self, num_microbatches: int) -> float:
-        """What it waits for at the beginning and at the end (`pipeline_slowdown`)."""
-        return pipeline_slowdown(self.num_stages, num_microbatches)
+        """By what it waits for at the beginning and at the end, if all stages have devices of their own and send each
+        micro-batch back when they have done with it."""
+        in_one_go = not any(map(splits_backward, self.schedule.tasks(self.num_stages, num_microbatches)))
+        waits = in_one_go and self.schedule.stages_per_processor == 1
+        return pipeline_slowdown(self.num_stages, num_microbatches) if waits else 1.0
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan; raises `PlanError` when there are more stages than layers or the degrees do not divide."""

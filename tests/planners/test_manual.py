@@ -12,8 +12,9 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.plan import Plan
-from alpa_lite.planners import FSDP, Auto, Planner, PlanRequest, Zero
+from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
 from alpa_lite.planners.manual import manual_plans
+from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
 from benchmarks.requests import request_of
 from tests.end_to_end.cases import MODELS, Training, make_batch
 
@@ -89,6 +90,13 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
     best = _lasting(some_plan, some_plan.prediction.step_seconds, 16)
     planner = replace(planner, seconds={number: best.prediction.step_seconds for number in (16, 8)})
     assert [plan.num_microbatches for plan in manual_plans([planner], _request(), best, [])] == [16]
+
+
+def test_what_pipelines_wait_for_is_known_of_those_that_must() -> None:
+    assert Pipeline(num_stages=2).slowdown(4) == pytest.approx(8 / 7)
+    assert Pipeline(num_stages=2, schedule=GPipe()).slowdown(1) == pytest.approx(2)
+    for schedule in (ZeroBubbleH1(), Interleaved1F1B(num_chunks=2)):
+        assert Pipeline(num_stages=2, schedule=schedule).slowdown(4) == 1
 
 
 @pytest.mark.parametrize("microbatches", [None, 1])
