@@ -8,9 +8,8 @@ starting kernels, padding, waiting and communication only add to it. Larger micr
 that the step with one micro-batch bounds those with more.
 
 In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. If backward
-passes are not cut in two, stage j is
-idle until the first micro-batch has passed those before it, and after it has sent the last one back to them. With t_j
-what it takes for one micro-batch,
+passes are not cut in two, stage j is idle until the first micro-batch has passed those before it, and after it has sent
+the last one back to them. With t_j what it takes for one micro-batch,
 
     seconds  >=  m t_j + sum of t_i over i < j      for each j
 
