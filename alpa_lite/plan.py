@@ -57,7 +57,7 @@ class Plan:
         num_layers: of which stages are made.
         op_layers: the layer of each op; None: it is repeated where its result is read.
         input_layers: the layer of each graph input.
-        loop_parts: into how many parts at least loops over layers are cut (0: they are kept).
+        loop_parts: into about how many parts loops over layers are cut (0: they are kept).
         cluster: for which it was made.
         prediction: what the cost model expects of it.
         solver: how it was found.

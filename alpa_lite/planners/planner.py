@@ -44,7 +44,7 @@ class PlanRequest:
     Attributes:
         function: its name.
         step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
-            layers are cut into at least so many, with what they scan.
+            layers are cut into about so many, with what they scan.
         likely_step_at: the same, which may be guessed from other numbers, faster; None: not so.
         num_arguments: how many arrays the step takes; the others are captured by the function.
         batch_size: samples of a step; None where no batch was found.
