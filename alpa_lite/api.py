@@ -65,15 +65,11 @@ class TracedFunction:
 
     traced: Traced
     options: Options
-    _steps: dict[tuple[int, int, bool], TracedStep] = field(
-        default_factory=dict[tuple[int, int, bool], TracedStep], repr=False
-    )
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, likely: bool = False) -> TracedStep:
         """The step cut into phases, remembered; see `split_step`."""
-        exact, key = (num_microbatches, loop_parts, False), (num_microbatches, loop_parts, likely)
-        if likely and exact in self._steps:
-            return self._steps[exact]
+        key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
         if key not in self._steps:
             with self.options.progress.during("split"):
                 self._steps[key] = split_step(
