@@ -84,11 +84,10 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
     @dataclass(frozen=True, kw_only=True)
     class Waiting(Priced):
         def slowdown(self, num_microbatches: int) -> float:
-            return 1e3 if num_microbatches < 16 else 1.0
+            return 1e9 if num_microbatches < 16 else 1.0
 
-    planner = Waiting(plan_=some_plan, seconds={16: 1.0, 8: 0.5})
-    best = _lasting(some_plan, some_plan.prediction.step_seconds, 16)
-    planner = replace(planner, seconds={number: best.prediction.step_seconds for number in (16, 8)})
+    seconds = some_plan.prediction.step_seconds
+    planner, best = Waiting(plan_=some_plan, seconds={16: seconds, 8: seconds / 2}), _lasting(some_plan, seconds, 16)
     assert [plan.num_microbatches for plan in manual_plans([planner], _request(), best, [])] == [16]
 
 

@@ -94,6 +94,20 @@ def test_rows_of_unequal_stages_wait_on_devices_of_their_own(name: str, given_aw
     np.testing.assert_array_equal(np.concatenate(parts), ARRAY)
 
 
+def test_a_block_that_is_as_its_stage_wants_it_is_not_given_up(devices: Any) -> None:
+    """Two stages that split other dims: the rows of the second lie as it reads them, and are its own from then on."""
+    meshes = [Mesh(np.array(devices[2 * i : 2 * i + 2]), ("x",)) for i in range(2)]
+    specs = PartitionSpec(None, "x"), PartitionSpec(None, None, "x")
+    shardings = [NamedSharding(mesh, spec) for mesh, spec in zip(meshes, specs, strict=True)]
+    parts = [Part(leaf=0, rows=(0, 4)), Part(leaf=0, rows=(4, 8))]
+    leaves = Leaves(parts, [(4, 4, 6), (4, 4, 6)], shardings, Alone(Blanks()), donated=[True])
+    array = jax.device_put(ARRAY, leaves.sharding(0))
+    found = leaves.split([array])
+    where = lambda x: {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}  # noqa: E731
+    assert where(found[1]) <= where(array)
+    np.testing.assert_array_equal(np.concatenate(found), ARRAY)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool", "bfloat16"])
 @pytest.mark.parametrize(
     "spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, "y"), PartitionSpec("y", "x")]
