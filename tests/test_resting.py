@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -33,10 +34,10 @@ def _devices(at: Resting, num_devices: tuple[int, ...]) -> list[set[tuple[int, i
     order=st.randoms(use_true_random=False),
 )
 def test_every_device_has_one_block_at_most(
-    counts: list[int], devices: list[int], row: tuple[int, int], order: object
+    counts: list[int], devices: list[int], row: tuple[int, int], order: Random
 ) -> None:
     readers, num_devices = [*_spread(counts)], tuple(devices[: len(counts)])
-    order.shuffle(readers)  # pyright: ignore[reportAttributeAccessIssue]
+    order.shuffle(readers)
     at = resting((len(readers), *row), tuple(readers), num_devices)
     blocks = _devices(at, num_devices)
     assert len(set[tuple[int, int]]().union(*blocks)) == at.group_size * len(blocks)
