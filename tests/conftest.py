@@ -18,6 +18,7 @@ NUM_DEVICES = 8
 
 # What the user's programs have planned is no business of tests, nor the other way round.
 os.environ["ALPA_LITE_CACHE"] = "off"
+os.environ["ALPA_LITE_WORKERS"] = "0"  # tests run side by side already
 
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before the test harness; run pytest without the plugin that imports it.")

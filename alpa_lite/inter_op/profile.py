@@ -26,6 +26,9 @@ FloatArray = NDArray[np.float64]
 MEMORY_SLACK = 1.1
 """By how much more than a device has a stage may seem to need before it is left out."""
 
+SAVES = 1.3
+"""A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
@@ -56,6 +59,12 @@ class Profile:
             working_bytes=np.array([found.temporary_bytes for found in layers]),
             samples=size,
         )
+
+    def beats(self, other: Profile) -> bool:
+        """Whether layers under one policy of rematerialisation are faster than under another, and keep hardly more,
+        most of them."""
+        more = np.median(self.saved_bytes / np.maximum(other.saved_bytes, 1.0))
+        return bool(self.loop_seconds.sum() < other.loop_seconds.sum() and more < SAVES)
 
     def working_with(self, size: float) -> FloatArray:
         """[layers]: the least bytes worked with beside what is saved. What the update works with does not grow."""

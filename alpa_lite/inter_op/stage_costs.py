@@ -12,14 +12,18 @@ freedom multiplies the strategies and has bought nothing on the models tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.solved import Kind, Question, Solved, answer_among
+from alpa_lite.inter_op.workers import Workers
 from alpa_lite.intra_op.builders import Builders
 from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
@@ -55,36 +59,12 @@ _ROLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What a submesh is, the groups of hosts that it spans, by number, and the logical mesh over it."""
-
-    num_hosts: int
-    devices_per_host: int
-    groups: tuple[int, ...]
-    mesh: LogicalMesh
-
-
 def free_restriction(mesh: LogicalMesh) -> Restriction:
     """What the search may do on a logical mesh, or on that of a plan; axes of other names are free."""
     if len(mesh.shape) == 1:
         return FREE_CHOICE
     roles = {axis: _ROLES[axis] for axis in mesh.axis_names if axis in _ROLES}
     return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, and to which
-    gap; or, where that was not reached, to which it was to be solved."""
-
-    view: StageView
-    kind: Kind
-    submesh: Submesh
-    in_flight: int
-    limit_bytes: float
-    gap: float
-    solution: StageSolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +91,7 @@ class StageCosts:
     `cost_model_for`: the cost model of a part of a cluster whose devices differ.
     `pins`: the specs of some inputs of the graph, which are given. `outputs`, `keeps_gathered`, `layout`: see
     `StageView`.
+    `workers`: may solve stages before they are asked for (`expect`).
     `builders`: what is known of ops on each kind of mesh; steps at other sizes can share it, with equal restrictions.
     `structures`: an object for each structure of a stage that was seen; those that share it can take stages over.
     `beside`: costs of other steps that share `structures`, whose solutions count here as well.
@@ -130,6 +111,7 @@ class StageCosts:
     keeps_gathered: bool = False
     layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
     progress: Progress = field(default_factory=Progress, repr=False)
+    workers: Workers = field(default_factory=Workers, repr=False)
     builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
     beside: tuple[StageCosts, ...] = field(default=(), repr=False)
@@ -156,27 +138,24 @@ class StageCosts:
 
         `math.inf`: whatever memory it takes. `quick`: the first one within the limit, with a bound for the best.
         """
-        view, kind = self._view(first, last), self._kind(submesh, mesh)
-        limit = self.room_bytes(submesh) if limit_bytes is None else limit_bytes
-        wanted = QUICK_GAP if quick else self.relative_gap
-        found = self._known(view, kind, in_flight, limit, wanted)
+        return self.answer(
+            self.question(first, last, submesh, mesh, in_flight=in_flight, limit_bytes=limit_bytes, quick=quick)
+        )
+
+    def answer(self, asked: Question) -> StageSolution:
+        """The best sharding that was asked for; see `solution`."""
+        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        found = self._known(view, kind, asked)
         if found is None:
-            self.progress(f"layers {first}..{last} on {mesh}")
-            finite = limit if math.isfinite(limit) else None
-            solution = solve_stage(
-                self._builders(kind, submesh, mesh).of(view),
-                limit_bytes=finite,
-                in_flight=in_flight,
-                solver=replace(self._solver, relative_gap=wanted),
-                time_limit_seconds=self.time_limit_seconds,
-            )
+            self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
+            solved_as, solution = self.workers.take(self.key(asked)) or (asked, self.solve(asked))
             found = Solved(
-                view=view,
+                view=self._view(solved_as.first, solved_as.last),
                 kind=kind,
-                submesh=submesh,
-                in_flight=in_flight,
-                limit_bytes=limit,
-                gap=min(wanted, solution.gap),
+                submesh=asked.submesh,
+                in_flight=asked.in_flight,
+                limit_bytes=asked.limit_bytes,
+                gap=min(asked.gap, solution.gap),
                 solution=solution,
             )
             self._solved.setdefault((self._structure(view), kind), []).append(found)
@@ -184,8 +163,53 @@ class StageCosts:
         solved = found.solution
         if solved.choice is None:
             return solved
-        peak = solved.peak_bytes if found.in_flight == in_flight else solved.bytes_in_flight(in_flight)
+        in_flight, peak = asked.in_flight, solved.peak_bytes
+        if found.in_flight != in_flight:
+            peak = solved.bytes_in_flight(in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
+
+    def solve(self, asked: Question) -> StageSolution:
+        """The answer, whatever is known."""
+        builders = self._builders(self._kind(asked.submesh, asked.mesh), asked.submesh, asked.mesh)
+        return solve_stage(
+            builders.of(self._view(asked.first, asked.last)),
+            limit_bytes=asked.limit_bytes if math.isfinite(asked.limit_bytes) else None,
+            in_flight=asked.in_flight,
+            solver=replace(self._solver, relative_gap=asked.gap),
+            time_limit_seconds=self.time_limit_seconds,
+        )
+
+    def question(
+        self,
+        first: int,
+        last: int,
+        submesh: Submesh,
+        mesh: LogicalMesh,
+        *,
+        in_flight: int = 1,
+        limit_bytes: float | None = None,
+        quick: bool = False,
+    ) -> Question:
+        """What `solution` is asked with these arguments."""
+        return Question(
+            first=first,
+            last=last,
+            submesh=submesh,
+            mesh=mesh,
+            in_flight=in_flight,
+            limit_bytes=self.room_bytes(submesh) if limit_bytes is None else limit_bytes,
+            gap=QUICK_GAP if quick else self.relative_gap,
+        )
+
+    def key(self, asked: Question) -> Hashable:
+        """Equal for questions to which the answers are equal but for what layers are called."""
+        structure, kind = self._structure(self._view(asked.first, asked.last)), self._kind(asked.submesh, asked.mesh)
+        return id(self.step), id(self.given), structure, kind, asked.in_flight, asked.limit_bytes, asked.gap
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """What a worker needs to know beside the step."""
+        return {name: getattr(self, name) for name in _GIVEN}
 
     def in_two_parts(
         self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
@@ -194,17 +218,15 @@ class StageCosts:
         catalogue = self._builders(self._kind(submesh, mesh), submesh, mesh).catalogue
         return in_two_parts(self._view(first, last), catalogue.pricer, solution)
 
-    def knows(self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, *, in_flight: int, quick: bool) -> bool:
-        """Whether `solution` need not solve anything within the memory of a device."""
-        wanted, room = QUICK_GAP if quick else self.relative_gap, self.room_bytes(submesh)
-        view, kind = self._view(first, last), self._kind(submesh, mesh)
-        return self._known(view, kind, in_flight, room, wanted) is not None
+    def knows(self, asked: Question) -> bool:
+        """Whether `answer` need not solve anything."""
+        view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
+        return self._known(view, kind, asked) is not None
 
-    def _known(self, view: StageView, kind: Kind, in_flight: int, limit: float, wanted: float) -> Solved | None:
+    def _known(self, view: StageView, kind: Kind, asked: Question) -> Solved | None:
         """What was solved here or beside, and is the answer."""
         key = (self._structure(view), kind)
-        solved = (s for costs in (self, *self.beside) for s in costs._solved.get(key, ()))
-        return next((s for s in solved if s.gap <= wanted and _fits(s, in_flight, limit)), None)
+        return answer_among([s for costs in (self, *self.beside) for s in costs._solved.get(key, ())], asked)
 
     @property
     def _solver(self) -> Portfolio:
@@ -328,6 +350,21 @@ class StageCosts:
         return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
 
 
+_GIVEN = (
+    "layers",
+    "cost_model",
+    "cost_model_for",
+    "restriction",
+    "seeks_peaks",
+    "time_limit_seconds",
+    "pins",
+    "outputs",
+    "keeps_gathered",
+    "layout",
+)
+"""Fields that a worker needs beside the step."""
+
+
 def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
     """[layers]: bytes of the arguments without a batch that live in each layer, over all devices."""
     totals = np.zeros(layers.num_layers)
@@ -335,12 +372,3 @@ def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
         if step.batch_dims[v] is None:
             totals[home] += step.graph.values[v].bytes
     return totals
-
-
-def _fits(solved: Solved, in_flight: int, limit_bytes: float) -> bool:
-    """True when the best with as much room or more keeps to less room: then nothing is better there."""
-    if (solved.in_flight, solved.limit_bytes) == (in_flight, limit_bytes):
-        return True
-    roomier = solved.in_flight <= in_flight and solved.limit_bytes >= limit_bytes
-    has_choice = solved.solution.choice is not None
-    return roomier and has_choice and solved.solution.bytes_in_flight(in_flight) <= limit_bytes

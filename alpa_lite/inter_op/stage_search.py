@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.alike import Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.solved import Question
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
@@ -223,16 +224,22 @@ class StageSearch:
 
     def solution(self, first: int, last: int, kind: int, configuration: int, *, quick: bool = False) -> StageSolution:
         """The best sharding of a stage in a configuration, or (`quick`) one with a bound for the best."""
-        costs, first, last = self._asked(first, last, kind, configuration)
-        submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
-        return costs.solution(first, last, submesh, mesh, in_flight=self.in_flight(configuration), quick=quick)
+        costs, asked = self._question(first, last, kind, configuration, quick=quick)
+        return costs.answer(asked)
 
     def _knows(self, first: int, last: int, kind: int, configuration: int) -> bool:
         """Whether `_solve` has nothing to solve."""
         quick = not self.least[first, last, kind, configuration]
+        costs, asked = self._question(first, last, kind, configuration, quick=quick)
+        return costs.knows(asked)
+
+    def _question(
+        self, first: int, last: int, kind: int, configuration: int, *, quick: bool
+    ) -> tuple[StageCosts, Question]:
+        """What is asked about a stage, and the costs that know about it."""
         costs, first, last = self._asked(first, last, kind, configuration)
-        submesh, mesh = self.space.submesh(kind), self.mesh(kind, configuration)
-        return costs.knows(first, last, submesh, mesh, in_flight=self.in_flight(configuration), quick=quick)
+        where, in_flight = (self.space.submesh(kind), self.mesh(kind, configuration)), self.in_flight(configuration)
+        return costs, costs.question(first, last, *where, in_flight=in_flight, quick=quick)
 
     def _asked(self, first: int, last: int, kind: int, configuration: int) -> tuple[StageCosts, int, int]:
         """The costs that know about a stage, and which layers it is there."""

@@ -19,13 +19,14 @@ what it will take; elsewhere it will take longer, nobody knows how much (`Survey
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.inter_op.expected import expect
 from alpa_lite.inter_op.profile import Profile, alone_on_a_device, in_flight_within, microbatch_size
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
@@ -110,8 +111,7 @@ class Survey:
         `kinds`: in all shapes of these kinds of submesh alone; none: in those that are promising, of all kinds.
         """
         asked = np.isin(np.arange(len(self.space.kinds)), [*kinds])[:, None]
-        progress, possible = costs.progress, self.space.divides(microbatch_size(costs))
-        possible &= self.space.stand_ins == np.arange(self.space.most_shapes)
+        progress, possible = costs.progress, self._possible(costs)
         size = float(microbatch_size(costs) or 1)
         wanted = {layer: possible & (asked if kinds else self._promising(layer)) for layer in self._stands}
         taken = self._taken.setdefault(size, {})
@@ -122,6 +122,7 @@ class Survey:
             self._seen[layer] = np.maximum(self._seen[layer], np.take_along_axis(here, self.space.stand_ins, axis=1))
         num_solves = sum(int(each.sum()) for each in wanted.values())
         progress.expect("survey", num_solves * (1 + AGAIN * further))
+        self.expect(costs, wanted)
         for layer, where in wanted.items():
             taken[layer] = self._look(costs, layer, where, size)
         progress.expect("survey", num_solves * AGAIN * further)
@@ -147,6 +148,22 @@ class Survey:
                 )
         figures[:] = np.take_along_axis(figures, self.space.stand_ins[None], axis=2)
         return taken
+
+    def expect(
+        self, costs: StageCosts, wanted: Mapping[int, NDArray[np.bool_]] | None = None, *, later: bool = False
+    ) -> None:
+        """Let workers begin with layers on logical meshes [kinds, shapes], or on all of them: with those that are
+        looked at in any case, the last of them first."""
+        wanted = wanted or dict.fromkeys(self._stands, self._possible(costs))
+        looked_at = [(layer, k, c) for layer, where in wanted.items() for k, c in np.argwhere(where).tolist()]
+        ordered = sorted(reversed(looked_at), key=lambda each: each[2] >= FIRST_SHAPES)
+        where = ((layer, layer, self.space.submesh(k), self.space.mesh(k, c)) for layer, k, c in ordered)
+        expect(((costs, costs.question(*each, limit_bytes=math.inf)) for each in where), later=later)
+
+    def _possible(self, costs: StageCosts) -> NDArray[np.bool_]:
+        """[kinds, shapes]: logical meshes that divide the micro-batches of a step, and for which no other stands in."""
+        alone = self.space.stand_ins == np.arange(self.space.most_shapes)
+        return self.space.divides(microbatch_size(costs)) & alone
 
     def reaches(self, kind: int, size: float) -> bool:
         """Whether layers were looked at on a kind of submesh with micro-batches so large, or larger."""

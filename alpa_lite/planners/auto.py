@@ -1,7 +1,7 @@
 """Automatic search: Alpa's two levels for every number of micro-batches that makes sense, and the manual plans too.
 
     search       micro-batches, stages, submeshes, logical meshes and shardings together     `joint.JointSearch`
-    manual       the classic plans, tuned to the best so far, priced alike                   `manual.manual_plans`
+    manual       the classic plans, tuned to the best so far, priced alike                   `manual.ManualPlans`
     best         the fastest of all by their simulated schedules; it carries a lower bound   `Auto.plan`
 
 The result is never priced worse than any manual plan that the search knows.
@@ -20,9 +20,10 @@ from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, Pla
 from alpa_lite.garbage import rare_collection
 from alpa_lite.inter_op.bound import least_seconds
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.workers import Workers, num_workers
 from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
-from alpa_lite.planners.manual import MANUAL_PLANNERS, manual_plans
+from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
 from alpa_lite.planners.numbers import numbers_to_search
 from alpa_lite.planners.pins import Pins, pinned_axes
 from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
@@ -91,25 +92,27 @@ class Auto(Planner):
         """
         started = time.perf_counter()
         self._check()
-        limited = replace(request, cluster=self._limited(request.cluster))
-        manual = () if self._restricted else self.manual
+        workers = Workers(num_workers())
+        limited = replace(request, cluster=self._limited(request.cluster), workers=workers)
         problems, manual_problems = list[AlpaLiteError](), list[AlpaLiteError]()
+        manual = ManualPlans(() if self._restricted else self.manual, limited, manual_problems)
         plans: list[Plan] = []
         interrupted = False
         request.progress.begin("survey", "stages", "refine")
         try:
-            with rare_collection(), request.progress.interrupts():
+            with rare_collection(), workers, request.progress.interrupts():
                 search = self._search(limited, problems)
                 for plan in search.plans():
                     plans.append(plan)
+                    manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
-                for plan in manual_plans(manual, limited, found, manual_problems, too_large=search.too_large):
+                for plan in manual.plans(found, too_large=search.too_large):
                     plans.append(plan)
         except KeyboardInterrupt:
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
             # Manual plans take little time: so there is something to give back from the beginning on.
-            plans += islice(manual_plans(manual, limited, None, manual_problems), 0 if plans else 1)
+            plans += islice(manual.plans(None), 0 if plans else 1)
             if not plans:
                 raise
         if not plans:

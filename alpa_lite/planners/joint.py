@@ -67,9 +67,6 @@ SEARCH_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 """The time for a stage where nothing was found in less."""
 
-SAVES = 1.3
-"""A policy of rematerialisation that keeps this many times as much as a faster one is not worth it."""
-
 
 @dataclass(kw_only=True)
 class JointSearch:
@@ -178,6 +175,10 @@ class JointSearch:
                 self.problems.append(without_frames(error))
                 alone = isinstance(error, NonAdditiveError)  # at any other number too
                 numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
+            if len(costs) == 1:
+                profile, worthwhile = self._measured(costs[0])
+                space = self.space.where(np.logical_or.reduce(worthwhile, axis=(0, 1)))
+                Survey(space, profile, costs[0].structure_of_layers()).expect(costs[0], later=True)
         if not costs:
             costs, numbers = [self.steps.of(1, self.steps.natural)], (1,)
         survey = self._begun(costs[0], numbers)
@@ -208,10 +209,7 @@ class JointSearch:
 
     def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
         """A survey of the submeshes that are worth it at some number of micro-batches."""
-        profile = Profile.of(costs)
-        if _has_stacks(costs):
-            self.space = self.space.equal_parts()
-        worthwhile = self.space.worthwhile(profile.shares)
+        profile, worthwhile = self._measured(costs)
         self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
         profiles = self._profiles.values()
         fits = [each.holds(self.space, self._batch / n, n, [1]) > 0 for n in numbers for each in profiles]
@@ -219,6 +217,13 @@ class JointSearch:
         if kept.any():
             self.space = self.space.where(kept)
         return Survey(self.space, profile, costs.structure_of_layers())
+
+    def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
+        """What layers take on one device, and [layers, layers, kinds]: the stages that make sense then."""
+        if _has_stacks(costs):
+            self.space = self.space.equal_parts()
+        profile = Profile.of(costs)
+        return profile, self.space.worthwhile(profile.shares)
 
     def _profiled(
         self, number: int, numbers: Sequence[int], worthwhile: NDArray[np.bool_], written: Profile
@@ -235,7 +240,7 @@ class JointSearch:
         for policy in sorted(self.policies, key=[*reversed(Remat)].index):
             # What keeps more than the one that keeps least has no use if that keeps no less than what is written.
             own = found.get(policy) or Profile.of(self.steps.of(number, cut, policy))
-            if not any(_is_better(other, own) for other in found.values()):
+            if not any(other.beats(own) for other in found.values()):
                 found[policy] = own
             elif policy is Remat.FULL:
                 break
@@ -370,8 +375,7 @@ class JointSearch:
         """Why nothing fits, as a sentence; at length once, since that takes time."""
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
-        profiles = self._profiles.values()
-        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, profiles)
+        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, self._profiles.values())
 
     def _agreeing(
         self, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule
@@ -386,9 +390,3 @@ class JointSearch:
 def _has_stacks(costs: StageCosts) -> bool:
     """Whether arguments come in rows that loops read: of these a step returns one array, however its stages differ."""
     return any(part.rows is not None for part in costs.step.input_parts)
-
-
-def _is_better(profile: Profile, other: Profile) -> bool:
-    """Whether layers are faster and keep hardly more than others, most of them."""
-    more = np.median(profile.saved_bytes / np.maximum(other.saved_bytes, 1.0))
-    return bool(profile.loop_seconds.sum() < other.loop_seconds.sum() and more < SAVES)

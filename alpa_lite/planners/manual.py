@@ -10,11 +10,15 @@ What takes much longer than the best is given up (`HOPELESS`), and what certainl
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, without_frames
+from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.bound import least_loop_seconds, least_seconds
+from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan import Plan
 from alpa_lite.planners.data_parallel import DataParallel
 from alpa_lite.planners.gshard import GShard
@@ -24,6 +28,7 @@ from alpa_lite.planners.one_weird_trick import OneWeirdTrick
 from alpa_lite.planners.pipeline import Pipeline
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.zero import FSDP, Zero
+from alpa_lite.progress import Progress
 
 MANUAL_PLANNERS: tuple[Planner, ...] = (
     DataParallel(),
@@ -41,45 +46,109 @@ HOPELESS = 1.1
 """Of what takes this many times as long as the best plan no other numbers are tried."""
 
 
-def manual_plans(
-    planners: Sequence[Planner],
-    request: PlanRequest,
-    best: Plan | None,
-    problems: list[AlpaLiteError],
-    *,
-    too_large: Collection[int] = (),
-) -> Iterator[Plan]:
-    """Plans of each planner, with about as many micro-batches as the best plan has, if there is one.
+class ManualPlans:
+    """Plans of each planner for a request; what cannot be planned is noted in `problems`.
 
-    What cannot be planned is noted in `problems`. `too_large`: numbers at which the micro-batches do not fit.
+    Workers make some of them beforehand: the last ones first, as the first ones are made here.
     """
 
-    def planned(planner: Planner, number: int | str) -> Plan | None:
+    def __init__(self, planners: Sequence[Planner], request: PlanRequest, problems: list[AlpaLiteError]) -> None:
+        """Nothing is planned yet."""
+        self._planners, self._request, self._problems = planners, replace(request, advise=False), problems
+        # What a worker can be given: the steps that it needs come beside it.
+        self._apart = replace(
+            self._request, step_at=_no_step, likely_step_at=None, measure=None, progress=Progress(), workers=Workers()
+        )
+        self._asked = set[tuple[int, int]]()
+
+    def plans(self, best: Plan | None, *, too_large: Collection[int] = ()) -> Iterator[Plan]:
+        """With about as many micro-batches as the best plan has, if there is one.
+
+        `too_large`: numbers at which the micro-batches do not fit.
+        """
+        if best is None or best.num_microbatches == 1:
+            number = self._request.num_microbatches
+            yield from filter(None, (self._plan(which, number) for which in range(len(self._planners))))
+            return
+        most = best.num_microbatches
+        numbers = self._request.microbatch_choices(microbatch_numbers(self._request.batch_size or 1))
+        fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
+        for which, planner in enumerate(self._planners):
+            last = math.inf
+            for number in fewer:
+                if self._least_seconds(planner, number) >= best.prediction.step_seconds:
+                    break
+                self._asked.add((which, number))
+                self.expect(best)
+                plan = self._plan(which, number)
+                if plan is None or plan.prediction.step_seconds >= last:
+                    break
+                yield plan
+                last = plan.prediction.step_seconds
+                if last > HOPELESS * best.prediction.step_seconds:
+                    break
+
+    def expect(self, best: Plan) -> None:
+        """Let workers make plans with as many micro-batches as the best plan has, or as were asked for so far."""
+        if best.num_microbatches == 1 or not self._request.workers.at_work:
+            return
+        questions = dict[Hashable, Likely]()
+        for number in dict.fromkeys((best.num_microbatches, *(number for _, number in self._asked))):
+            about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
+            for which, planner in reversed([*enumerate(self._planners)]):
+                hopeless = self._least_seconds(planner, number) >= best.prediction.step_seconds
+                if not hopeless and (which, number) not in self._asked:
+                    questions[_key(which, number)] = Likely(_plan, about, (planner, number))
+        self._request.workers.expect(questions, later=True)
+
+    def _plan(self, which: int, number: int | str) -> Plan | None:
+        """The plan of a planner with a number of micro-batches; None if it cannot be planned."""
+        planner = self._planners[which]
         try:
-            with request.progress.during("manual", planner.name):
-                return planner.plan(replace(request, advise=False, num_microbatches=number))
+            with self._request.progress.during("manual", planner.name):
+                found = self._request.workers.take(_key(which, number))
+                if isinstance(found, AlpaLiteError):
+                    raise found
+                return found or planner.plan(replace(self._request, num_microbatches=number))
         except AlpaLiteError as error:
-            problems.append(without_frames(error))
+            self._problems.append(without_frames(error))
             return None
 
-    if best is None or best.num_microbatches == 1:
-        yield from filter(None, (planned(planner, request.num_microbatches) for planner in planners))
-        return
-    most, numbers = best.num_microbatches, request.microbatch_choices(microbatch_numbers(request.batch_size or 1))
-    fewer = [number for number in reversed(numbers) if max(too_large, default=0) < number <= most]
-    alike = not (request.cluster.groups or request.cluster.shared_processor)
-    of = (request.step_at(1, 0), request.cluster, request.cost_model_for)
-    loop, at_best = least_loop_seconds(*of), least_seconds(*of)
-    for planner in planners:
-        last = math.inf
-        for number in fewer:
-            waiting = loop * (planner.slowdown(number) - 1) if alike else 0.0
-            if at_best + waiting >= best.prediction.step_seconds:
-                break
-            plan = planned(planner, number)
-            if plan is None or plan.prediction.step_seconds >= last:
-                break
-            yield plan
-            last = plan.prediction.step_seconds
-            if last > HOPELESS * best.prediction.step_seconds:
-                break
+    def _least_seconds(self, planner: Planner, number: int) -> float:
+        """What a step certainly takes, however the planner shards it."""
+        loop, at_best = self._bounds
+        alike = not (self._request.cluster.groups or self._request.cluster.shared_processor)
+        return at_best + (loop * (planner.slowdown(number) - 1) if alike else 0.0)
+
+    @cached_property
+    def _bounds(self) -> tuple[float, float]:
+        of = (self._request.step_at(1, 0), self._request.cluster, self._request.cost_model_for)
+        return least_loop_seconds(*of), least_seconds(*of)
+
+
+def _key(which: int, number: int | str) -> Hashable:
+    return "manual", which, number
+
+
+def _no_step(num_microbatches: int, loop_parts: int) -> StepGraph:
+    """What is known of steps where none can be traced."""
+    raise LookupError(f"the step at {num_microbatches} micro-batches in {loop_parts} parts")
+
+
+def _plan(
+    memory: dict[Any, Any], request: PlanRequest, whole: StepGraph, cut: StepGraph, likely: tuple[Planner, int]
+) -> Plan | AlpaLiteError | None:
+    """What a worker does: a plan from the step as a whole and in micro-batches; None if that takes other steps."""
+    del memory
+    planner, number = likely
+    known = {(1, 0): whole, (number, 0): cut}
+
+    def step_at(num_microbatches: int, loop_parts: int) -> StepGraph:
+        return known.get((num_microbatches, loop_parts)) or _no_step(num_microbatches, loop_parts)
+
+    try:
+        return planner.plan(replace(request, step_at=step_at, num_microbatches=number))
+    except LookupError:
+        return None
+    except AlpaLiteError as error:
+        return without_frames(error)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.inter_op.bound import least_seconds
+from alpa_lite.inter_op.workers import Workers
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import sharing
 from alpa_lite.plan import (
@@ -56,6 +57,7 @@ class PlanRequest:
         advise: whether a planner that finds nothing should look for changes that would help.
         on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
         progress: is told what is done, and how much is left of it.
+        workers: may solve stages before they are asked for.
         measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
     """
 
@@ -72,6 +74,7 @@ class PlanRequest:
     advise: bool = True
     on_non_additive: str = "refuse"
     progress: Progress = field(default_factory=Progress)
+    workers: Workers = field(default_factory=Workers)
     measure: Callable[[Plan], float] | None = None
 
     @cached_property

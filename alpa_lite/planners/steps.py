@@ -16,7 +16,8 @@ from functools import cached_property
 from alpa_lite.graph.phases import Phase, StepGraph
 from alpa_lite.graph.recomputation import read_originals_across
 from alpa_lite.graph.wiring import MAX_TRIPS
-from alpa_lite.inter_op.stage_costs import Kind, StageCosts
+from alpa_lite.inter_op.solved import Kind
+from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.builders import Builders
 from alpa_lite.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
 from alpa_lite.planners.cutting import is_even, parts_that_may_do
@@ -124,6 +125,7 @@ class Steps:
             cost_model_for=self.request.cost_model_for,
             pins=pinned_specs(step, self.pins),
             progress=self.request.progress,
+            workers=self.request.workers,
             builders=self._builders,
             structures=self._structures,
         )

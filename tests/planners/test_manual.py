@@ -13,7 +13,7 @@ import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
-from alpa_lite.planners.manual import manual_plans
+from alpa_lite.planners.manual import ManualPlans
 from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
 from benchmarks.requests import request_of
 from tests.end_to_end.cases import MODELS, Training, make_batch
@@ -73,7 +73,7 @@ def test_numbers_go_down_from_that_of_the_best(
 ) -> None:
     planner, problems = Priced(plan_=some_plan, seconds=seconds), list[AlpaLiteError]()
     best = _lasting(some_plan, 1.0, 16)
-    found = manual_plans([planner], _request(), best, problems, too_large=too_large)
+    found = ManualPlans([planner], _request(), problems).plans(best, too_large=too_large)
     assert {plan.num_microbatches: plan.prediction.step_seconds for plan in found} == tried
     assert [str(problem) for problem in problems] == [f"{number} do not fit." for number in refused]
 
@@ -88,7 +88,7 @@ def test_what_waits_longer_than_the_best_takes_is_not_planned(some_plan: Plan) -
 
     seconds = some_plan.prediction.step_seconds
     planner, best = Waiting(plan_=some_plan, seconds={16: seconds, 8: seconds / 2}), _lasting(some_plan, seconds, 16)
-    assert [plan.num_microbatches for plan in manual_plans([planner], _request(), best, [])] == [16]
+    assert [plan.num_microbatches for plan in ManualPlans([planner], _request(), []).plans(best)] == [16]
 
 
 def test_what_pipelines_wait_for_is_known_of_those_that_must() -> None:
@@ -104,13 +104,13 @@ def test_beside_one_micro_batch_or_nothing_planners_decide_themselves(
 ) -> None:
     best = None if microbatches is None else _lasting(some_plan, 1.0, microbatches)
     planner = Priced(plan_=some_plan, seconds={"auto": 2.0, 1: 1.5})
-    (found,) = manual_plans([planner], _request(), best, [])
+    (found,) = ManualPlans([planner], _request(), []).plans(best)
     assert (found.num_microbatches, found.prediction.step_seconds) == (3, 2.0)
 
 
 def test_a_number_that_was_asked_for_is_the_only_one(some_plan: Plan) -> None:
     planner = Priced(plan_=some_plan, seconds={4: 1.0, 2: 0.5, 1: 0.5})
-    (found,) = manual_plans([planner], _request(4), _lasting(some_plan, 1.0, 4), [])
+    (found,) = ManualPlans([planner], _request(4), []).plans(_lasting(some_plan, 1.0, 4))
     assert found.num_microbatches == 4
 
 
