@@ -95,12 +95,18 @@ def measure(
         seconds=ended - started,
         gap=plan.solver.gap,
         predicted_tflops_per_device=case.tflops_per_device(plan.prediction.step_seconds),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak_rss_bytes=_peak_rss_bytes(),
         num_stages=len(plan.stages),
         num_microbatches=plan.num_microbatches,
         phases=_phases(times.seconds, ended - started),
         cached=answer.cached,
     )
+
+
+def _peak_rss_bytes() -> int:
+    """The most memory that this process has held, and that of its workers has that held most."""
+    used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used) * (1 if sys.platform == "darwin" else 1024)
 
 
 def _phases(seconds: Mapping[str, float], total: float) -> dict[str, float]:

@@ -70,6 +70,7 @@ class Workers:
         self.problems: list[str] = []
         self._number, self._closed, self._here = number, threading.Event(), threading.local()
         self._pool: ThreadPoolExecutor | None = None
+        self._has_answered = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lost: list[subprocess.Popen[bytes]] = []
         self._soon: dict[Hashable, Likely] = {}
@@ -143,11 +144,16 @@ class Workers:
         return number
 
     def take(self, key: Hashable) -> Any:
-        """The answer to a question that was expected, and that a worker has begun with; else None."""
+        """The answer to a question that was expected, and that a worker has begun with; else None.
+
+        The first answer of all is not waited for: it takes a worker long, which has everything to load for it.
+        """
         self._soon.pop(key, None)
         self._later.pop(key, None)
         answer = self._answers.pop(key, None)
-        return None if answer is None or answer.cancel() else answer.result()
+        if answer is None or answer.cancel() or not (self._has_answered or answer.done()):
+            return None
+        return answer.result()
 
     def _start(self, since: float) -> None:
         """Start the worker of this thread."""
@@ -183,6 +189,7 @@ class Workers:
         if problem:
             self._give_up(problem)
         self._here.told.update(parts)
+        self._has_answered = True
         return answer
 
     def _give_up(self, why: str) -> None:

@@ -138,7 +138,6 @@ class Hybrid(Planner):
             keeps_gathered=not self.reshard_after_forward,
             layout=weights_layout(step, self.split, places[0][1].axis_sizes),
             progress=request.progress,
-            workers=request.workers,
         )
         solved: dict[int, StageSolution] = {}
         for part in reversed(range(self.pipeline)):  # fewer micro-batches in flight first
