@@ -163,9 +163,8 @@ class StageCosts:
         solved = found.solution
         if solved.choice is None:
             return solved
-        in_flight, peak = asked.in_flight, solved.peak_bytes
-        if found.in_flight != in_flight:
-            peak = solved.bytes_in_flight(in_flight)
+        same = found.in_flight == asked.in_flight
+        peak = solved.peak_bytes if same else solved.bytes_in_flight(asked.in_flight)
         return replace(solved, choice=remap(solved.choice, found.view, view), peak_bytes=peak)
 
     def solve(self, asked: Question) -> StageSolution:

@@ -90,11 +90,14 @@ class ManualPlans:
 
     def expect(self, best: Plan) -> None:
         """Let workers make plans with as many micro-batches as the best plan has, or as were asked for so far."""
-        if best.num_microbatches == 1 or not self._request.workers.at_work:
+        if best.num_microbatches == 1 or not (self._planners and self._request.workers.at_work):
             return
         questions = dict[Hashable, Likely]()
         for number in dict.fromkeys((best.num_microbatches, *(number for _, number in self._asked))):
-            about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
+            try:
+                about = (self._apart, self._request.step_at(1, 0), self._request.step_at(number, 0))
+            except AlpaLiteError:
+                continue  # who plans says what is wrong with it
             for which, planner in reversed([*enumerate(self._planners)]):
                 hopeless = self._least_seconds(planner, number) >= best.prediction.step_seconds
                 if not hopeless and (which, number) not in self._asked:
