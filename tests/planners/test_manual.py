@@ -10,7 +10,9 @@ import jax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError
+from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
 from alpa_lite.planners.manual import ManualPlans
@@ -120,3 +122,31 @@ def test_the_search_is_no_slower_than_tuned_manual_plans() -> None:
         for number in (1, 2, 4, 8):
             other = planner.plan(_request(number))
             assert found.prediction.step_seconds <= other.prediction.step_seconds
+
+
+class AtWork(Workers):
+    """Workers that are told what is expected of them."""
+
+    told: Mapping[Any, Likely] = {}
+
+    @property
+    def at_work(self) -> bool:
+        return True
+
+    def expect(self, questions: Mapping[Any, Likely], *, later: bool = False) -> None:
+        assert later
+        self.told = questions
+
+
+@pytest.mark.parametrize(("traces", "expected"), [(True, [("manual", 1, 16), ("manual", 0, 16)]), (False, [])])
+def test_workers_are_told_of_plans_whose_steps_can_be_traced(traces: bool, expected: Any, some_plan: Plan) -> None:
+    request, workers = _request(), AtWork()
+
+    def step_at(number: int, loop_parts: int) -> StepGraph:
+        if number > 1 and not traces:
+            raise BatchError("This batch cannot be divided.")
+        return request.step_at(number, loop_parts)
+
+    manual = ManualPlans([FSDP(), Zero()], replace(request, step_at=step_at, workers=workers), [])
+    manual.expect(_lasting(some_plan, 1.0, 16))
+    assert [*workers.told] == expected
