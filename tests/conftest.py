@@ -7,14 +7,19 @@ Tests that need other settings (another device count, several processes) start a
 ever; LLVM optimises little, for that took half of the time of most tests.
 """
 
+import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 NUM_DEVICES = 8
+MAX_MAPS = 20_000
+"""A third of the memory maps that Linux allows a process. Each program that XLA compiles takes several, and where they
+run out its compiler crashes."""
 
 # What the user's programs have planned is no business of tests, nor the other way round.
 os.environ["ALPA_LITE_CACHE"] = "off"
@@ -54,6 +59,16 @@ def devices():
     found = jax.devices()
     assert len(found) == NUM_DEVICES, f"JAX was imported before the test harness was set up: it sees {found}."
     return found
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Let go of compiled programs before there are too many of them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

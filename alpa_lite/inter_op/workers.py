@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from alpa_lite.errors import PlanError
 from alpa_lite.rules.registry import only_own_rules
 
 START_SECONDS = 1.0
@@ -42,10 +43,18 @@ _SERVE = "import sys; sys.path += sys.argv[1:]; from alpa_lite.inter_op.workers 
 
 
 def num_workers() -> int:
-    """How many workers this machine has room for; none where rules are registered that they would not know."""
+    """How many workers this machine has room for; none where rules are registered that they would not know.
+
+    Raises `PlanError` where the environment asks for something else than a number.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = os.environ.get(NUM_WORKERS, "")
-    number = int(wanted) if wanted.isdecimal() else min(cores - 1, MAX_WORKERS)
+    wanted = os.environ.get(NUM_WORKERS, "").strip()
+    if wanted and not wanted.isdecimal():
+        raise PlanError(
+            f"{NUM_WORKERS}={wanted!r} is set in the environment; it must be a number of processes, 0 for none. "
+            "Unset it to have one for each core but one."
+        )
+    number = int(wanted) if wanted else min(cores - 1, MAX_WORKERS)
     return number if only_own_rules() and sys.executable else 0
 
 

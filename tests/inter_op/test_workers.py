@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import alpa_lite as al
+from alpa_lite.errors import PlanError
 from alpa_lite.inter_op import workers as module
 from alpa_lite.inter_op.workers import Likely, Workers, num_workers
 from alpa_lite.plan import Plan
@@ -128,6 +129,9 @@ def test_one_worker_for_each_further_core(monkeypatch: pytest.MonkeyPatch) -> No
     assert num_workers() == 5
     monkeypatch.setattr(module, "only_own_rules", lambda: False)
     assert num_workers() == 0
+    monkeypatch.setenv("ALPA_LITE_WORKERS", "two")
+    with pytest.raises(PlanError, match=r"ALPA_LITE_WORKERS='two' .* must be a number of processes, 0 for none\."):
+        num_workers()
 
 
 def _plan(number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, int]:
