@@ -62,7 +62,7 @@ class Auto(Planner):
         measure_top: so many of the best plans are run for a few steps on the devices of this process, and the fastest
             is taken; those that fail there are left out. 0: the one that is predicted to be.
         manual: plans that are priced as well, unless stages, pins, remat or the schedule are restricted: these plans
-            would not keep to that.
+            would not keep to that. Where one stage is asked for, those that have one are.
     """
 
     num_layers: int | None = None
@@ -106,13 +106,13 @@ class Auto(Planner):
                     plans.append(plan)
                     manual.expect(min(plans, key=_step_seconds))
                 found = min(plans, key=_step_seconds, default=None)
-                for plan in manual.plans(found, too_large=search.too_large):
+                for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):
                     plans.append(plan)
         except KeyboardInterrupt:
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
             # Manual plans take little time: so there is something to give back from the beginning on.
-            plans += islice(manual.plans(None), 0 if plans else 1)
+            plans += islice(filter(self._allows, manual.plans(None)), 0 if plans else 1)
             if not plans:
                 raise
         if not plans:
@@ -148,9 +148,14 @@ class Auto(Planner):
 
     @property
     def _restricted(self) -> bool:
-        """Whether manual plans may break what was asked for. They compute nothing again: `remat="none"` they keep."""
-        stages = self.intra_op_only or self.inter_op_only or self.num_stages or self.equal
+        """Whether manual plans may break what was asked for, those of one stage where one was. They compute nothing
+        again: `remat="none"` they keep."""
+        stages = self.inter_op_only or (self.num_stages or 1) > 1 or self.equal
         return bool(stages or self.pins or self.schedule or self.remat not in ("auto", "none"))
+
+    def _allows(self, plan: Plan) -> bool:
+        """Whether a manual plan has one stage, if that was asked for."""
+        return len(plan.stages) == 1 or not (self.intra_op_only or self.num_stages == 1)
 
     def _best(self, request: PlanRequest, plans: Sequence[Plan]) -> Plan:
         """The plan that is predicted to be the fastest, or that is when the best are run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from alpa_lite.inspection.units import show_percent, show_seconds
 from alpa_lite.layers import natural_cut
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
 from alpa_lite.planners.numbers import microbatch_numbers
+from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.progress import Progress
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1
@@ -78,6 +79,30 @@ def test_restrictions_hold() -> None:
         assert len(_plan(Auto(num_stages=count)).stages) == count
     with pytest.raises(al.errors.PlanError, match="Ask for one of them"):
         _plan(Auto(intra_op_only=True, num_stages=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claimed(Planner):
+    """Plans of so many stages that say that they take so long."""
+
+    num_stages: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_stages} stages"
+
+    def plan(self, request: PlanRequest) -> al.Plan:
+        plan = Hybrid(pipeline=self.num_stages).plan(request)
+        return replace(plan, name=self.name, prediction=replace(plan.prediction, step_seconds=self.seconds))
+
+
+def test_one_stage_is_no_worse_than_manual_plans_that_have_one() -> None:
+    alone = _plan(Auto(manual=(), intra_op_only=True)).prediction.step_seconds
+    manual = Claimed(num_stages=1, seconds=0.9 * alone), Claimed(num_stages=2, seconds=0.8 * alone)
+    for planner in (Auto(manual=manual, intra_op_only=True), Auto(manual=manual, num_stages=1)):
+        found = _plan(planner)
+        assert len(found.stages) == 1 and found.prediction.step_seconds == 0.9 * alone
 
 
 def _four_devices() -> Cluster:
