@@ -220,7 +220,7 @@ class JointSearch:
 
     def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
         """What layers take on one device, and [layers, layers, kinds]: the stages that make sense then."""
-        if _has_stacks(costs):
+        if _has_stacks(costs) and not self.space.cluster.groups:
             self.space = self.space.equal_parts()
         profile = Profile.of(costs)
         return profile, self.space.worthwhile(profile.shares)
@@ -273,15 +273,23 @@ class JointSearch:
         """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
         which needs the least memory comes last."""
         first = self._search_for(self.schedules[0], number, survey, beyond)
+        found = [first]
+        if _has_stacks(self.steps.known) and not first.all_equal:
+            # Where hosts differ, equal stages wait for the slowest, and rows of unequal ones move between steps.
+            found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, equal_stages=True))
         at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         if seconds - waits >= at_most or math.isinf(seconds):
-            return [first]
+            return found
         others = (self._search_for(other, number, survey, beyond) for other in self.schedules[1:2])
-        return [*(other for other in others if other.best_known().seconds < at_most), first]
+        return [*(other for other in others if other.best_known().seconds < at_most), *found]
 
-    def _search_for(self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond) -> StageSearch:
+    def _search_for(
+        self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, equal_stages: bool | None = None
+    ) -> StageSearch:
+        """`equal_stages`: whether stages must be equal; None: where loops over rows are best cut so."""
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
+        usual = (_has_stacks(known) and not self.space.cluster.groups) or not overlaps
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
             known,
@@ -297,7 +305,7 @@ class JointSearch:
             num_stages=self.num_stages if overlaps else 1,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
             policies=tuple(self._profiles),
-            equal_stages=_has_stacks(known) or not overlaps,
+            equal_stages=usual if equal_stages is None else equal_stages,
             equal=self.equal,
         )
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
 from alpa_lite.lower import program
-from alpa_lite.planners import Hybrid
+from alpa_lite.planners import Auto, Hybrid
 from alpa_lite.runtime.crossing import Launched, Message
 from alpa_lite.runtime.transfer import Transfer
+from cost_models.cluster import HostGroup
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 
@@ -27,6 +30,32 @@ def test_unequal_stages_compute_what_one_device_does(model: str, devices: Any) -
     compiled = step.compiled(training.start(), make_batch(MODELS[model], 0), jax.random.key(0))
     assert [stage.submesh.num_devices for stage in compiled.plan.stages] == [4, 2, 2]
     assert handed_over(compiled) == planned(compiled.plan)
+
+
+def test_rows_go_where_hosts_are_faster(devices: Any) -> None:
+    """The search on a mixed cluster gives the faster host more trips of the loop over layers."""
+    slow = replace(eager_cluster(), devices_per_host=4)
+    fast = replace(slow.device, name="fast", peak_flops={"float32": 3e9}, memory_bandwidth=3e8)
+    groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=slow.intra_host) for device in (slow.device, fast))
+    mixed = replace(slow, num_hosts=2, inter_host=slow.intra_host, groups=groups)
+    weights = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (64, 64))
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return weights - grads, value
+
+    step = al.parallelize(train_step, cluster=mixed, planner=Auto(num_stages=2, manual=()), num_microbatches=4)
+    found = expected = weights
+    for _ in range(3):
+        found, loss = step(found, x)
+        expected, expected_loss = jax.jit(train_step)(expected, x)
+        assert_same((found, loss), (expected, expected_loss))
+    layers = {s.submesh.first_device: s.layers[1] + 1 - s.layers[0] for s in step.compiled(weights, x).plan.stages}
+    assert layers[4] > layers[0]
 
 
 class Counted(Transfer):

@@ -211,19 +211,32 @@ def test_the_search_is_no_worse_than_hybrid_plans_of_any_degrees() -> None:
         assert auto.prediction.step_seconds <= manual.prediction.step_seconds * 1.02
 
 
-def test_faster_hosts_of_a_mixed_cluster_get_more_layers() -> None:
+def _chain_of_rows(weights: Any, x: Any) -> Any:
+    """`chain_step` whose weights are rows of one array."""
+
+    def loss(weights: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.sum(h.astype(jnp.float32) ** 2)
+
+    grads = jax.grad(loss)(weights)
+    return weights - 0.01 * grads.astype(weights.dtype)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows of one array"])
+def test_faster_hosts_of_a_mixed_cluster_get_more_layers(rows: bool) -> None:
     slow = al.cluster("p3.16xlarge")
     fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
     groups = tuple(HostGroup(num_hosts=1, device=device, intra_host=slow.intra_host) for device in (slow.device, fast))
     # A network on which a transfer takes no longer than a stage: else it matters little which of them are slow.
     slow = replace(slow, inter_host=replace(slow.inter_host, bandwidth_bytes_per_second=1e11))
     mixed = replace(slow, num_hosts=2, groups=groups)
-    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float16)] * 12
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.float16)
+    weights: Any = jax.ShapeDtypeStruct((12, *weight.shape), weight.dtype) if rows else [weight] * 12
     batch = jax.ShapeDtypeStruct((131072, 4096), jnp.float16)
 
     def plan(cluster: Cluster) -> al.Plan:
-        planner = Auto(num_stages=2, num_layers=12, manual=())
-        return al.plan(chain_step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+        planner, step = Auto(num_stages=2, num_layers=12, manual=()), _chain_of_rows if rows else chain_step
+        return al.plan(step, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
 
     found, usual = plan(mixed), plan(replace(slow, num_hosts=2))
     layers = {stage.submesh.first_device: stage.layers[1] - stage.layers[0] + 1 for stage in found.stages}
