@@ -210,6 +210,11 @@ class StageCosts:
         """What a worker needs to know beside the step."""
         return {name: getattr(self, name) for name in _GIVEN}
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether arguments come in rows that loops read: of these a step returns one array, however stages differ."""
+        return any(part.rows is not None for part in self.step.input_parts)
+
     def in_two_parts(
         self, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
     ) -> StageSolution:

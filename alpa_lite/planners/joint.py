@@ -220,7 +220,7 @@ class JointSearch:
 
     def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
         """What layers take on one device, and [layers, layers, kinds]: the stages that make sense then."""
-        if _has_stacks(costs) and not self.space.cluster.groups:
+        if self._all_equal(costs):
             self.space = self.space.equal_parts()
         profile = Profile.of(costs)
         return profile, self.space.worthwhile(profile.shares)
@@ -274,9 +274,8 @@ class JointSearch:
         which needs the least memory comes last."""
         first = self._search_for(self.schedules[0], number, survey, beyond)
         found = [first]
-        if _has_stacks(self.steps.known) and not first.all_equal:
-            # Where hosts differ, equal stages wait for the slowest, and rows of unequal ones move between steps.
-            found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, equal_stages=True))
+        if self.steps.known.has_rows and not first.all_equal:
+            found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
         at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
         waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
         if seconds - waits >= at_most or math.isinf(seconds):
@@ -285,11 +284,10 @@ class JointSearch:
         return [*(other for other in others if other.best_known().seconds < at_most), *found]
 
     def _search_for(
-        self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, equal_stages: bool | None = None
+        self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False
     ) -> StageSearch:
-        """`equal_stages`: whether stages must be equal; None: where loops over rows are best cut so."""
+        """`all_equal`: for equal stages alone, also where others are searched."""
         known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
-        usual = (_has_stacks(known) and not self.space.cluster.groups) or not overlaps
         size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
         return StageSearch(
             known,
@@ -305,9 +303,14 @@ class JointSearch:
             num_stages=self.num_stages if overlaps else 1,
             under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
             policies=tuple(self._profiles),
-            equal_stages=usual if equal_stages is None else equal_stages,
+            equal_stages=all_equal or self._all_equal(known) or not overlaps,
             equal=self.equal,
         )
+
+    def _all_equal(self, costs: StageCosts) -> bool:
+        """Whether equal stages alone are searched, so that no rows move between steps; where hosts differ, these would
+        wait for the slowest."""
+        return costs.has_rows and not self.space.cluster.groups
 
     def _of_layers(self, survey: Survey, number: int, beyond: Beyond) -> NDArray[np.float64]:
         """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
@@ -393,8 +396,3 @@ class JointSearch:
             number = costs.step.num_microbatches
             held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
             yield from agreeing(costs, stages, held)
-
-
-def _has_stacks(costs: StageCosts) -> bool:
-    """Whether arguments come in rows that loops read: of these a step returns one array, however its stages differ."""
-    return any(part.rows is not None for part in costs.step.input_parts)
