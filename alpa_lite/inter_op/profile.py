@@ -127,3 +127,15 @@ def microbatch_size(costs: StageCosts) -> int | None:
     """Samples per micro-batch; None without a batch."""
     step = costs.step
     return None if step.batch_size is None else step.batch_size // step.num_microbatches
+
+
+def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[layers, layers, kinds, shapes]: the sums of what layers take alone, [layers, kinds, shapes], where that is known
+    of all and `possible`."""
+    finite = np.isfinite(alone)
+    sums, missing = (
+        np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
+        for part in (np.where(finite, alone, 0.0), ~finite)
+    )
+    complete = missing[None, 1:] == missing[:-1, None]
+    return np.where(complete & possible[..., None], sums[None, 1:] - sums[:-1, None], np.inf)

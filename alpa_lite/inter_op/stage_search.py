@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.alike import Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.profile import summed
+from alpa_lite.inter_op.rows import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.solved import Question
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
@@ -108,6 +110,9 @@ class StageSearch:
         self._equal, self._ways = tuple(equal), list(alike)
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
+        moved = costs.has_rows and not equal_stages
+        self._least_for_rows = least_seconds_of_rows(costs, space) if moved else np.zeros(self._possible.shape)
+        work += self._least_for_rows[..., None] / num_microbatches
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
@@ -144,8 +149,12 @@ class StageSearch:
 
         The DP spreads it over the micro-batches; but one that is longer than those of the others comes after them.
         """
-        self._shortest_refused = max(float(self.update_seconds[entry]) for entry in _entries(found))
+        self._shortest_refused = self.longest_update(found)
         self.seconds[self.solved & (self.update_seconds >= self._shortest_refused)] = np.inf
+
+    def longest_update(self, found: StageChoice) -> float:
+        """Of solved stages: the longest time for the update, with what rows take to be moved."""
+        return max(float(self.update_seconds[entry]) for entry in _entries(found))
 
     def _expect(self, stages: int, pending: int, further: float, *, known: bool) -> None:
         """Say how much work is left; before any stages are `known` by their costs, that nobody knows."""
@@ -339,7 +348,8 @@ class StageSearch:
         quick = not self.least[entry]
         solution = self.solution(*entry, quick=quick)
         if quick and solution.choice is not None and solution.gap > self.costs.relative_gap:
-            least = work_seconds(solution, self.num_microbatches) * (1 - solution.gap)
+            least = self._work(solution, 0.0) * (1 - solution.gap)
+            least += self._least_for_rows[entry[:3]] / self.num_microbatches
             self.least[entry] = self._taking(least, self.inflow_seconds[first, last, kind])
             return
         self.solved[entry] = True
@@ -348,11 +358,25 @@ class StageSearch:
             # Nor does what holds more layers fit, or more micro-batches in flight.
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
-        self.update_seconds[entry] = solution.update_seconds
-        if solution.choice is not None and solution.update_seconds < self._shortest_refused:
-            work = work_seconds(solution, self.num_microbatches)
+        for_rows = self._for_rows(*entry, solution) if self._least_for_rows[entry[:3]] else 0.0
+        self.update_seconds[entry] = solution.update_seconds + for_rows
+        if solution.choice is not None and self.update_seconds[entry] < self._shortest_refused:
+            work = self._work(solution, for_rows)
             self.seconds[entry] = self._taking(work, self.inflow_seconds[first, last, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
+
+    def _work(self, solution: StageSolution, for_rows: float) -> float:
+        """Seconds per micro-batch: both passes, and its part of the update and of what rows take; infinite without a
+        solution."""
+        if solution.choice is None:
+            return math.inf
+        loop = solution.forward_seconds + solution.backward_seconds
+        return loop + (solution.update_seconds + for_rows) / self.num_microbatches
+
+    def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
+        """Seconds per step to move rows of stacked arguments; see `rows`."""
+        costs, first, last = self._asked(first, last, kind, configuration)
+        return seconds_of_rows(costs, first, last, self.space.submesh(kind), self.mesh(kind, configuration), solution)
 
     def _stages_that_may_follow(self, solution: StageSolution, room_bytes: float) -> int:
         """The most stages after this one whose micro-batches in flight still fit into memory here; -1 for none."""
@@ -367,23 +391,3 @@ def _entries(found: StageChoice) -> list[tuple[int, int, int, int]]:
 def _has_work(guessed: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Where a ratio to the guess tells something: not where nothing can run, nor where there is nothing to do."""
     return np.isfinite(guessed) & (guessed > 0)
-
-
-def summed(alone: NDArray[np.float64], possible: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[layers, layers, kinds, shapes]: the sums of what layers take alone, [layers, kinds, shapes], where that is known
-    of all and `possible`."""
-    finite = np.isfinite(alone)
-    sums, missing = (
-        np.concatenate([np.zeros((1, *alone.shape[1:])), np.cumsum(part, axis=0)])
-        for part in (np.where(finite, alone, 0.0), ~finite)
-    )
-    complete = missing[None, 1:] == missing[:-1, None]
-    return np.where(complete & possible[..., None], sums[None, 1:] - sums[:-1, None], np.inf)
-
-
-def work_seconds(solution: StageSolution, num_microbatches: int) -> float:
-    """What a stage does per micro-batch: both passes, and its part of the update; infinite without a solution."""
-    if solution.choice is None:
-        return math.inf
-    loop = solution.forward_seconds + solution.backward_seconds
-    return loop + solution.update_seconds / num_microbatches

@@ -13,11 +13,16 @@ from dataclasses import replace
 
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.planners.stacked import stacks_at_rest
+from alpa_lite.schedule import Schedule
 from alpa_lite.sharding import Spec
 
 
-def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], in_flight: Sequence[int]) -> Iterator[list[PlacedStage]]:
-    """The same stages with the forms of each of those that differ, where that fits. `in_flight`: of each stage."""
+def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Iterator[list[PlacedStage]]:
+    """The same stages with the forms of each that differs, where they disagree on stacked arguments and it fits."""
+    if not stacks_at_rest(costs.cost_model, costs.step, costs.layers, stages).seconds:
+        return
+    held = [schedule.in_flight(i, len(stages), costs.step.num_microbatches) for i in range(len(stages))]
     forms = [_forms(costs, stage) for stage in stages]
     for model in dict.fromkeys(tuple(sorted(form.items())) for form in forms):
         wanted = dict(model)
@@ -25,8 +30,8 @@ def agreeing(costs: StageCosts, stages: Sequence[PlacedStage], in_flight: Sequen
         given = costs.with_pins({**costs.pins, **pins})
         # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
         found = [
-            stage if _forms(costs, stage) == wanted else _solved_again(given, stage, held)
-            for stage, held in reversed([*zip(stages, in_flight, strict=True)])
+            stage if _forms(costs, stage) == wanted else _solved_again(given, stage, in_flight)
+            for stage, in_flight in reversed([*zip(stages, held, strict=True)])
         ]
         found.reverse()
         if all(stage.solution.choice is not None for stage in found):

@@ -49,7 +49,6 @@ from alpa_lite.planners.placed_stage import PlacedStage
 from alpa_lite.planners.planner import PlanRequest, assemble
 from alpa_lite.planners.refine import Found, made_to_fit, refined, rescheduled
 from alpa_lite.planners.relax import tightest_stage
-from alpa_lite.planners.stacked import stacks_at_rest
 from alpa_lite.planners.steps import Steps
 from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import Schedule
@@ -348,7 +347,7 @@ class JointSearch:
                 found = self._priced(search, choice)
                 best = found if best is None or found.seconds < best.seconds else best
                 at_most = min(at_most, found.trusted_seconds)
-                if not found.ends_in_an_update:
+                if not found.may_wait_for(search.longest_update(choice)):
                     break
                 search.refuse_updates_like(choice)
                 choice = search.run(at_most, further=further)
@@ -360,7 +359,7 @@ class JointSearch:
         """Stages under the fastest schedule that their memory allows."""
         costs, stages = self._placed(search, choice)
         stages = made_to_fit(costs, stages, search.schedule)
-        ways = [stages, *self._agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
+        ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
         priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
         best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
         return replace(best, sum_seconds=choice.seconds)
@@ -387,12 +386,3 @@ class JointSearch:
         if any(isinstance(problem, InfeasibleError) for problem in self.problems):
             return f"No plan fits into memory at num_microbatches={number}."
         return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, self._profiles.values())
-
-    def _agreeing(
-        self, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule
-    ) -> Iterator[list[PlacedStage]]:
-        """The same stages, if they disagree on how stacked arguments lie, with the same forms on all."""
-        if stacks_at_rest(self.request.cost_model, costs.step, costs.layers, stages).seconds:
-            number = costs.step.num_microbatches
-            held = [schedule.in_flight(i, len(stages), number) for i in range(len(stages))]
-            yield from agreeing(costs, stages, held)

@@ -76,12 +76,9 @@ class Found:
         wait for much that it does not see."""
         return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
-    @property
-    def ends_in_an_update(self) -> bool:
-        """Whether what the stage DP does not see may be one stage that still updates long after the others."""
-        longest = max(stage.solution.update_seconds for stage in self.stages)
-        unseen = self.trusted_seconds - self.sum_seconds
-        return 0 < unseen < longest
+    def may_wait_for(self, update_seconds: float) -> bool:
+        """Whether what the stage DP does not see may be the longest update, half of it at least."""
+        return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
 
     @property
     def policies(self) -> tuple[Remat, ...]:

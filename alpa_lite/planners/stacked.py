@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.rows import dealing_seconds
 from alpa_lite.layers import Layers
 from alpa_lite.mesh import Submesh
 from alpa_lite.planners.placed_stage import PlacedStage
@@ -63,13 +64,7 @@ def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stage
     if not moved:
         return AtRest(seconds=0.0, state_bytes=state)
     cluster = cost_model.cluster
-    inside = sum(
-        max(
-            cost_model.transfer_seconds(each[s], crosses_hosts=s.num_hosts > 1, num_links=s.num_devices)
-            for s in submeshes
-        )
-        for each in (landing, leaving)
-    )
+    inside = sum(max(dealing_seconds(cost_model, each[s], s) for s in submeshes) for each in (landing, leaving))
     apart = any(crosses_hosts(cluster, submeshes[0], other) for other in submeshes[1:])
     between = 2 * cost_model.transfer_seconds(away, crosses_hosts=apart) if away else 0.0
     # A program of the devices that have the rows, and one of those that get them, there and back.

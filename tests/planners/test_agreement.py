@@ -8,6 +8,7 @@ from alpa_lite.layers import make_layers
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.planners.agreement import agreeing
 from alpa_lite.planners.placed_stage import PlacedStage
+from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding import Spec
 from cost_models.composed import ComposedCostModel
 from tests.planners.test_auto import _shapes, _step
@@ -27,7 +28,7 @@ def test_each_form_is_tried_on_all_stages() -> None:
         submesh = Submesh(first_device=4 * number, num_hosts=1, devices_per_host=4)
         solution = costs.with_pins(pins).solution(number, number, submesh, MESH)
         stages.append(PlacedStage(first=number, last=number, submesh=submesh, mesh=MESH, solution=solution))
-    ways = list(agreeing(costs, stages, [2, 1]))
+    ways = list(agreeing(costs, stages, OneFOneB()))
     assert len(ways) == len(FORMS)
     for way, form in zip(ways, FORMS, strict=True):
         held = [

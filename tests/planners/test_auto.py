@@ -245,6 +245,24 @@ def test_faster_hosts_of_a_mixed_cluster_get_more_layers(rows: bool) -> None:
     assert found.solver.bound < found.prediction.step_seconds
 
 
+def test_stages_over_slow_networks_are_charged_for_their_rows_of_stacked_weights() -> None:
+    """Else a few layers on two hosts look best, whose rows take longer to move than the step."""
+    slow = al.cluster("p3.16xlarge")
+    fast = replace(slow.device, name="fast", peak_flops={k: 3 * v for k, v in slow.device.peaks.items()})
+    groups = (
+        HostGroup(num_hosts=2, device=slow.device, intra_host=slow.intra_host),
+        HostGroup(num_hosts=1, device=fast, intra_host=slow.intra_host),
+    )
+    cluster = replace(slow, num_hosts=3, groups=groups)
+    weights, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((18, 4096, 4096), (65536, 4096)))
+    free, *restricted = (
+        al.plan(_chain_of_rows, weights, batch, cluster=cluster, planner=planner, num_microbatches=16)
+        for planner in (Auto(), Auto(num_stages=2), Auto(num_stages=3), Auto(equal=("devices",)))
+    )
+    for plan in restricted:
+        assert free.prediction.step_seconds <= 1.03 * plan.prediction.step_seconds
+
+
 @pytest.mark.parametrize("devices", [3, 6, 12, 20])
 def test_any_number_of_devices_is_used(devices: int) -> None:
     weights = [jax.ShapeDtypeStruct((960, 960), jnp.float32)] * 6
