@@ -83,6 +83,11 @@ def source_line(eqn: Any) -> str:
     return line
 
 
+def traceback(eqn: Any) -> Any:
+    """What the source line of an equation follows from: equal ones have the same."""
+    return eqn.source_info.traceback
+
+
 def in_a_library(line: str) -> bool:
     """Whether a `file:line` is of an installed package, as far as its folder tells."""
     return "site-packages" in line or "dist-packages" in line

@@ -93,6 +93,7 @@ class _Builder:
         self.pieces: dict[int, list[int]] = {}
         # Bodies are walked once per trip where loops are cut.
         self.places: dict[int, _Place] = {}
+        self.lines: dict[Any, str] = {}  # by traceback, of which many equations share one
         self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -140,7 +141,10 @@ class _Builder:
     def place(self, eqn: Any) -> _Place:
         """Where an equation stands, remembered."""
         if id(eqn) not in self.places:
-            self.places[id(eqn)] = _Place(eqn=eqn, stack=_jax.name_stack(eqn), line=_jax.source_line(eqn))
+            traceback = _jax.traceback(eqn)
+            if traceback not in self.lines:
+                self.lines[traceback] = _jax.source_line(eqn)
+            self.places[id(eqn)] = _Place(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
     def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:

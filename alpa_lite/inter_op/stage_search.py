@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.alike import Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.expected import expect
 from alpa_lite.inter_op.profile import summed
 from alpa_lite.inter_op.rows import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.solved import Question
@@ -132,17 +133,24 @@ class StageSearch:
                 return found
             # Beside the stages that likely are the best, most of the others turn out to be worse before long.
             entries = likely if any(not self.solved[entry] for entry in likely) else _entries(found)
-            pending = [entry for entry in entries if not self.solved[entry]]
+            pending = sorted((e for e in entries if not self.solved[e]), key=lambda e: -self.seconds[e])
             if not pending:
                 return found
             self._expect(len(entries), len(pending), further, known=min(solved.seconds, at_most) < math.inf)
             # The slowest decides about most plans; what is like something solved comes with it for nothing.
-            self._solve(*max(pending, key=lambda entry: self.seconds[entry]))
+            self._expect_from_workers(pending[1:])
+            self._solve(*pending[0])
             for entry in pending:
                 if not self.solved[entry] and self._knows(*entry):
                     self._solve(*entry)
             self._refresh()
             solved = self._best_solved()
+
+    def _expect_from_workers(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
+        """Let workers begin with stages that are likely to be solved next: with bounds for them, then with costs."""
+        if self.costs.workers.at_work:
+            bounds = [self._question(*entry, quick=True) for entry in entries if not self.least[entry]]
+            expect([*bounds, *(self._question(*entry, quick=False) for entry in entries)])
 
     def refuse_updates_like(self, found: StageChoice) -> None:
         """From now on leave out stages whose update takes as long as the longest of these, or longer.
@@ -361,8 +369,7 @@ class StageSearch:
         for_rows = self._for_rows(*entry, solution) if self._least_for_rows[entry[:3]] else 0.0
         self.update_seconds[entry] = solution.update_seconds + for_rows
         if solution.choice is not None and self.update_seconds[entry] < self._shortest_refused:
-            work = self._work(solution, for_rows)
-            self.seconds[entry] = self._taking(work, self.inflow_seconds[first, last, kind])
+            self.seconds[entry] = self._taking(self._work(solution, for_rows), self.inflow_seconds[first, last, kind])
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _work(self, solution: StageSolution, for_rows: float) -> float:
@@ -370,8 +377,8 @@ class StageSearch:
         solution."""
         if solution.choice is None:
             return math.inf
-        loop = solution.forward_seconds + solution.backward_seconds
-        return loop + (solution.update_seconds + for_rows) / self.num_microbatches
+        update = (solution.update_seconds + for_rows) / self.num_microbatches
+        return solution.forward_seconds + solution.backward_seconds + update
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
         """Seconds per step to move rows of stacked arguments; see `rows`."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.errors import PlanError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.rules.registry import only_own_rules
 
 START_SECONDS = 1.0
@@ -215,6 +216,7 @@ class Workers:
         return pickle.load(pipe)
 
 
+@rare_collection()
 def serve() -> None:
     """What a worker does: answer the questions from its standard input until that ends."""
     with suppress(ValueError):
