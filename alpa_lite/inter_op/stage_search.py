@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.alike import Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.best_stages import BestStages
 from alpa_lite.inter_op.expected import expect
 from alpa_lite.inter_op.profile import summed
 from alpa_lite.inter_op.rows import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.solved import Question
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
+from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
 from alpa_lite.mesh import LogicalMesh
@@ -46,8 +46,6 @@ SPARED = 1 / 3
 
 STILL = 1 / 4
 """The part of what was done that is taken to be left where the search takes more than mostly."""
-
-_NOTHING = StageChoice(stages=(), seconds=np.inf, status=StageStatus.INFEASIBLE, reason="No equal stages are possible.")
 
 
 class StageSearch:
@@ -96,7 +94,7 @@ class StageSearch:
         equal           what stages have equally many of, beside that
         """
         self.costs, self.schedule, self.inflow_seconds, self.space = costs, schedule, inflow_seconds, space
-        self.num_layers, self.num_stages = costs.layers.num_layers, num_stages
+        self.num_layers = costs.layers.num_layers
         self.num_microbatches, self.all_equal = num_microbatches, equal_stages
         self.under, self.policies = under, tuple(policies)
         self.held = self._levels()
@@ -107,8 +105,7 @@ class StageSearch:
         self.update_seconds, self._shortest_refused = np.zeros(size), math.inf
         self._possible = worthwhile & equal_parts(space, self.num_layers) if equal_stages else worthwhile
         repeats = len(self.policies) * len(self.held)
-        alike = ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)
-        self._equal, self._ways = tuple(equal), list(alike)
+        self._equal = tuple(equal)
         self._at_best = np.repeat(np.moveaxis(following, 0, -1), space.most_shapes, axis=-1)
         work = np.concatenate([summed(of_layers, self._possible) for of_layers in guess], axis=-1)
         moved = costs.has_rows and not equal_stages
@@ -117,7 +114,14 @@ class StageSearch:
         guessed = self._taking(work, self.inflow_seconds[..., None])
         self._guessed = np.where(self._at_best >= 0, guessed, np.inf)
         self._roomy = np.moveaxis(roomy, 0, 3).reshape(self._guessed.shape)
-        self._slower = self._waiting_longer(slower_seconds)
+        self._best_of = BestStages(
+            space=space,
+            cost_model=costs.cost_model,
+            num_microbatches=num_microbatches,
+            ways=[*ways(space, self.num_layers, equal, one_mesh=equal_stages, repeats=repeats)],
+            slower=self._waiting_longer(slower_seconds),
+            num_stages=num_stages,
+        )
         self._before, self._usual = costs.progress.done.get("stages", 0), float(LEAST_SOLVES)
         self._refresh()
 
@@ -174,58 +178,25 @@ class StageSearch:
 
     def best_known(self) -> StageChoice:
         """The best stages by what is known so far."""
-        return self._best(self.seconds, self.following)
+        return self._best_of(self.seconds, self.following)
 
     def best_likely(self) -> StageChoice:
         """The best stages by guesses alone that allow for memory."""
-        return self._best(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
+        return self._best_of(np.tile(self._guessed, len(self.held)), np.tile(self._roomy, len(self.held)))
 
     def why_impossible(self) -> str:
         """Why there are no such stages, however much memory there is, as a sentence; empty if there are."""
         free = np.broadcast_to(np.where(self._possible, 0.0, np.inf)[..., None], self.seconds.shape)
         most = np.full(self.seconds.shape, self.num_layers)
-        found = [self._best_of(np.where(way, free, np.inf), most, explain=True) for way in self._ways] or [_NOTHING]
-        if any(each.stages for each in found):
+        reason = self._best_of.why_impossible(free, most)
+        if not reason:
             return ""
         asked = f" Stages are to have equally many {' and '.join(self._equal)}." if self._equal else ""
         rows = " They have to be alike, since loops read rows of stacked arguments." if self.all_equal else ""
-        return f"{found[0].reason}{asked}{rows}"
+        return f"{reason}{asked}{rows}"
 
     def _best_solved(self) -> StageChoice:
-        return self._best(np.where(self.solved, self.seconds, np.inf), self.following)
-
-    def _best(self, seconds: NDArray[np.float64], following: NDArray[np.int64]) -> StageChoice:
-        found = (self._dispatched(self._best_of(np.where(way, seconds, np.inf), following)) for way in self._ways)
-        return min(found, key=lambda each: each.seconds, default=_NOTHING)
-
-    def _dispatched(self, found: StageChoice) -> StageChoice:
-        """Stages take no less than their host needs to dispatch all of their tasks; hosts wait for each other once."""
-        cluster, model = self.space.cluster, self.costs.cost_model
-        if not found.stages:
-            return found
-        beside = max(1, cluster.devices_per_host // self.space.devices[found.stages[0].submesh])
-        tasks = 2 * self.num_microbatches * min(len(found.stages), beside)
-        return replace(found, seconds=max(found.seconds, model.launch_seconds() * tasks) + cluster.skew_seconds)
-
-    def _best_of(
-        self, seconds: NDArray[np.float64], following: NDArray[np.int64], *, explain: bool = False
-    ) -> StageChoice:
-        cluster = self.space.cluster
-        return solve(
-            StageTable(
-                seconds=seconds,
-                max_following_stages=following,
-                submesh_devices=self.space.devices,
-                submesh_groups=self.space.groups,
-                inflow_seconds=self._slower,
-            ),
-            num_devices=self.space.devices_of_groups,
-            num_microbatches=self.num_microbatches,
-            min_stages=self.num_stages or 1,
-            max_stages=self.num_stages,
-            serialized=cluster.shared_processor,
-            explain=explain,
-        )
+        return self._best_of(np.where(self.solved, self.seconds, np.inf), self.following)
 
     def mesh(self, kind: int, configuration: int) -> LogicalMesh:
         """The logical mesh of a configuration of a kind of submesh."""

@@ -42,7 +42,7 @@ def _survey(costs: StageCosts) -> Survey:
     return survey
 
 
-def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
+def _search(memory_bytes: float, solved: list[str], *, num_stages: int | None = None) -> StageSearch:
     costs = _costs(memory_bytes, solved)
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
@@ -58,6 +58,7 @@ def _search(memory_bytes: float, solved: list[str]) -> StageSearch:
         profile.holds(space, BATCH / NUMBER, NUMBER, held)[None] - 1,
         survey.holds(BATCH / NUMBER, NUMBER, held)[None] - 1,
         space.worthwhile(profile.shares),
+        num_stages=num_stages,
     )
 
 
@@ -128,9 +129,7 @@ def test_what_does_not_fit_rules_out_what_holds_more() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_number_of_stages_can_be_asked_for(count: int) -> None:
-    search = _search(1e9, [])
-    search.num_stages = count
-    assert len(search.run().stages) == count
+    assert len(_search(1e9, [], num_stages=count).run().stages) == count
 
 
 def test_where_a_survey_finds_room_a_stage_takes_no_longer_than_without_a_limit() -> None:
@@ -188,8 +187,7 @@ def test_what_was_solved_roughly_is_solved_again_for_a_smaller_gap() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_stages_with_long_updates_can_be_refused(count: int) -> None:
-    search = _search(1e9, [])
-    search.num_stages = count
+    search = _search(1e9, [], num_stages=count)
     longest = max(_update_seconds(search, search.run()))
     search.refuse_updates_like(search.run())
     found = search.run()

@@ -1,0 +1,62 @@
+"""The best of all ways in which stages may be alike is that of the stage DP on each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.inter_op.alike import ways
+from alpa_lite.inter_op.best_stages import BestStages
+from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_dp import StageStatus, StageTable, solve
+from cost_models.composed import ComposedCostModel
+
+LAYERS = 4
+
+
+@pytest.mark.parametrize("num_stages", [None, 2])
+@pytest.mark.parametrize("seed", range(24))
+def test_it_is_the_best_of_each_way(seed: int, num_stages: int | None) -> None:
+    cluster = replace(al.cluster("p3.16xlarge"), devices_per_host=4)
+    # A host that dispatches at once: what it takes is no part of the stage DP.
+    cluster = replace(cluster, device=replace(cluster.device, dispatch_seconds=0.0))
+    space, number, random = Space.of(cluster), int(2 ** (seed % 4)), np.random.default_rng(seed)
+    shape = (LAYERS, LAYERS, len(space.kinds), space.most_shapes)
+    # Where all stages take about as long, no way can be told to be worse before it is looked at.
+    seconds = random.uniform(0.5, 0.52 if seed % 3 else 2.0, shape)
+    seconds[random.uniform(size=shape) < 0.3] = np.inf
+    following = random.integers(-1, LAYERS, shape)
+    slower = random.uniform(0.0, 0.01, (LAYERS, len(space.kinds), len(space.kinds)))
+    alike = [*ways(space, LAYERS, ("layers",) if seed % 2 else (), one_mesh=True, repeats=1)]
+    found = BestStages(
+        space=space,
+        cost_model=ComposedCostModel(cluster),
+        num_microbatches=number,
+        ways=alike,
+        slower=slower,
+        num_stages=num_stages,
+    )(seconds, following)
+    each = [
+        solve(
+            StageTable(
+                seconds=np.where(way, seconds, np.inf),
+                max_following_stages=following,
+                submesh_devices=space.devices,
+                submesh_groups=space.groups,
+                inflow_seconds=slower,
+            ),
+            num_devices=space.devices_of_groups,
+            num_microbatches=number,
+            min_stages=num_stages or 1,
+            max_stages=num_stages,
+        )
+        for way in alike
+    ]
+    best = min(each, key=lambda other: other.seconds)
+    assert len(alike) > 3
+    assert found.stages == best.stages
+    assert found.status == (best.status if best.stages else StageStatus.INFEASIBLE)
+    assert found.seconds == pytest.approx(best.seconds + cluster.skew_seconds)
