@@ -1,7 +1,9 @@
 """Rows of stacked arguments between steps: what a stage takes to move its own, where stages hold different ones.
 
-before a step   its devices deal them out among each other, a copy to each that reads one       `seconds_of_rows`
-after it        they bring one copy of each together
+    before a step   its devices deal them out among each other, a copy to each that reads one       `seconds_of_rows`
+    after it        they bring one copy of each together
+
+The stage search charges a stage for it like for its update.
 """
 
 from __future__ import annotations

@@ -344,10 +344,7 @@ class StageSearch:
             self.following[entry] = self._stages_that_may_follow(solution, self.space.room_bytes[kind])
 
     def _work(self, solution: StageSolution, for_rows: float) -> float:
-        """Seconds per micro-batch: both passes, and its part of the update and of what rows take; infinite without a
-        solution."""
-        if solution.choice is None:
-            return math.inf
+        """Seconds per micro-batch: both passes, and its part of the update and of what rows take."""
         update = (solution.update_seconds + for_rows) / self.num_microbatches
         return solution.forward_seconds + solution.backward_seconds + update
 
