@@ -8,9 +8,12 @@ The stage search charges a stage for it like for its update.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
+from alpa_lite.graph.ir import Value
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.solve import StageSolution
@@ -23,14 +26,14 @@ def seconds_of_rows(
     costs: StageCosts, first: int, last: int, submesh: Submesh, mesh: LogicalMesh, solution: StageSolution
 ) -> float:
     """Of a stage that holds its rows as its solution says, per step; none where it is all of the step."""
-    graph, landing, leaving = costs.step.graph, 0.0, 0.0
+    landing, leaving = 0.0, 0.0
     chosen = solution.choice.inputs if solution.choice is not None else dict[int, Spec]()
     if last - first + 1 < costs.layers.num_layers:
-        for part, v, home in zip(costs.step.input_parts, graph.inputs, costs.layers.of_input, strict=True):
-            if part.rows is not None and first <= home <= last:
-                shards = num_shards(chosen[v], mesh.axis_sizes) if v in chosen else submesh.num_devices
-                leaving += graph.values[v].bytes
-                landing += graph.values[v].bytes * submesh.num_devices / shards
+        for rows, home in _rows(costs):
+            if first <= home <= last:
+                shards = num_shards(chosen[rows.id], mesh.axis_sizes) if rows.id in chosen else submesh.num_devices
+                leaving += rows.bytes
+                landing += rows.bytes * submesh.num_devices / shards
     return sum(dealing_seconds(costs.cost_model, size, submesh) for size in (landing, leaving))
 
 
@@ -38,8 +41,8 @@ def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64
     """[layers, layers, kinds]: that of stages from one layer to another, if each row is read by one device."""
     count = costs.layers.num_layers
     of_layers = np.zeros(count)
-    for part, v, home in zip(costs.step.input_parts, costs.step.graph.inputs, costs.layers.of_input, strict=True):
-        of_layers[home] += costs.step.graph.values[v].bytes if part.rows is not None else 0
+    for rows, home in _rows(costs):
+        of_layers[home] += rows.bytes
     ends = np.concatenate([[0.0], np.cumsum(of_layers)])
     sizes, where = np.unique(np.maximum(0.0, ends[None, 1:] - ends[:-1, None]), return_inverse=True)
     found = np.zeros((count, count, len(space.kinds)))
@@ -49,6 +52,14 @@ def least_seconds_of_rows(costs: StageCosts, space: Space) -> NDArray[np.float64
         found[..., kind] = seconds[where].reshape(count, count)
     found[0, count - 1] = 0.0
     return found
+
+
+def _rows(costs: StageCosts) -> Iterator[tuple[Value, int]]:
+    """The inputs of the graph that are rows of stacked arguments, each with the layer that holds it."""
+    step = costs.step
+    for part, v, home in zip(step.input_parts, step.graph.inputs, costs.layers.of_input, strict=True):
+        if part.rows is not None:
+            yield step.graph.values[v], home
 
 
 def dealing_seconds(cost_model: CostModel, size: float, submesh: Submesh) -> float:

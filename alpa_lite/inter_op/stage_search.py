@@ -337,7 +337,7 @@ class StageSearch:
             # Nor does what holds more layers fit, or more micro-batches in flight.
             around = np.s_[: first + 1, last:, kind, configuration :: self.width]
             self.seconds[around], self.following[around], self.solved[around] = np.inf, -1, True
-        for_rows = self._for_rows(*entry, solution) if self._least_for_rows[entry[:3]] else 0.0
+        for_rows = self._for_rows(*entry, solution)
         self.update_seconds[entry] = solution.update_seconds + for_rows
         if solution.choice is not None and self.update_seconds[entry] < self._shortest_refused:
             self.seconds[entry] = self._taking(self._work(solution, for_rows), self.inflow_seconds[first, last, kind])
@@ -349,7 +349,9 @@ class StageSearch:
         return solution.forward_seconds + solution.backward_seconds + update
 
     def _for_rows(self, first: int, last: int, kind: int, configuration: int, solution: StageSolution) -> float:
-        """Seconds per step to move rows of stacked arguments; see `rows`."""
+        """Seconds per step to move rows of stacked arguments, where any move; see `rows`."""
+        if not self._least_for_rows[first, last, kind]:
+            return 0.0
         costs, first, last = self._asked(first, last, kind, configuration)
         return seconds_of_rows(costs, first, last, self.space.submesh(kind), self.mesh(kind, configuration), solution)
 

@@ -77,7 +77,7 @@ class Found:
         return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
 
     def may_wait_for(self, update_seconds: float) -> bool:
-        """Whether what the stage DP does not see may be the longest update, half of it at least."""
+        """Whether so long an update may be half, or more, of what the stage DP does not see."""
         return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice, StageTable, solve
 from alpa_lite.inter_op.stage_search import StageSearch
 from alpa_lite.inter_op.survey import Survey
+from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.layers import make_layers
 from alpa_lite.progress import Progress
 from alpa_lite.schedule import OneFOneB
@@ -25,7 +28,7 @@ from tests.inter_op.test_stage_costs import chain_step
 WIDTH, BATCH, LAYERS, NUMBER = 1024, 4096, 4, 8
 
 
-def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
+def _costs(memory_bytes: float, solved: list[str], workers: Workers | None = None) -> StageCosts:
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
     step = traced.step(NUMBER).step
@@ -33,7 +36,8 @@ def _costs(memory_bytes: float, solved: list[str]) -> StageCosts:
     # A host that dispatches at once: what it takes is no part of the stage DP, which the search is compared with.
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes, dispatch_seconds=0.0))
     model = ComposedCostModel(cluster)
-    return StageCosts(step=step, layers=make_layers(step, LAYERS), cost_model=model, progress=Progress(solved.append))
+    layers, progress = make_layers(step, LAYERS), Progress(solved.append)
+    return StageCosts(step=step, layers=layers, cost_model=model, progress=progress, workers=workers or Workers())
 
 
 def _survey(costs: StageCosts) -> Survey:
@@ -42,8 +46,10 @@ def _survey(costs: StageCosts) -> Survey:
     return survey
 
 
-def _search(memory_bytes: float, solved: list[str], *, num_stages: int | None = None) -> StageSearch:
-    costs = _costs(memory_bytes, solved)
+def _search(
+    memory_bytes: float, solved: list[str], *, num_stages: int | None = None, workers: Workers | None = None
+) -> StageSearch:
+    costs = _costs(memory_bytes, solved, workers)
     survey = _survey(costs)
     space, profile = survey.space, survey.profile
     held = [OneFOneB().in_flight(0, n + 1, NUMBER) for n in range(LAYERS)]
@@ -200,3 +206,32 @@ def test_stages_with_long_updates_can_be_refused(count: int) -> None:
 def _update_seconds(search: StageSearch, found: StageChoice) -> list[float]:
     entries = [(s.first_layer, s.last_layer, s.submesh, s.configuration) for s in found.stages]
     return [search.solution(*entry).update_seconds for entry in entries]
+
+
+class Watched(Workers):
+    """Workers that never answer, but remember what they were to expect and what they were then asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected, self.asked = list[Hashable](), list[Hashable]()
+
+    @property
+    def at_work(self) -> bool:
+        return True
+
+    def expect(self, questions: Mapping[Hashable, Likely], *, later: bool = False) -> None:
+        self.expected += questions
+
+    def take(self, key: Hashable) -> Any:
+        self.asked.append(key)
+
+
+def test_while_a_stage_is_solved_workers_may_begin_with_the_others() -> None:
+    workers = Watched()
+    search = _search(1e9, [], num_stages=2, workers=workers)
+    workers.expected.clear()
+    workers.asked.clear()
+    search.run()
+    first, *others = workers.asked
+    assert first not in workers.expected
+    assert set(others) & set(workers.expected)
