@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/alpa-lite demo
 
 test: lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check

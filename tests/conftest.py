@@ -4,13 +4,16 @@ The variables must be set before JAX is first imported, hence at import time her
 test module. Two settings guard against deadlocks of XLA's CPU collectives: the client's thread pool (NPROC) must be
 larger than the number of device tasks in flight, and a collective that is stuck all the same aborts within 20 seconds.
 Tests that need other settings (another device count, several processes) start a subprocess. XLA's own passes run as
-ever; LLVM optimises little, for that took half of the time of most tests.
+ever; LLVM optimises little, for that took half of the time of most tests. What was compiled once in a run is taken from
+a folder of that run wherever the same is compiled again: in another test, worker or process.
 """
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,15 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
     ]
 )
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder of compiled programs for all workers of a run: they are told of it by their environment."""
+    if not hasattr(config, "workerinput"):
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 settings.register_profile(
@@ -69,6 +81,19 @@ def few_programs():
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def compiled_afresh():
+    """Nothing is taken from the run's folder of compiled programs: XLA cannot pack what comes from there once more."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

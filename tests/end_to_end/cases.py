@@ -156,7 +156,7 @@ class Training:
 
     def start(self) -> TrainState:
         """The state before the first step."""
-        return init_state(jax.jit(self.architecture.init)(jax.random.key(0)), self.transform)
+        return init_state(jax.tree.map(jnp.array, _first_weights(self.model)), self.transform)
 
     def run(self, step: Callable[..., Any], num_steps: int | None = None) -> Any:
         """State and metrics after a number of steps, each on its own batch and key."""
@@ -164,6 +164,13 @@ class Training:
         for i in range(num_steps or self.num_steps):
             state, metrics = step(state, make_batch(self.architecture, i), jax.random.key(i))
         return state, metrics
+
+
+@functools.cache
+def _first_weights(model: str) -> Any:
+    """On the host, for steps may give up the arrays that they are given."""
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(np.asarray, jax.jit({**MODELS, **PUBLISHED}[model].init)(jax.random.key(0)))
 
 
 @functools.cache

@@ -59,10 +59,11 @@ def test_a_broken_solver_is_a_sentence(monkeypatch):
 
 
 def test_the_compilation_cache_is_on_or_off(tmp_path):
-    assert doctor.compilation_cache().startswith("off; jax.config.update(")
     before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert doctor.compilation_cache().startswith("off; jax.config.update(")
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         assert str(tmp_path) in doctor.compilation_cache()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -23,6 +23,8 @@ from alpa_lite.schedule import Interleaved1F1B
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.runtime.pipelines import arguments, compiled, step_with
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
+
 EQUAL = [0.5] * 8
 
 
