@@ -83,9 +83,13 @@ def few_programs():
         gc.collect()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compiled_afresh():
-    """Nothing is taken from the run's folder of compiled programs: XLA cannot pack what comes from there once more."""
+    """Without the run's folder of compiled programs, as a user's process is by default.
+
+    Where JAX keeps what it compiles, equal stages are compiled one by one, instead of once and then loaded for the
+    devices of the others.
+    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

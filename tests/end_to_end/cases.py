@@ -170,7 +170,7 @@ class Training:
 def _first_weights(model: str) -> Any:
     """On the host, for steps may give up the arrays that they are given."""
     with jax.ensure_compile_time_eval():
-        return jax.tree.map(np.asarray, jax.jit({**MODELS, **PUBLISHED}[model].init)(jax.random.key(0)))
+        return jax.tree.map(np.asarray, jax.jit(Training(model=model).architecture.init)(jax.random.key(0)))
 
 
 @functools.cache

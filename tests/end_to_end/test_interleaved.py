@@ -16,6 +16,8 @@ from alpa_lite.schedule import Interleaved1F1B, OneFOneB
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import emitted, handed_over, planned
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
+
 
 def _interleaved(pipeline: int, chunks: int, **options: Any) -> Hybrid:
     return Hybrid(pipeline=pipeline, schedule=Interleaved1F1B(num_chunks=chunks), **options)

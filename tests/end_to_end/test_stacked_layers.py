@@ -15,6 +15,8 @@ from alpa_lite.planners import Auto, Pipeline
 from alpa_lite.runtime.runs import STAGE_AXIS
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference, run_both
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
+
 # Adam would divide the gradients of the keys' biases, which are zero but for rounding, by themselves.
 TRAINING = Training(model="gpt_scan", optimizer="momentum+clip")
 
