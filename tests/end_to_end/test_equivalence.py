@@ -28,8 +28,6 @@ from tests.end_to_end.cases import (
     reference,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_afresh")
-
 QUICK = [
     *[("mlp", planner, m, "mean", "momentum") for planner in PLANNERS for m in (1, 4)],
     *[("mlp", planner, 4, "sum", "momentum+clip") for planner in ("auto", "zero_2", "pipeline_4", "hybrid")],

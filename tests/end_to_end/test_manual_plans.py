@@ -9,8 +9,6 @@ import pytest
 from tests.end_to_end.cases import TOLERANCE
 from tests.end_to_end.manual_plans import CASES, PLANNERS, row
 
-pytestmark = pytest.mark.usefixtures("compiled_afresh")
-
 #: Of each planner a model that no other test of it has.
 QUICK = {
     "DataParallel(bucket_bytes=2**12)": "CNN",

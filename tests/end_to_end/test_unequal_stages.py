@@ -19,8 +19,6 @@ from cost_models.cluster import HostGroup
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
 
-pytestmark = pytest.mark.usefixtures("compiled_afresh")
-
 UNEQUAL = Hybrid(pipeline=3, devices=(4, 2, 2), shares=(2, 1, 1))
 
 
