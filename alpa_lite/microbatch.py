@@ -1,7 +1,7 @@
 """From a traced step to a `StepGraph` at a number of micro-batches, refusing steps that are no sum over samples.
 
     full batch trace ─┐
-                      ├─ same ops? ─ batch dims ─ loop / update ─ additive? ─▶ StepGraph (+ equations)
+                      ├─ same ops? ─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
     micro-batch trace ┘
 
 Steps that are no sum can be accepted openly: with on_non_additive="mean_of_means" each micro-batch runs the step of its
@@ -10,35 +10,35 @@ own size, literals included, and the update gets the mean over micro-batches of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from alpa_lite.additive import check_additive, refuse_effects, refuse_feedback
-from alpa_lite.ahead import Ahead, computed_ahead
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.ahead import Ahead, computed_ahead, inputs_of_data
 from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
 from alpa_lite.garbage import rare_collection
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import (
+    Combination,
     StepGraph,
     assign_phases,
     batch_dims,
-    batch_position,
     body_scopes,
     check_same_structure,
     effects_before,
-    local_iotas,
     loop_ops,
     loop_without_batch,
-    merge_literals,
-    require_same_position,
     with_own_bodies,
 )
 from alpa_lite.graph.verify import verify
 from alpa_lite.one_sample import (
     batch_of_one,
     extrapolated,
+    from_larger,
     full_in_parts,
     in_parts,
     likely_in_parts,
@@ -49,6 +49,9 @@ from alpa_lite.one_sample import (
 )
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.stacks import PartedProgram
+from alpa_lite.step.additivity import Proof, prove
+from alpa_lite.step.merge import bodies_apart, merge
+from alpa_lite.step.relations import Kind, Refusal, Relation
 from alpa_lite.trace import Traced
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
@@ -57,18 +60,36 @@ OnNonAdditive = Literal["refuse", "mean_of_means"]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """A step at a number of micro-batches: its graph, the equations of its ops, captured arrays, and what is computed
-    ahead of it."""
+    """A step at a number of micro-batches.
+
+    step        its graph
+    equations   of the ops of the graph
+    constants   captured arrays
+    ahead       what is computed before the loop
+    runs        argument → its batch dim, and of how many runs of samples each micro-batch has rows
+    """
 
     step: StepGraph
     equations: tuple[Equation, ...]
     constants: tuple[Any, ...]
     ahead: Ahead | None = None
+    runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def inputs(self, arguments: Sequence[Any]) -> list[Any]:
         """All that the graph takes, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
-        return [*given, *self.ahead(given)] if self.ahead is not None else given
+        further = self.ahead(given) if self.ahead is not None else ()
+        for leaf, (dim, count) in self.runs.items():
+            given[leaf] = by_micro_batch(given[leaf], dim, count, self.step.num_microbatches)
+        return [*given, *further]
+
+
+def by_micro_batch(array: Any, dim: int, runs: int, num_microbatches: int) -> Any:
+    """An array whose samples lie in several runs, with the rows of each micro-batch side by side."""
+    shape = np.shape(array)
+    cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
+    library = jnp if hasattr(array, "sharding") else np
+    return library.swapaxes(library.reshape(array, cut), dim, dim + 1).reshape(shape)
 
 
 @rare_collection()
@@ -92,38 +113,58 @@ def split_step(
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
     else:
         sizes = () if traced.batch_size is None else _probe_sizes(traced.batch_size)
-    problem, averages = traced.batch_problem, num_microbatches > 1 and on_non_additive == "mean_of_means"
+    problem = traced.batch_problem
     for size in sizes:
         try:
-            full, other = _at_two_sizes(traced, size, loop_parts, likely=likely)
-            batch, pairs = _batch_dims(full, other, allow_pairs=num_microbatches == 1 or averages)
+            full, other = at_two_sizes(traced, size, loop_parts, likely=likely)
         except Exception as error:
             if num_microbatches > 1:
                 raise _as_trace_error(error, traced, size) from error
             problem = f"The batch was lost: {error}"
-        else:
-            verify(full.program.graph)
-            if pairs and num_microbatches > 1:
-                return _cut(traced, full, other, batch, num_microbatches, loop_parts, averaged=True)
-            return _with_batch(traced, full, other, batch, num_microbatches, loop_parts, averages)
+            continue
+        verify(full.program.graph)
+        if num_microbatches > 1:
+            try:
+                return _proven(traced, full, other, num_microbatches, loop_parts)
+            except NonAdditiveError:
+                if on_non_additive == "refuse":
+                    raise
+        return _cut(traced, full, other, num_microbatches, loop_parts)
     return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
 
 
-def _at_two_sizes(traced: Traced, size: int, loop_parts: int, *, likely: bool) -> tuple[PartedProgram, PartedProgram]:
-    """The programs at the full batch and at another size, which are the same program."""
+def at_two_sizes(
+    traced: Traced, size: int, loop_parts: int, *, likely: bool = False
+) -> tuple[PartedProgram, PartedProgram]:
+    """The programs at the full batch and at another size, which are the same program.
+
+    Where JAX writes another program at that size, as it does for one sample, the size is read off the programs at the
+    full batch and at larger ones.
+    """
     known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
     if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
         return known[batch], other
     if size == 1 and not traces_alike(traced, size):
         loops = over_samples(traced, loop_parts)
         program = extrapolated(traced, loop_parts)[size]
-    else:
-        loops = over_samples(traced, loop_parts, (batch, size))
-        program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
-    full, other = full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
-    check_same_structure(full.program.graph, other.program.graph)
+        return full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
+    try:
+        full, other = _traced_at(traced, size, loop_parts)
+    except Exception as error:
+        try:
+            return from_larger(traced, loop_parts, size)
+        except Exception:  # the user's function may raise anything at another size; the first error says most
+            raise error from None
     if size > 1:
         known |= {batch: full, size: other}
+    return full, other
+
+
+def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
+    program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
+    full, other = full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
+    check_same_structure(full.program.graph, other.program.graph)
     return full, other
 
 
@@ -173,88 +214,145 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
     return {out: into for out, into in pairs.items() if into is not None}
 
 
-def _with_batch(
-    traced: Traced,
-    full: PartedProgram,
-    other: PartedProgram,
-    batch: tuple[int | None, ...],
-    num_microbatches: int,
-    loop_parts: int,
-    averages: bool,
+def _proven(
+    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
 ) -> TracedStep:
-    """`averages`: where the step is no sum over its samples the mean over micro-batches is taken, instead of raising
-    `NonAdditiveError`."""
-    rest = computed_ahead(full, other, batch, traced.batch_leaves)
-    try:
-        if rest is None:
-            return _cut(traced, full, other, batch, num_microbatches, loop_parts)
-        left, _ = _batch_dims(rest.full, rest.other, allow_pairs=num_microbatches == 1)
-        return _cut(traced, rest.full, rest.other, left, num_microbatches, loop_parts, ahead=rest.ahead)
-    except NonAdditiveError:
-        if not averages:
-            raise
-    # What is averaged has the sums of its own micro-batch: nothing is computed ahead for it.
-    return _cut(traced, full, other, batch, num_microbatches, loop_parts, averaged=True)
+    """The step in micro-batches that are proven to add up to the full batch; `NonAdditiveError` if they do not."""
+    _refuse_effects(full, other, num_microbatches)
+    exact = _exact(traced, full, other, num_microbatches, {})
+    refusal = exact.proof.refusals[0] if exact.proof.refusals else None
+    if refusal is not None and refusal.cut > 1:
+        # The step cuts its batch into parts itself: micro-batches of rows of each part.
+        runs = {leaf: refusal.cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
+        again = _exact(traced, full, other, num_microbatches, runs)
+        exact, refusal = (again, None) if not again.proof.refusals else (exact, refusal)
+    if refusal is not None:
+        raise NonAdditiveError(_sentence(refusal))
+    return _cut_exactly(traced, exact, num_microbatches, loop_parts)
 
 
-def _batch_dims(full: PartedProgram, other: PartedProgram, *, allow_pairs: bool) -> tuple[tuple[int | None, ...], bool]:
-    """The dim of each value that holds the batch, and whether some hold pairs of samples, if that is allowed."""
-    graphs = full.program.graph, other.program.graph
-    try:
-        return batch_dims(*graphs), False
-    except NonAdditiveError:
-        if not allow_pairs:
-            raise
-        return batch_dims(*graphs, allow_pairs=True), True
+@dataclass(frozen=True, kw_only=True)
+class _Exact:
+    """A step at two sizes without what is computed ahead, what was proven of it, and how its inputs are cut."""
+
+    full: PartedProgram
+    other: PartedProgram
+    ahead: Ahead | None
+    proof: Proof
+    runs: Mapping[int, int]
+
+
+def _exact(
+    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
+) -> _Exact:
+    """What can be proven; `runs`: of arguments whose samples lie in several runs."""
+    ahead: Ahead | None = None
+    while True:
+        graph, parts = full.program.graph, full.input_parts
+        cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
+        data = inputs_of_data(graph, parts, traced.batch_leaves) if ahead is None else frozenset[int]()
+        found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
+        if not found.ahead or found.refusals:
+            return _Exact(full=full, other=other, ahead=ahead, proof=found, runs=runs)
+        rest = computed_ahead(full, other, found.ahead, traced.batch_leaves)
+        full, other, ahead = rest.full, rest.other, rest.ahead
+
+
+def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
+    full, other, proof = exact.full, exact.other, exact.proof
+    whole, small = full.program.graph, other.program.graph
+    merged = merge(full.program, other.program, proof.marks)
+    batch = batch_dims(whole, small)
+    loop, _ = loop_ops(whole, batch)
+    step = StepGraph(
+        graph=merged.graph,
+        full_shapes=tuple(v.shape for v in whole.values),
+        batch_dims=batch,
+        phases=assign_phases(merged.graph, loop, batch),
+        num_microbatches=num_microbatches,
+        batch_size=traced.batch_size,
+        bodies=body_scopes(merged.graph, whole, small),
+        input_parts=full.input_parts,
+        output_parts=full.output_parts,
+        aliases=_aliases(traced, full),
+        loop_parts=loop_parts,
+        combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
+        runs={v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)},
+    )
+    return TracedStep(
+        step=step,
+        equations=merged.equations,
+        constants=merged.constants,
+        ahead=exact.ahead,
+        runs={leaf: (traced.batch_leaves[leaf] or 0, count) for leaf, count in exact.runs.items()},
+    )
+
+
+def _combined(relation: Relation) -> Combination | None:
+    """How the micro-batches' parts of a value without samples are combined, if they are not added up."""
+    return {Kind.INVARIANT: Combination.SAME, Kind.MAX: Combination.MAX, Kind.MIN: Combination.MIN}.get(relation.kind)
+
+
+def _refuse_effects(full: PartedProgram, other: PartedProgram, num_microbatches: int) -> None:
+    """An op with an effect must not run once per micro-batch."""
+    del num_microbatches
+    graph = full.program.graph
+    loop, _ = loop_ops(graph, batch_dims(graph, other.program.graph))
+    loop |= effects_before(graph, loop)
+    for op in graph.ops:
+        if op.id in loop and op.effectful:
+            raise NonAdditiveError(
+                f"{op.source}: {op.primitive} would be called once per micro-batch, on its samples, instead of once. "
+                "Move it to where the loss and the gradients are known, or use num_microbatches=1."
+            )
+
+
+def _sentence(refusal: Refusal) -> str:
+    """Why the step is no sum over its samples, and what to do about it."""
+    where = f"{refusal.source or 'an unknown line'}: "
+    if refusal.primitive:
+        shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
+        what = f"{refusal.primitive} of {shapes} {refusal.text}"
+    else:
+        what = refusal.text
+    return (
+        f"{where}{what}. That micro-batches give the same cannot be proven. Use num_microbatches=1, rewrite this line "
+        "per sample (statistics of the data alone, and divisors that are constants, are fine), or accept the mean of "
+        'what the micro-batches give by themselves, with on_non_additive="mean_of_means".'
+    )
 
 
 def _cut(
     traced: Traced,
     full: PartedProgram,
     other: PartedProgram,
-    batch: tuple[int | None, ...],
     num_microbatches: int,
     loop_parts: int,
-    *,
-    ahead: Ahead | None = None,
-    averaged: bool = False,
 ) -> TracedStep:
-    """`averaged`: results are means over micro-batches; otherwise `NonAdditiveError` is raised where the step is no sum
-    over its samples."""
+    """The step as one micro-batch, or as micro-batches whose results are averaged."""
     whole, small = full.program.graph, other.program.graph
-    loop, feedbacks = loop_ops(whole, batch)
-    iotas = frozenset[int]()
+    batch = batch_dims(whole, small)
+    loop, _ = loop_ops(whole, batch)
     early = effects_before(whole, loop)
-    if num_microbatches > 1:
-        refuse_effects(whole, loop | early)
-        require_same_position(whole, batch, batch_position(whole, batch))
-        if not averaged:
-            iotas = local_iotas(whole, batch)
-            refuse_feedback(feedbacks)
-            check_additive(whole, small, batch, loop, iotas)
-    chosen = other if num_microbatches > 1 else full
-    graph = chosen.program.graph if averaged else merge_literals(chosen.program.graph, whole, at_another_size=small)
+    averaged = num_microbatches > 1
+    if averaged:
+        _refuse_effects(full, other, num_microbatches)
+    chosen = other.program if averaged else bodies_apart(full.program, other.program)
     step = StepGraph(
-        graph=graph,
+        graph=chosen.graph,
         full_shapes=tuple(v.shape for v in whole.values),
         batch_dims=batch,
-        phases=assign_phases(graph, loop | early, batch),
+        phases=assign_phases(chosen.graph, loop | early, batch),
         num_microbatches=num_microbatches,
         batch_size=traced.batch_size,
-        bodies=body_scopes(graph, whole, small, allow_pairs=num_microbatches == 1 or averaged),
-        local_iotas=iotas,
+        bodies=body_scopes(chosen.graph, whole, small),
         input_parts=full.input_parts,
         output_parts=full.output_parts,
         aliases=_aliases(traced, full),
         loop_parts=loop_parts,
         averaged=averaged,
     )
-    return TracedStep(
-        step=step,
-        equations=chosen.program.equations,
-        constants=full.program.constants,
-        ahead=ahead,
-    )
+    return TracedStep(step=step, equations=chosen.equations, constants=full.program.constants)
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:

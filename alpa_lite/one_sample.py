@@ -17,7 +17,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.graph.alignment import align
 from alpa_lite.graph.equations import GraphWithEquations
-from alpa_lite.graph.extrapolate import at_one_sample, likely_at
+from alpa_lite.graph.extrapolate import at_one_sample, at_size, likely_at
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.kept import kept
@@ -114,14 +114,28 @@ def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquation
     return {1: at_one_sample(programs), **programs}
 
 
+def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgram, PartedProgram]:
+    """The programs at the full batch and at a smaller size, where JAX writes another program at that size.
+
+    The full batch and twice and three times as many samples show the program of the full batch at any size.
+    """
+    batch = traced.require_batch()
+    loops = over_samples(traced, loop_parts, (batch, 2 * batch))
+    programs = {batch: full_program(traced, loop_parts, loops)}
+    for times in (2, 3):
+        programs[times * batch] = program_of(traced, traced.at_batch_size(times * batch), loop_parts, loops)
+    made = in_parts(traced, at_size(size, programs), loop_parts)
+    return full_in_parts(traced, loop_parts, loops), made
+
+
 def batch_of_one(traced: Traced, own: PartedProgram, loop_parts: int) -> dict[Graph, dict[int, int | None]]:
     """Per graph and body of a step traced at one sample, the batch dims of the values that larger batches have too."""
     programs = extrapolated(traced, loop_parts)
     made, larger = (in_parts(traced, programs[size], loop_parts) for size in (1, _SHOWING[0]))
     one, two = made.program.graph, larger.program.graph
     check_same_structure(one, two)
-    dims = {one: batch_dims(one, two, allow_pairs=True)}
-    dims |= {body: scope.batch_dims for body, scope in body_scopes(one, one, two, allow_pairs=True).items()}
+    dims = {one: batch_dims(one, two)}
+    dims |= {body: scope.batch_dims for body, scope in body_scopes(one, one, two).items()}
     places = {part: v for v, part in zip(one.inputs, made.input_parts, strict=True)}
     inputs = zip(own.program.graph.inputs, own.input_parts, strict=True)
     same = align(own.program.graph, one, {v: places[part] for v, part in inputs if part in places})

@@ -160,7 +160,7 @@ def _add_step(digest: Any, step: StepGraph) -> None:
     """All of a step; the lines of its source too, since plans name them."""
     digest.update(fingerprint(step).encode())
     parts = (step.full_shapes, step.batch_dims, step.input_parts, step.output_parts, sorted(step.aliases.items()))
-    digest.update(repr((parts, sorted(step.local_iotas), step.batch_problem)).encode())
+    digest.update(repr((parts, sorted(step.runs.items()), step.batch_problem)).encode())
     seen = set[Graph]()
 
     def add(graph: Graph) -> None:

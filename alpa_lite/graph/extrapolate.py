@@ -31,7 +31,12 @@ from alpa_lite.graph.verify import verify
 
 
 def at_one_sample(programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """The program at batch size 1 of a step whose programs at three or more sizes are given, by size.
+    """The program at batch size 1 of a step whose programs at three or more sizes are given, by size; see `at_size`."""
+    return at_size(1, programs)
+
+
+def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+    """The program at a batch size that JAX writes otherwise, from programs at three or more sizes, by size.
 
     Raises `TraceError` with the user's line where sizes show different programs, where an integer is no affine function
     of the size, or where JAX makes other shapes at one sample.
@@ -39,7 +44,7 @@ def at_one_sample(programs: Mapping[int, GraphWithEquations]) -> GraphWithEquati
     known = [programs[size] for size in sorted(programs)]
     for program in known[:-1]:
         check_same_structure(known[-1].graph, program.graph)
-    made = likely_at(1, programs)
+    made = likely_at(size, programs)
     _check(made.graph, made.equations)
     verify(made.graph)
     return made

@@ -76,7 +76,10 @@ class Value:
 class Op:
     """One operation: primitive name, the ids of its operands and results, static parameters and where it came from.
 
-    `effectful`: it does something beside computing its results (a print, a callback), so that it is never dropped.
+    effectful     it does something beside computing its results (a print, a callback), so that it is never dropped
+    once          operands, by value, that are zeros in all micro-batches but the first
+    own_columns   columns of its index vectors that hold positions in the full batch, and that are to count from the
+                  start of the micro-batch
     """
 
     id: int
@@ -88,11 +91,14 @@ class Op:
     name_stack: str = ""
     bodies: tuple[Graph, ...] = ()
     effectful: bool = False
+    once: frozenset[int] = frozenset()
+    own_columns: tuple[int, ...] = ()
 
     def numbered(self, number: int, operands: tuple[int, ...], results: tuple[int, ...]) -> Op:
         """The same operation under another number, on other values."""
         if (number, operands, results) == (self.id, self.operands, self.results):
             return self
+        once = frozenset(v for v, old in zip(operands, self.operands, strict=False) if old in self.once)
         return Op(
             id=number,
             primitive=self.primitive,
@@ -103,6 +109,8 @@ class Op:
             name_stack=self.name_stack,
             bodies=self.bodies,
             effectful=self.effectful,
+            once=once if self.once else self.once,
+            own_columns=self.own_columns,
         )
 
 

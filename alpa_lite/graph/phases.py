@@ -8,9 +8,8 @@ batch (batch_dims). From them, and from the data flow, follow the phases of the 
                         does not read (the size of each weight, by which some optimizers scale)
     INVARIANT           ops that depend on parameters, keys and counters alone; cheap, repeated wherever they are read
 
-What the loop hands to the update must be a sum over samples; then adding it up over micro-batches is exact, for mean
-and sum losses alike, because the micro-batch program keeps the literals (the 1/B of a mean) of the full batch.
-A step that is not such a sum is refused with the user's line (check_additive).
+What the loop hands to the update is put together from its micro-batches, in the way that is proven to give the full
+batch's value (`step.additivity`); a step for which there is no proof is refused with the user's line.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from math import prod
 
-from alpa_lite.errors import NonAdditiveError, TraceError
+from alpa_lite.errors import TraceError
 from alpa_lite.graph.ir import Graph, Op
 from alpa_lite.graph.wiring import reached_results, wiring_of
 
@@ -37,6 +35,14 @@ class Phase(Enum):
     def in_loop(self) -> bool:
         """True for ops that run once per micro-batch."""
         return self in (Phase.FORWARD, Phase.BACKWARD)
+
+
+class Combination(Enum):
+    """How the micro-batches' parts of a value without samples are combined, where they are not added up."""
+
+    SAME = "same"
+    MAX = "max"
+    MIN = "min"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +65,14 @@ class StepGraph:
     batch_dims   for each value the dim that carries the batch, or None
     phases       for each op its phase
     bodies       the same of the values of each body of control flow, at any depth
-    local_iotas  `iota` ops along the batch that count within the micro-batch (they index into batched arrays)
     input_parts  what each graph input is; stacked arguments come in parts where loops do
     output_parts what each graph output is
     aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
     batch_problem  why there is no batch size
     loop_parts   into how many parts at least loops over layers were cut; 0 when they were kept
     averaged     the loop's results are averaged over micro-batches, as the step is no sum over its samples
+    combined     results of the loop without samples that are not added up over micro-batches: how they are combined
+    runs         graph output → into how many runs its samples are dealt out again (1)
     """
 
     graph: Graph
@@ -75,13 +82,14 @@ class StepGraph:
     num_microbatches: int
     batch_size: int | None
     bodies: Mapping[Graph, Scope] = field(default_factory=dict[Graph, "Scope"])
-    local_iotas: frozenset[int] = frozenset()
     input_parts: tuple[Part, ...]
     output_parts: tuple[Part, ...]
     aliases: Mapping[int, int]
     batch_problem: str = ""
     loop_parts: int = 0
     averaged: bool = False
+    combined: Mapping[int, Combination] = field(default_factory=dict[int, Combination])
+    runs: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def runs_of(self, op: Op) -> int:
         """How often an op runs per step."""
@@ -96,7 +104,7 @@ class Scope:
     batch_dims: tuple[int | None, ...]
 
 
-def body_scopes(graph: Graph, full: Graph, other: Graph, *, allow_pairs: bool) -> dict[Graph, Scope]:
+def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, Scope]:
     """The scope of each body in `graph`, from the traces at the full batch and at another size; see `batch_dims`."""
     table: dict[Graph, Scope] = {}
     for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
@@ -104,36 +112,9 @@ def body_scopes(graph: Graph, full: Graph, other: Graph, *, allow_pairs: bool) -
             if body in table:
                 continue
             shapes = tuple(v.shape for v in large.values)
-            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small, allow_pairs=allow_pairs))
-            table.update(body_scopes(body, large, small, allow_pairs=allow_pairs))
+            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small))
+            table.update(body_scopes(body, large, small))
     return table
-
-
-def merge_literals(sizes_from: Graph, literals_from: Graph, *, at_another_size: Graph | None = None) -> Graph:
-    """`sizes_from` with the scalar literals of `literals_from`, loop bodies included.
-
-    Bodies that are one object stay one, if they are one `at_another_size` too: else the batch enters them differently.
-    """
-    return _merged(sizes_from, literals_from, at_another_size or sizes_from, {})
-
-
-def _merged(
-    sizes_from: Graph, literals_from: Graph, other: Graph, known: dict[tuple[Graph, Graph, Graph], Graph]
-) -> Graph:
-    def merged(bodies: tuple[Graph, Graph, Graph]) -> Graph:
-        if bodies not in known:
-            known[bodies] = _merged(*bodies, known)
-        return known[bodies]
-
-    values = tuple(
-        v if v.literal is None or v.literal is w.literal else replace(v, literal=w.literal)
-        for v, w in zip(sizes_from.values, literals_from.values, strict=True)
-    )
-    ops = tuple(
-        replace(a, bodies=tuple(map(merged, zip(a.bodies, b.bodies, c.bodies, strict=True)))) if a.bodies else a
-        for a, b, c in zip(sizes_from.ops, literals_from.ops, other.ops, strict=True)
-    )
-    return Graph(values=values, ops=ops, inputs=sizes_from.inputs, outputs=sizes_from.outputs)
 
 
 def with_own_bodies(graph: Graph) -> Graph:
@@ -165,23 +146,12 @@ def check_same_structure(full: Graph, other: Graph) -> None:
         )
 
 
-def batch_dims(full: Graph, other: Graph, *, allow_pairs: bool = False) -> tuple[int | None, ...]:
-    """For each value the dim whose size differs between the two traces.
-
-    Several such dims are an error, or the first of them counts where micro-batches need not be exact (`allow_pairs`).
-    """
+def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
+    """For each value the dim whose size differs between the two traces; the first where several do."""
     table: list[int | None] = []
     for a, b in zip(full.values, other.values, strict=True):
-        dims = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        if len(dims) > 1 and not allow_pairs:
-            op = full.ops[full.producer[a.id] or 0]
-            raise NonAdditiveError(
-                f"{op.source}: the {op.primitive} of shape {list(a.shape)} pairs samples of the batch with each other "
-                f"(dims {dims} both grow with the batch). A loss over pairs of samples is no sum over samples, so "
-                "micro-batches would change it. Use num_microbatches=1, or accept the mean of what the micro-batches "
-                'give by themselves, with on_non_additive="mean_of_means".'
-            )
-        table.append(dims[0] if dims else None)
+        dims = (d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
+        table.append(next(dims, None))
     return tuple(table)
 
 
@@ -310,88 +280,3 @@ def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
             needed.update(op.operands)
             found.add(op.id)
     return found
-
-
-def batch_position(graph: Graph, batch: tuple[int | None, ...]) -> dict[int, int]:
-    """For each batched value the number of blocks that its batch dim is interleaved with (1 = batch is major).
-
-    A reshape [T, B] → [T·B] leaves the batch minor: position T. Values that do not depend on the place in the batch
-    (broadcasts) are absent.
-    """
-    position: dict[int, int] = {v: 1 for v in graph.inputs if batch[v] is not None}
-    for op in graph.ops:
-        known = [(v, position[v]) for v in op.operands if v in position]
-        source = not any(batch[v] is not None for v in op.operands)
-        for result in op.results:
-            dim = batch[result]
-            if dim is None:
-                continue
-            if known and op.primitive == "reshape":
-                value, outer = known[0]
-                before = prod(graph.values[value].shape[: batch[value] or 0]) * outer
-                position[result] = max(1, before // max(1, prod(graph.values[result].shape[:dim])))
-            elif known:
-                position[result] = known[0][1]
-            elif source and op.primitive not in ("broadcast_in_dim", "empty"):
-                position[result] = 1
-    return position
-
-
-def require_same_position(graph: Graph, batch: tuple[int | None, ...], position: dict[int, int]) -> None:
-    """Operands of one op must order their samples alike, and outputs must hold the batch as the major part of a dim."""
-    for op in graph.ops:
-        orders = {position[v] for v in op.operands if v in position}
-        if len(orders) > 1:
-            raise NonAdditiveError(
-                f"{op.source}: {op.primitive} combines arrays whose samples are in different orders (the batch is "
-                f"interleaved with {sorted(orders)} blocks). Use num_microbatches=1."
-            )
-    for i, output in enumerate(graph.outputs):
-        if position.get(output, 1) != 1:
-            raise NonAdditiveError(
-                f"Output {i} of shape {list(graph.values[output].shape)} interleaves the samples of the batch, so "
-                "micro-batches cannot be concatenated. Return it with the batch as a dim of its own, or use "
-                "num_microbatches=1."
-            )
-
-
-def local_iotas(graph: Graph, batch: tuple[int | None, ...]) -> frozenset[int]:
-    """`iota` ops along the batch whose only use is to index a batched array: they count within the micro-batch.
-
-    `log_probs[jnp.arange(B), labels]` addresses the row of the sample itself, whatever its number in the batch.
-    """
-    found: set[int] = set()
-    for op in graph.ops:
-        if op.primitive != "iota" or batch[op.results[0]] is None or op.params.get("dimension") != batch[op.results[0]]:
-            continue
-        uses = _index_uses(graph, batch, op)
-        if uses == {True}:
-            found.add(op.id)
-        elif True in uses:
-            raise NonAdditiveError(
-                f"{op.source}: the positions 0..B-1 of the batch are used both to index a batched array and as "
-                "numbers. Use two separate jnp.arange calls, or num_microbatches=1."
-            )
-    return frozenset(found)
-
-
-def _index_uses(graph: Graph, batch: tuple[int | None, ...], iota: Op) -> set[bool]:
-    """Uses of a batch position: True = as an index into a batched dim, False = anything else that ends the trail."""
-    trail, uses = set(iota.results), set[bool]()
-    for op in graph.ops[iota.id + 1 :]:
-        hits = [i for i, v in enumerate(op.operands) if v in trail]
-        if not hits:
-            continue
-        if (op.primitive == "gather" or op.primitive.startswith("scatter")) and hits == [1]:
-            addressed = batch[op.operands[0]] is not None
-            uses.add(addressed)
-        elif op.primitive in _POSITION_PRESERVING and any(graph.consumers[r] for r in op.results):
-            trail.update(op.results)
-        else:
-            uses.add(False)
-    return uses
-
-
-_POSITION_PRESERVING = frozenset(
-    "lt add select_n convert_element_type broadcast_in_dim reshape concatenate ge squeeze expand_dims copy".split()
-)

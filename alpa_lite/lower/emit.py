@@ -21,13 +21,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite.graph.control_flow import run_control_flow
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.parameters import parameters
-from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.graph.phases import Combination, Phase, StepGraph
 from alpa_lite.graph.wiring import Wiring
 from alpa_lite.lower.buckets import Buckets
-from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.gathered import Gathered
 from alpa_lite.lower.local import LocalOp, bind_local
@@ -143,6 +143,7 @@ class LocalMachine:
         graph, op = application.graph, application.op
         equation = self.equations[graph][op.id]
         origins, full_shapes = self._positions(graph, op)
+        operands = self._in_micro_batch(op, graph, operands)
         local = LocalOp(
             primitive=equation.primitive,
             params=equation.params,
@@ -190,14 +191,36 @@ class LocalMachine:
         outermost = graph is step.graph
         scope = step if outermost else step.bodies.get(graph)
         dim = scope.batch_dims[op.results[0]] if scope is not None else None
-        if scope is None or dim is None or (outermost and op.id in step.local_iotas):
+        if scope is None or dim is None:
             return none, none
         shape = graph.values[op.results[0]].shape
         start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
         return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
 
+    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[Any]) -> list[Any]:
+        """The operands as this micro-batch reads them: what counts once, and indices that count from its start."""
+        arrays = list(operands)
+        if op.once:
+            first = jax.numpy.asarray(self.microbatch) == 0
+            arrays = [
+                jax.numpy.where(first, x, jax.numpy.zeros_like(x)) if v in op.once else x
+                for v, x in zip(op.operands, arrays, strict=True)
+            ]
+        if op.own_columns:
+            arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
+        return arrays
+
+    def _first_rows(self, op: Op, graph: Graph) -> Any:
+        """For each column of the index vectors the first row of this micro-batch; 0 where it holds other numbers."""
+        numbers = op.params["dimension_numbers"]
+        dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
+        rows = graph.values[op.operands[0]].shape
+        sizes = [rows[d] if column in op.own_columns else 0 for column, d in enumerate(dims)]
+        return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
+
     def control_flow(self, application: Application, operands: list[Any], wiring: Wiring, walk: Walk[Any]) -> list[Any]:
         """The same control flow on local blocks."""
+        operands = self._in_micro_batch(application.op, self.graph, operands)
 
         def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
             around = self.graph, self.gathered
@@ -302,7 +325,9 @@ def emit_task(
     ins = [*task.inputs, *(task.sums if accumulate else ())]
     outs = [*task.outputs, *task.sums]
     platform = _jax.lowering_platform(mesh.devices.flat[0])
-    positional = step.num_microbatches > 1 and any(_is_positional(graph.ops[i]) for i in task.ops)
+    positional = step.num_microbatches > 1 and (
+        any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
+    )
 
     def local(*arrays: Any) -> tuple[Any, ...]:
         microbatch = arrays[-1] if positional else 0
@@ -319,8 +344,8 @@ def emit_task(
             old = arrays[len(task.inputs) : len(ins)]
             first = len(task.outputs)
             added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
-            parts = [_part_of_mean(r, step) if step.averaged else r for r in results[first:]]
-            results[first:] = [a + r for a, r in zip(added, parts, strict=True)]
+            triples = zip(task.sums, added, results[first:], strict=True)
+            results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
         token = jax.numpy.zeros((), jax.numpy.int8)
         return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
 
@@ -351,6 +376,17 @@ def accumulates(task: TaskSpec, step: StepGraph) -> bool:
     return step.num_microbatches > 1 and bool(task.sums)
 
 
+def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) -> Any:
+    """What the micro-batches up to this one give, from what those before it gave and what this one gives."""
+    how = step.combined.get(value)
+    if how is None:
+        return old + (_part_of_mean(new, step) if step.averaged else new)
+    if how is Combination.SAME:
+        return new
+    extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
+    return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
+
+
 def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
     """What a micro-batch adds to a mean over micro-batches; counts are added up as they are."""
     inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
@@ -358,8 +394,10 @@ def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
 
 
 def _is_positional(op: Op) -> bool:
-    """True for ops that make arrays whose values depend on the place in the batch, loops around such included."""
-    return op.primitive in _POSITIONAL or any(_is_positional(o) for body in op.bodies for o in body.ops)
+    """True for ops that depend on which micro-batch it is, loops around such included."""
+    if op.primitive in _POSITIONAL or op.once or op.own_columns:
+        return True
+    return any(_is_positional(o) for body in op.bodies for o in body.ops)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ class _Form:
 
     def ports(self, ports: Sequence[Port]) -> Hashable:
         """Values that leave the task, with their specs."""
-        return tuple([(self.number(p.value), p.spec) for p in ports])
+        return tuple([(self.number(p.value), p.spec, self.step.combined.get(p.value)) for p in ports])
 
     def fresh(self, v: int) -> Hashable:
         """What is known of a value that comes up for the first time."""
@@ -100,7 +100,8 @@ class _Form:
         self.added.add(op.id)
         operands = tuple([self.number(v) for v in op.operands])
         results = tuple([self.fresh(v) for v in op.results])
-        facts = (self.step.phases[op.id], op.id in self.step.local_iotas, op.effectful)
+        once = tuple([v in op.once for v in op.operands])
+        facts = (self.step.phases[op.id], once, op.own_columns, op.effectful)
         placement = self.placements.get(op.id)
         placed = None if placement is None else _placed(placement)
         equation = self.equations[op.id]
@@ -135,6 +136,8 @@ def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hasha
                 op.operands,
                 op.results,
                 op.effectful,
+                op.once,
+                op.own_columns,
                 tuple([_body(b, e, step) for b, e in zip(op.bodies, equation.bodies, strict=True)]),
             )
             for op, equation in zip(graph.ops, equations, strict=True)

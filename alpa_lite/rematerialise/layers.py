@@ -165,14 +165,12 @@ class _Writer:
         """The step as it was written."""
         step = self.step
         graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
-        iotas = (i for i, o in enumerate(self.copier.origins) if o is not None and o.op in step.local_iotas)
         written = replace(
             step,
             graph=graph,
             full_shapes=self.copier.table(lambda _: step.full_shapes),
             batch_dims=self.copier.table(lambda _: step.batch_dims),
             phases=tuple(self.phases),
-            local_iotas=frozenset(iotas),
         )
         return _Written(step=written, of_op=tuple(self.layers))
 

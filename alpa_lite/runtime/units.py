@@ -50,7 +50,7 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
         layouts = tuple(boundary_layout(step.graph.values[p.value], p, dict(mesh.shape)) for p in task.sums)
 
         def make(layouts: tuple[Layout, ...] = layouts) -> tuple[jax.Array, ...]:
-            return tuple(jax.numpy.zeros(x.shape, x.dtype) for x in layouts)
+            return tuple(jax.numpy.asarray(_jax.zeros(_jax.struct(x.shape, x.dtype))) for x in layouts)
 
         emit = partial(_emit, make, mesh, (), tuple(x.spec for x in layouts))
         units[number] = Unit(name=f"{task.name}'s sums", mesh=mesh, form=("zeros", layouts), emit=emit)
@@ -74,15 +74,22 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
             ins = tuple(Layout(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
             dim = step.batch_dims[buffer.value] or 0
-            join = partial(_join, dim)
+            runs = step.runs.get(buffer.value, 1)
+            join = partial(_join, dim, runs)
             emit = partial(_emit, join, mesh, ins, specs[buffer])
-            form = ("concat", ins, dim, specs[buffer])
+            form = ("concat", ins, dim, runs, specs[buffer])
             units[buffer] = Unit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
 
 
-def _join(dim: int, *parts: Any) -> jax.Array:
-    return jax.numpy.concatenate(parts, dim)
+def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
+    """The samples of all micro-batches; of several runs one after the other those of each."""
+    if runs == 1:
+        return jax.numpy.concatenate(parts, dim)
+    shape = parts[0].shape
+    cut = [part.reshape(*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :]) for part in parts]
+    whole = jax.numpy.concatenate(cut, dim + 1)
+    return whole.reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
 def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[Layout, ...], outs: Any, name: str) -> Emitted:

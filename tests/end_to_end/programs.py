@@ -496,9 +496,9 @@ def square_root_of_the_mean(p, x, y):
     return train(loss, p)
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def largest_of_the_batch(p, x, y):
-    out = lambda p: (squared(p, x, y), jnp.max(forward(p, x)))  # refused  # noqa: E731
+    out = lambda p: (squared(p, x, y), jnp.max(forward(p, x)))  # noqa: E731
     return train_with_aux(out, p)
 
 
@@ -508,9 +508,9 @@ def loss_after_the_update(p, x, y):
     return new, loss, jnp.mean((jnp.tanh(x @ new["w1"]) @ new["w2"] @ new["w3"] - y) ** 2)  # refused
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def samples_in_reverse(p, x, y):
-    return train(lambda p: squared(p, x[::-1], y), p)  # refused
+    return train(lambda p: squared(p, x[::-1], y), p)
 
 
 @program(X, Y)
@@ -543,21 +543,21 @@ def running_sum_over_samples(p, x, y):
     return train(lambda p: jnp.mean((jnp.cumsum(forward(p, x), 0) - y) ** 2), p)  # refused
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def both_views_in_one_batch(p, x, y):
-    return train(lambda p: squared(p, jnp.concatenate([x, 2 * x]), jnp.concatenate([y, y])), p)  # refused
+    return train(lambda p: squared(p, jnp.concatenate([x, 2 * x]), jnp.concatenate([y, y])), p)
 
 
-@program(X, Y, jax.random.key(3), refused=True)
+@program(X, Y, jax.random.key(3))
 def shuffled_samples(p, x, y, key):
-    order = jax.random.permutation(key, x.shape[0])  # refused
+    order = jax.random.permutation(key, x.shape[0])
     return train(lambda p: squared(p, x[order], y[order]), p)
 
 
-@program(X, LABELS, refused=True)
+@program(X, LABELS)
 def rows_by_numpy_arange(p, x, labels):
     rows = np.arange(x.shape[0])
-    return train(lambda p: -jnp.mean(jax.nn.log_softmax(forward(p, x))[rows, labels]), p)  # refused
+    return train(lambda p: -jnp.mean(jax.nn.log_softmax(forward(p, x))[rows, labels]), p)
 
 
 @program(X, Y, refused=True)
@@ -597,10 +597,10 @@ def printed_per_sample(p, x, y):
     return train(loss, p)
 
 
-@program(X, Y, refused=True)
+@program(X, Y)
 def halved_one_by_one(p, x, y):
     def halve(row):
-        return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 1, lambda r: r / 2, row)  # refused
+        return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 1, lambda r: r / 2, row)
 
     def loss(p):
         h = jnp.tanh(x @ p["w1"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alpa_lite import _jax
-from alpa_lite.errors import NonAdditiveError, TraceError
+from alpa_lite.errors import TraceError
 from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.phases import (
@@ -19,11 +19,8 @@ from alpa_lite.graph.phases import (
     StepGraph,
     assign_phases,
     batch_dims,
-    batch_position,
-    body_scopes,
     check_same_structure,
     forward_or_backward,
-    merge_literals,
     with_own_bodies,
 )
 from alpa_lite.microbatch import split_step
@@ -62,48 +59,10 @@ def test_the_dim_that_differs_holds_the_batch() -> None:
     assert [dims[v] for v in full.outputs] == [1, None, 0]
 
 
-def test_pairs_of_samples_are_told_with_their_line_or_tolerated() -> None:
-    fun = lambda x: x @ x.T  # noqa: E731
-    full, small = (_graph_of(fun, jnp.ones((n, 3))) for n in (8, 2))
-    with pytest.raises(NonAdditiveError, match=r"test_phases\.py:\d+.*dot_general of shape \[8, 8\] pairs samples"):
-        batch_dims(full, small)
-    assert batch_dims(full, small, allow_pairs=True)[full.outputs[0]] == 0
-
-
 def test_programs_of_different_structure_are_told_apart() -> None:
     full, small = _graph_of(jnp.sin, jnp.ones(8)), _graph_of(lambda x: jnp.sin(jnp.cos(x)), jnp.ones(2))
     with pytest.raises(TraceError, match="changes with its batch size"):
         check_same_structure(full, small)
-
-
-def test_literals_of_the_full_batch_are_kept_in_loop_bodies_too() -> None:
-    def fun(x: Any) -> Any:
-        return jax.lax.scan(lambda c, r: (c + jnp.mean(x) * r, None), 0.0, jnp.ones(3))[0]
-
-    full, small = (_graph_of(fun, jnp.ones(n)) for n in (8, 2))
-    merged = merge_literals(small, full)
-    counts = [
-        sorted(v.literal for g in (graph, *(b for op in graph.ops for b in op.bodies)) for v in g.values if v.literal)
-        for graph in (full, small, merged)
-    ]
-    assert counts[0] == counts[2] != counts[1]
-    assert [v.shape for v in merged.values] == [v.shape for v in small.values]
-
-
-def test_bodies_are_one_only_where_the_batch_enters_them_alike() -> None:
-    rows = jax.jit(lambda x: jax.lax.scan(lambda c, r: (c + jnp.sum(r), None), 0.0, x)[0])
-
-    def fun(x: Any) -> Any:
-        same_shape = jnp.ones((3, 8))
-        return rows(x) + rows(jnp.sin(x)) + rows(same_shape)
-
-    full, small = (_graph_of(fun, jnp.ones((3, n))) for n in (8, 2))
-    graph = merge_literals(full, full, at_another_size=small)
-    batched, also_batched, whole = (op.bodies[0] for op in graph.ops if op.bodies)
-    assert batched is also_batched
-    assert batched is not whole
-    scopes = body_scopes(graph, full, small, allow_pairs=True)
-    assert [scopes[body].batch_dims[body.inputs[1]] for body in (batched, whole)] == [0, None]
 
 
 def test_bodies_of_its_own_for_each_loop() -> None:
@@ -114,13 +73,6 @@ def test_bodies_of_its_own_for_each_loop() -> None:
     assert first is second
     assert own is not other
     assert own.ops == first.ops
-
-
-def test_interleaved_batches_are_counted_in_blocks() -> None:
-    fun = lambda x: (x.T.reshape(-1), x.reshape(-1), jnp.tile(x, (1, 2)))  # noqa: E731
-    full, small = (_graph_of(fun, jnp.ones((n, 3))) for n in (8, 2))
-    position = batch_position(full, batch_dims(full, small))
-    assert [position[v] for v in full.outputs] == [3, 1, 1]
 
 
 # --- phases -----------------------------------------------------------------------------------------------------------

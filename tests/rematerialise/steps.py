@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
+from alpa_lite.graph.control_flow import run_control_flow
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.layers import make_layers
-from alpa_lite.lower.control_flow import run_control_flow
 from alpa_lite.lower.recomputed import equations_again
 from alpa_lite.microbatch import TracedStep, split_step
 from alpa_lite.rematerialise import Remat, Rematerialised, rematerialise

@@ -1,0 +1,171 @@
+"""Transfer functions of ops that read or write by index.
+
+    gather     from an INVARIANT array, by indices of samples            looked up per sample
+               from SAMPLES, along other dims, or dims that batch        by the rule
+               from SAMPLES, by own numbers                              each sample picks itself
+    scatter    the same three; and SAMPLES into an array without them    SUM (add, sub), MAX, MIN
+
+An own number counts from the start of the full batch, and a micro-batch holds its own rows alone: the op is told which
+columns of its index vectors are to count from the start of the micro-batch (`Transferred.own_columns`). What samples
+are added to counts once, in the first micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alpa_lite.rules.elementwise import ints
+from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.registry import FactorKind
+from alpa_lite.step.relations import (
+    MAX,
+    MIN,
+    NUMBER,
+    SUM,
+    Disagreement,
+    Kind,
+    same_blocks,
+    samples,
+)
+from alpa_lite.step.transfer import (
+    AGAIN,
+    MIXES,
+    ORDERS,
+    Site,
+    Transferred,
+    counts_once,
+    register_transfer,
+    through_factor,
+)
+
+_PICKS = "picks samples of the batch by computed numbers"
+_WRITES = "writes to samples of the batch by their numbers"
+_ADDING = {"scatter-add": SUM, "scatter-sub": SUM, "scatter-max": MAX, "scatter-min": MIN}
+
+
+def _index_columns(site: Site, dim: int, name: str) -> tuple[int, ...]:
+    """Columns of the index vectors that address a dim of the operand."""
+    addressed = ints(site.op.params["dimension_numbers"][name])
+    return tuple(column for column, d in enumerate(addressed) if d == dim)
+
+
+def _holds_own_numbers(site: Site, columns: Sequence[int]) -> bool:
+    """Whether columns of the index vectors are the samples' own numbers."""
+    indices = site.operands[1]
+    if indices.kind is not Kind.SAMPLES or indices.blocks != 1 or len(columns) != 1:
+        return False
+    width = site.value(1).shape[-1]
+    if indices.fact == NUMBER:
+        return width == 1
+    return isinstance(indices.fact, tuple) and columns[0] in indices.fact and indices.dim != site.value(1).rank - 1
+
+
+@register_transfer("gather")
+def gather(site: Site) -> Transferred:
+    """Look-ups; see the module."""
+    operand, indices = site.operands
+    if any(not (r.is_same or r.kind is Kind.SAMPLES) for r in site.operands):
+        return site.refused(AGAIN)
+    sizes = [ints(params["slice_sizes"]) for params in (site.op.params, site.other.params)]
+    whole = operand.dim if operand.kind is Kind.SAMPLES else -1
+    if any(n != m for d, (n, m) in enumerate(zip(*sizes, strict=True)) if d != whole):
+        return site.refused("takes a part that follows the batch size")
+    if operand.kind is not Kind.SAMPLES:
+        return through_factor(site)
+    columns = _index_columns(site, operand.dim, "start_index_map")
+    rule = rule_of_op(site.full, site.op.id)
+    if all(rule.kinds[f] is FactorKind.PASS for f in rule.operands[0][operand.dim]):
+        return through_factor(site)
+    if sizes[0][operand.dim] != 1 or not _holds_own_numbers(site, columns) or operand.blocks not in (1, None):
+        return site.refused(_PICKS)
+    if site.small_value(0).shape[operand.dim] != site.small_value(1).shape[indices.dim]:
+        return site.refused(_PICKS)
+    dim = site.batch_dim()
+    if dim is None or dim != _looked_up_dim(site):
+        return site.refused(MIXES)
+    return Transferred(results=(samples(dim, 1),), own_columns=columns)
+
+
+def _looked_up_dim(site: Site) -> int:
+    """The dim of the result that is the dim of the index vectors which holds the samples."""
+    offsets = set(ints(site.op.params["dimension_numbers"]["offset_dims"]))
+    batch = [d for d in range(site.result().rank) if d not in offsets]
+    return batch[site.operands[1].dim] if site.operands[1].dim < len(batch) else -1
+
+
+@register_transfer("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+def scatter(site: Site) -> Transferred:
+    """Writes; see the module."""
+    operand, indices, updates = site.operands
+    if operand.kind is not Kind.SAMPLES:
+        return _into_one(site)
+    if any(not (r.is_same or r.kind is Kind.SAMPLES) for r in site.operands):
+        return site.refused(AGAIN)
+    columns = _index_columns(site, operand.dim, "scatter_dims_to_operand_dims")
+    if not columns:
+        return through_factor(site)
+    if not _holds_own_numbers(site, columns) or updates.kind is not Kind.SAMPLES:
+        return site.refused(_WRITES)
+    try:
+        runs = same_blocks({operand.blocks, updates.blocks, 1})
+    except Disagreement:
+        return site.refused(ORDERS)
+    hidden = ints(site.op.params["dimension_numbers"]["inserted_window_dims"])
+    same_rows = site.small_value(0).shape[operand.dim] == site.small_value(1).shape[indices.dim]
+    if operand.dim not in hidden or not same_rows or updates.dim != _written_dim(site):
+        return site.refused(_WRITES)
+    return Transferred(results=(samples(operand.dim, runs),), own_columns=columns)
+
+
+def _written_dim(site: Site) -> int:
+    """The dim of the updates that is the dim of the index vectors which holds the samples."""
+    windows = set(ints(site.op.params["dimension_numbers"]["update_window_dims"]))
+    batch = [d for d in range(site.value(2).rank) if d not in windows]
+    return batch[site.operands[1].dim] if site.operands[1].dim < len(batch) else -1
+
+
+def _into_one(site: Site) -> Transferred:
+    """Updates of samples into an array that has none."""
+    operand, combined = site.operands[0], _ADDING.get(site.op.primitive)
+    if combined is None:
+        return site.refused("lets one sample overwrite what another wrote")
+    held = operand._replace(kind=Kind.INVARIANT) if operand.kind is combined.kind else operand
+    if not held.is_same:
+        return site.refused(AGAIN)
+    found = through_factor(replace(site, operands=(held, *site.operands[1:])))
+    expected = SUM if combined is SUM else MAX if rule_of_op(site.full, site.op.id).reduction == "max" else MIN
+    if found.results[0] != expected:
+        return found
+    if operand.kind is Kind.INVARIANT and combined is SUM:
+        if not counts_once(site.op, 0):
+            return site.refused("adds samples to an array that it reads in another place too")
+        return Transferred(results=(SUM,), once=(0,))
+    return Transferred(results=(combined,))
+
+
+@register_transfer("dynamic_slice")
+def dynamic_slice(site: Site) -> Transferred:
+    """A window that takes all samples, at a place that is the same in all micro-batches."""
+    operand, *starts = site.operands
+    if operand.kind is not Kind.SAMPLES or any(not r.is_same for r in starts):
+        return site.refused(AGAIN)
+    full, small = (ints(params["slice_sizes"]) for params in (site.op.params, site.other.params))
+    if any(n != m for d, (n, m) in enumerate(zip(full, small, strict=True)) if d != operand.dim):
+        return site.refused("takes a part that follows the batch size")
+    if full[operand.dim] != site.value(0).shape[operand.dim] or site.batch_dim() != operand.dim:
+        return site.refused(_PICKS)
+    return through_factor(site)
+
+
+@register_transfer("dynamic_update_slice")
+def dynamic_update_slice(site: Site) -> Transferred:
+    """An update of all samples, at a place that is the same in all micro-batches."""
+    operand, update, *starts = site.operands
+    if any(not r.is_same for r in starts):
+        return site.refused(AGAIN)
+    if any(r.kind is not Kind.SAMPLES for r in (operand, update)) or operand.dim != update.dim:
+        return site.refused(_WRITES)
+    if site.value(0).shape[operand.dim] != site.value(1).shape[update.dim]:
+        return site.refused(_WRITES)
+    return through_factor(site)

@@ -1,0 +1,330 @@
+"""Transfer functions of ops that make, move, join and cut arrays.
+
+With P runs of samples in front of the batch in row-major order (dims before it times its runs k), a reshape keeps P:
+
+    reshape        SAMPLES(d, k) → SAMPLES(e, P / prod(shape[:e]))           [B, T] → [B·T], [T, B] → [T·B] and back
+    concatenate    runs of equal length add up:   k = Σ k_i                  [x; 2x] has two runs
+    split, slice   whole runs:                    k of them are left
+    slice by s     rows i·s + c of each run, where s divides a run
+    pad            the transposes of both: runs of padding, or padding between rows
+
+Sources know where a micro-batch lies in the full batch when they are lowered; they are SAMPLES(d, 1), and an iota along
+the batch holds own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from alpa_lite.step.relations import NUMBER, Fact, Kind, Relation, samples
+from alpa_lite.step.transfer import (
+    AGAIN,
+    MIXES,
+    ODD,
+    Site,
+    Transferred,
+    by_rule,
+    register_transfer,
+    through_factor,
+)
+
+#: Integers that hold any position in a batch.
+WIDE = frozenset(("int32", "int64", "uint32", "uint64"))
+
+
+def one(relation: Relation) -> Transferred:
+    """What a transfer function finds of an op with one result."""
+    return Transferred(results=(relation,))
+
+
+@register_transfer("iota")
+def iota(site: Site) -> Transferred:
+    """Along the batch own numbers, which count from the start of the full batch; along other dims one row for all."""
+    dim = site.batch_dim()
+    if dim is None or dim == ODD:
+        return site.refused(MIXES)
+    if site.op.params["dimension"] != dim:
+        return one(samples(dim, None))
+    return one(samples(dim, 1, NUMBER if site.result().dtype in WIDE else None))
+
+
+@register_transfer("random_bits", "random_split")
+def drawn(site: Site) -> Transferred:
+    """Keys of samples draw for them; one key draws for a micro-batch what it draws for those samples in the full
+    batch."""
+    dim, (keys,) = site.batch_dim(), site.operands
+    if keys.kind is Kind.SAMPLES:
+        return through_factor(site)
+    if not keys.is_same:
+        return site.refused(AGAIN)
+    return site.refused(MIXES) if dim is None or dim == ODD else one(samples(dim, 1))
+
+
+@register_transfer("broadcast_in_dim", "empty")
+def broadcast_in_dim(site: Site) -> Transferred:
+    """Samples stay where they are put; what has none is the same for all."""
+    dim = site.batch_dim()
+    if dim is None or dim == ODD:
+        return site.refused(MIXES)
+    source = site.operands[0] if site.operands else None
+    if source is None or source.is_same:
+        targets = site.op.params.get("broadcast_dimensions", ())
+        # A dim of the operand that is as large as that of the result is no broadcast.
+        kept = [d for d, t in enumerate(targets) if t == dim and site.value(0).shape[d] != 1]
+        return site.refused(MIXES) if kept else one(samples(dim, None))
+    if source.kind is not Kind.SAMPLES:
+        return site.refused(AGAIN)
+    targets = site.op.params["broadcast_dimensions"]
+    if targets[source.dim] != dim:
+        return site.refused(MIXES)
+    return one(samples(dim, source.blocks, _moved_fact(site, source, last=targets[-1] == site.result().rank - 1)))
+
+
+def _moved_fact(site: Site, source: Relation, *, last: bool) -> Fact:
+    """The fact of an array whose elements were moved along with their samples; `last`: its last dim is the last one
+    still, and is not the batch."""
+    if not isinstance(source.fact, tuple):
+        return source.fact
+    unchanged = site.value(0).shape[-1] == site.result().shape[-1]
+    return source.fact if last and unchanged and source.dim != site.value(0).rank - 1 else None
+
+
+@register_transfer("reshape")
+def reshape(site: Site) -> Transferred:
+    """Keeps the number of runs in front of the batch; see the module."""
+    source, dim = site.operands[0], site.batch_dim()
+    if source.kind is not Kind.SAMPLES:
+        return site.refused(AGAIN)
+    if dim is None or dim == ODD or site.op.params.get("dimensions") is not None:
+        return site.refused(_merges(site))
+    before = prod(site.result().shape[:dim])
+    if source.blocks is None:
+        # One row for all samples stays one row in a dim that is a part of the batch alone.
+        parts, rest = divmod(before, prod(site.value(0).shape[: source.dim]))
+        if not rest and site.value(0).shape[source.dim] % (parts * site.result().shape[dim]) == 0:
+            return one(samples(dim, None))
+    runs = prod(site.value(0).shape[: source.dim]) * (source.blocks or 1)
+    rows = site.small_result().shape[dim]
+    if runs % before or rows % (runs // before or 1) or not runs // before:
+        parts, rest = divmod(before, runs)
+        return site.refused(_merges(site), 1 if rest else parts)
+    last = source.dim != site.value(0).rank - 1 and dim != site.result().rank - 1
+    return one(samples(dim, runs // before, _moved_fact(site, source, last=last)))
+
+
+def _merges(site: Site) -> str:
+    return f"to {list(site.result().shape)} puts the samples of the batch in other groups than micro-batches have"
+
+
+@register_transfer("concatenate")
+def concatenate(site: Site) -> Transferred:
+    """Along the batch: runs of equal length, one after the other. Along another dim: samples stay."""
+    joined, dim = int(site.op.params["dimension"]), site.batch_dim()
+    if dim is None or dim == ODD:
+        return site.refused(MIXES)
+    if joined != dim:
+        found = by_rule(site)
+        fact = _column_fact(site, joined)
+        if fact and found.results[0].kind is Kind.SAMPLES:
+            return one(found.results[0]._replace(fact=fact))
+        return found
+    if any(r.kind is not Kind.SAMPLES for r in site.operands):
+        return site.refused(MIXES if all(r.is_same or r.kind is Kind.SAMPLES for r in site.operands) else AGAIN)
+    if any(r.dim != dim for r in site.operands):
+        return site.refused(MIXES)
+    runs = _added_runs([site.runs(i) for i in range(len(site.operands))])
+    return one(samples(dim, runs)) if runs != 0 else site.refused(MIXES)
+
+
+def _added_runs(runs: Sequence[tuple[int | None, int]]) -> int | None:
+    """The number of runs of arrays put one after the other; 0 where their runs differ in length."""
+    lengths = {rows for count, rows in runs if count is not None}
+    if not lengths:
+        # Each is the same for all samples, but they may differ from each other.
+        lengths = {min(rows for _, rows in runs)}
+    if len(lengths) > 1:
+        return 0
+    length = lengths.pop()
+    if any(rows % length for count, rows in runs if count is None):
+        return 0
+    return sum(rows // length if count is None else count for count, rows in runs)
+
+
+def _column_fact(site: Site, joined: int) -> Fact:
+    """The columns of an index vector, put together from own numbers and other columns."""
+    if joined != site.result().rank - 1:
+        return None
+    columns: list[int] = []
+    first = 0
+    for i, relation in enumerate(site.operands):
+        width = site.value(i).shape[joined]
+        if relation.fact == NUMBER:
+            columns += range(first, first + width)
+        elif isinstance(relation.fact, tuple):
+            columns += [first + c for c in relation.fact]
+        first += width
+    return tuple(columns) or None
+
+
+@register_transfer("split")
+def split(site: Site) -> Transferred:
+    """Along the batch: whole runs each."""
+    axis, source = int(site.op.params["axis"]), site.operands[0]
+    if source.kind is not Kind.SAMPLES or source.dim != axis:
+        return by_rule(site) if _same_sizes(site) else site.refused(MIXES)
+    results: list[Relation] = []
+    start = small_start = 0
+    for number in range(len(site.op.results)):
+        size, small = site.result(number).shape[axis], site.small_result(number).shape[axis]
+        part = _whole_runs(site, (start, start + size), (small_start, small_start + small))
+        if part is None:
+            return site.refused(MIXES)
+        results.append(part)
+        start, small_start = start + size, small_start + small
+    return Transferred(results=tuple(results))
+
+
+def _same_sizes(site: Site) -> bool:
+    return site.op.params["sizes"] == site.other.params["sizes"]
+
+
+def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Relation | None:
+    """Rows of an operand along its batch dim, at both sizes, if they are whole runs."""
+    source = site.operands[0]
+    count, length = site.runs(0)
+    if source.blocks is None:
+        length = small[1] - small[0]
+    if (
+        not length
+        or any(n % length for n in small)
+        or any(n != m * site.count for n, m in zip(rows, small, strict=True))
+    ):
+        return None
+    whole = source.fact if small == (0, site.small_value(0).shape[source.dim]) else None
+    return samples(source.dim, None if count is None else (small[1] - small[0]) // length, whole)
+
+
+@register_transfer("slice")
+def slice_(site: Site) -> Transferred:
+    """Along the batch: whole runs, or every s-th row of each run. Along other dims: samples stay."""
+    source = site.operands[0]
+    if source.kind is not Kind.SAMPLES:
+        return site.refused(AGAIN)
+    dim, rank = source.dim, site.value(0).rank
+    (full, small) = site.op.params, site.other.params
+    strides = full.get("strides") or (1,) * rank
+    ends = ("start_indices", "limit_indices")
+    if any(full[name][d] != small[name][d] for name in ends for d in range(rank) if d != dim):
+        return site.refused("takes a part that follows the batch size")
+    if site.batch_dim() != dim:
+        return site.refused("picks samples of the batch by their numbers")
+    start, limit = full["start_indices"][dim], full["limit_indices"][dim]
+    if strides[dim] == 1:
+        part = _whole_runs(site, (start, limit), (small["start_indices"][dim], small["limit_indices"][dim]))
+    else:
+        part = _every_row(site, strides[dim])
+    if part is None:
+        return site.refused("picks samples of the batch by their numbers")
+    keeps = isinstance(part.fact, bool) or part.fact == NUMBER or (rank - 1 != dim and _takes_all(site, rank - 1))
+    return one(part if keeps else part._replace(fact=None))
+
+
+def _takes_all(site: Site, dim: int) -> bool:
+    return site.value(0).shape[dim] == site.result().shape[dim]
+
+
+def _every_row(site: Site, stride: int) -> Relation | None:
+    source, (count, length) = site.operands[0], site.runs(0)
+    dim = source.dim
+    starts = site.op.params["start_indices"][dim], site.other.params["start_indices"][dim]
+    sizes = site.value(0).shape[dim], site.small_value(0).shape[dim]
+    made = site.result().shape[dim], site.small_result().shape[dim]
+    covered = all(n == m * stride for n, m in zip(sizes, made, strict=True))
+    if length % stride or starts[0] != starts[1] or starts[0] >= stride or not covered:
+        return None
+    return samples(dim, count)
+
+
+@register_transfer("pad")
+def pad(site: Site) -> Transferred:
+    """Along the batch: whole runs of padding, or each row with padding around it. Along other dims: samples stay."""
+    source, padding = site.operands
+    if source.kind is not Kind.SAMPLES or not padding.is_same:
+        return site.refused(AGAIN)
+    dim, both = source.dim, zip(site.op.params["padding_config"], site.other.params["padding_config"], strict=True)
+    if any(config != small for d, (config, small) in enumerate(both) if d != dim):
+        return site.refused("adds padding that follows the batch size")
+    return site.refused("adds padding between samples") if site.batch_dim() != dim else _padded(site, source, dim)
+
+
+def _padded(site: Site, source: Relation, dim: int) -> Transferred:
+    low, high, interior = site.op.params["padding_config"][dim]
+    small = site.other.params["padding_config"][dim]
+    count, length = site.runs(0)
+    if (low, high, interior) == (0, 0, 0):
+        return one(samples(dim, count))
+    if interior and low + high == interior and tuple(small) == (low, high, interior):
+        return one(samples(dim, count))
+    in_proportion = all(n == m * site.count for n, m in zip((low, high), small[:2], strict=True))
+    if interior or not in_proportion or min(low, high) < 0 or any(n % length for n in small[:2]):
+        return site.refused("adds padding between samples")
+    before, after = small[0] // length, small[1] // length
+    return one(samples(dim, before + (1 if count is None else count) + after))
+
+
+@register_transfer("tile")
+def tile(site: Site) -> Transferred:
+    """Repeated samples lie in as many more runs; what is repeated for each sample is the same for all."""
+    source, dim = site.operands[0], site.batch_dim()
+    reps, small = (params["reps"] for params in (site.op.params, site.other.params))
+    if dim is None or dim == ODD or any(n != m for d, (n, m) in enumerate(zip(reps, small, strict=True)) if d != dim):
+        return site.refused("repeats what follows the batch size")
+    if source.is_same:
+        # A micro-batch begins where a repetition does.
+        return one(samples(dim, None if site.value(0).shape[dim] == 1 else 1))
+    if source.kind is not Kind.SAMPLES:
+        return site.refused(AGAIN)
+    if dim != source.dim or reps[dim] != small[dim]:
+        return site.refused(MIXES)
+    return one(samples(dim, None if source.blocks is None else source.blocks * int(reps[dim])))
+
+
+@register_transfer("optimization_barrier")
+def barrier(site: Site) -> Transferred:
+    """Values pass by themselves."""
+    return Transferred(results=tuple(site.operands))
+
+
+@register_transfer("convert_element_type", "copy", "stop_gradient", "transpose", "squeeze", "expand_dims")
+def keeps_numbers(site: Site) -> Transferred:
+    """By the rule; own numbers stay own numbers."""
+    found, (source, *_) = by_rule(site), site.operands
+    (result,) = found.results
+    in_place = site.op.primitive in ("convert_element_type", "copy", "stop_gradient")
+    known = source.fact == NUMBER or (isinstance(source.fact, tuple) and in_place)
+    if known and result.kind is Kind.SAMPLES and site.result().dtype in WIDE:
+        return one(result._replace(fact=source.fact))
+    return found
+
+
+@register_transfer("lt", "ge")
+def compared(site: Site) -> Transferred:
+    """By the rule; own numbers are not less than zero."""
+    found = by_rule(site)
+    (result,) = found.results
+    if result.kind is Kind.SAMPLES and site.operands[0].fact == NUMBER and site.value(1).literal == 0:
+        return one(result._replace(fact=site.op.primitive == "ge"))
+    return found
+
+
+@register_transfer("select_n")
+def select_n(site: Site) -> Transferred:
+    """By the rule; where the predicate is known it is the case that is chosen."""
+    found = by_rule(site)
+    (result,) = found.results
+    which = site.operands[0].fact
+    if result.kind is Kind.SAMPLES and isinstance(which, bool):
+        chosen = site.operands[1 + int(which)]
+        return one(result._replace(fact=chosen.fact if chosen.kind is Kind.SAMPLES else None))
+    return found
