@@ -25,6 +25,7 @@ from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, 
 #: Draws, and positions used as numbers, count from the start of the batch; this plain executor cannot shift them.
 POSITIONAL = {
     "weighted_by_position",
+    "rows_by_numpy_arange",
     "mask_in_outputs",
     "noise_from_a_raw_key",
     "noise_with_the_batch_last",
