@@ -46,6 +46,7 @@ class Attack:
 
     Attributes:
         exact_at: the numbers of micro-batches at which an exact step must be accepted; at others it may be refused.
+        tolerance: relative difference that rounding may make, where it is more than usual.
     """
 
     step: Callable[..., Any]
@@ -53,6 +54,7 @@ class Attack:
     batch_argnums: Any
     expectation: Expectation
     exact_at: tuple[int, ...]
+    tolerance: float = 0.0
 
     def expected(self, num_microbatches: int) -> Expectation:
         """What is expected at a number of micro-batches."""
@@ -69,6 +71,7 @@ class Attack:
             num_microbatches=num_microbatches,
             batch_argnums=self.batch_argnums,
             calls=1,
+            tolerance=self.tolerance,
         )
 
 
@@ -137,6 +140,7 @@ def attack(
     batch_argnums: Any = None,
     exact_at: Sequence[int] = MICROBATCHES,
     params: Any = None,
+    tolerance: float = 0.0,
 ) -> Callable[..., Any]:
     """Register a loss, or a whole step, of parameters and data (default: `X` and `LABELS`).
 
@@ -146,7 +150,7 @@ def attack(
         key: whether a random key comes last.
         step: whether it is a whole step instead of a loss.
         batch_argnums: where the batch is; default: all `data`, leading.
-        exact_at: see `Attack`.
+        exact_at, tolerance: see `Attack`.
         params: the first argument; default: `PARAMS`.
     """
     data = data or (X, LABELS)
@@ -160,6 +164,7 @@ def attack(
             batch_argnums=tuple(range(1, 1 + len(data))) if batch_argnums is None else batch_argnums,
             expectation=expectation,
             exact_at=tuple(exact_at),
+            tolerance=tolerance,
         )
         return fun
 

@@ -300,7 +300,9 @@ def shifted_by_padding(p, x, y):
 def convolved_over_samples(p, x, y):
     h = net(p, x)
     kernel = jnp.ones((3, D, D)) * 0.1
-    return (jax.lax.conv_general_dilated(h[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2).mean()
+    return (
+        jax.lax.conv_general_dilated(h[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2
+    ).mean()
 
 
 @attack(refused)
@@ -555,7 +557,7 @@ def pmean_fed_back(p, x, y):
 def pmax_fed_back(p, x, y):
     def each(a):
         h = jnp.tanh(a @ p["w"])
-        return (h / jax.lax.stop_gradient(jax.lax.pmax(jnp.abs(h), "samples"))).sum()
+        return (h / jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(h)), "samples")).sum()
 
     return jax.vmap(each, axis_name="samples")(x).mean()
 

@@ -78,20 +78,14 @@ def compare(
     batch_argnums: Any = None,
     donate_argnums: tuple[int, ...] = (),
     calls: int = 2,
-    tolerance: float = 10 * RELATIVE,
+    tolerance: float = 0.0,
 ) -> Outcome:
     """Run a step in micro-batches and by `jax.jit`, and compare all leaves of all calls.
 
     Args:
         calls: how often the step runs; its first result takes the place of the first argument.
-        tolerance: relative difference that is allowed where float64 says nothing.
+        tolerance: relative difference that is allowed in any case, as that of parts in bfloat16.
     """
-    try:
-        want = run(jax.jit(step), args, calls)
-    except Exception as error:
-        return Outcome(kind="unusable", detail=f"{type(error).__name__}: {error}")
-    if not all(np.isfinite(a).all() for a in map(numbers, want) if a.dtype.kind == "f"):
-        return Outcome(kind="unusable", detail="jax.jit gives numbers that are not finite")
     parallel = al.parallelize(
         step,
         cluster=replace(CLUSTER, devices_per_host=setup.num_devices),
@@ -100,21 +94,29 @@ def compare(
         batch_argnums=batch_argnums,
         donate_argnums=donate_argnums,
     )
+    given = [jax.tree.map(jnp.copy, a) if i in donate_argnums else a for i, a in enumerate(args)]
+    failure, got = None, list[Any]()
     try:
-        given = [jax.tree.map(jnp.copy, a) if i in donate_argnums else a for i, a in enumerate(args)]
         got = run(parallel, given, calls, donate_argnums)
     except al.AlpaLiteError as error:
         kind = "refused" if isinstance(error, al.errors.TraceError) else "unplanned"
         return Outcome(kind=kind, detail=f"{type(error).__name__}: {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(kind="crashed", detail=f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        detail = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        failure = Outcome(kind="crashed", detail=detail)
+    try:
+        want = run(jax.jit(step), args, calls)
+    except Exception as error:
+        return Outcome(kind="unusable", detail=f"{type(error).__name__}: {error}")
+    if failure is not None:
+        return failure
+    if not all(np.isfinite(a).all() for a in want if a.dtype.kind == "f"):
+        return Outcome(kind="unusable", detail="jax.jit gives numbers that are not finite")
     return judge(got, want, lambda: run_in_float64(step, args, calls), tolerance)
 
 
-def run(
-    step: Callable[..., Any], args: Sequence[Any], calls: int, donated: tuple[int, ...] = ()
-) -> list[Any]:
+def run(step: Callable[..., Any], args: Sequence[Any], calls: int, donated: tuple[int, ...] = ()) -> list[Any]:
     """The leaves of some calls in a row, each of which gets the first result of the one before as its state."""
     args, leaves = list(args), []
     for _ in range(calls):
@@ -148,7 +150,9 @@ def numbers(leaf: Any) -> np.ndarray:
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
-    return array.astype(np.float32) if array.dtype.kind not in "fiub" or array.itemsize < 4 and _is_float(leaf) else array
+    return (
+        array.astype(np.float32) if array.dtype.kind not in "fiub" or array.itemsize < 4 and _is_float(leaf) else array
+    )
 
 
 def _is_float(leaf: Any) -> bool:
@@ -156,13 +160,13 @@ def _is_float(leaf: Any) -> bool:
 
 
 def judge(
-    got: list[Any], want: list[Any], in_float64: Callable[[], list[Any] | None], tolerance: float = 10 * RELATIVE
+    got: list[Any], want: list[Any], in_float64: Callable[[], list[Any] | None], tolerance: float = 0.0
 ) -> Outcome:
     """Compare the leaves of a run with those of `jax.jit`."""
     if len(got) != len(want):
         return Outcome(kind="wrong", detail=f"{len(got)} leaves instead of {len(want)}", error=float("inf"))
     errors = [difference(a, b) for a, b in zip(got, want, strict=True)]
-    suspects = [i for i, error in enumerate(errors) if not error <= SMALL]
+    suspects = [i for i, error in enumerate(errors) if not error <= max(SMALL, tolerance)]
     if not suspects:
         return Outcome(kind="equal", error=max(errors, default=0.0))
     exact = in_float64()
@@ -170,11 +174,13 @@ def judge(
     for i in suspects:
         rounding = difference(want[i], exact[i]) if comparable and want[i].dtype.kind == "f" else float("inf")
         if rounding > COMPARABLE:
-            wrong = not errors[i] <= tolerance
+            wrong = not errors[i] <= 10 * RELATIVE
         else:
             wrong = not difference(got[i], exact[i]) <= ROUNDINGS * rounding + RELATIVE
         if wrong:
-            return Outcome(kind="wrong", detail=f"leaf {i}: {_shown(got[i])}, jax.jit {_shown(want[i])}", error=errors[i])
+            return Outcome(
+                kind="wrong", detail=f"leaf {i}: {_shown(got[i])}, jax.jit {_shown(want[i])}", error=errors[i]
+            )
     return Outcome(kind="equal", error=max(errors))
 
 
