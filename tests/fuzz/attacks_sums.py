@@ -31,6 +31,7 @@ from tests.fuzz.attacks import (
 )
 
 exact = Expectation.EXACT
+IMAGE_DIMS = ("NHWC", "HWIO", "NHWC")
 HALVES = (2, 4)
 """Numbers of micro-batches that leave an even number of samples in each."""
 
@@ -545,7 +546,7 @@ def convolution_clipped_per_sample(p, x):
 
 @attack(exact, IMAGES, params={"k": floats(3, 3, 2, 3, scale=0.3)})
 def convolution_and_pooling(p, x):
-    h = jax.lax.conv_general_dilated(x, p["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = jax.lax.conv_general_dilated(x, p["k"], (1, 1), "SAME", dimension_numbers=IMAGE_DIMS)
     return (jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2).mean()
 
 
@@ -700,19 +701,19 @@ def _returns(name: str, metric: Any) -> None:
     attack(exact, step=True)(step)
 
 
-_returns("its_samples", lambda h, l, y: (h, l.argmax(1), h[:, 0] > 0))
-_returns("maxima_and_minima", lambda h, l, y: (h.max(), h.min(0), jnp.abs(l).max(), l.max(1).min()))
-_returns("any_and_all", lambda h, l, y: ((h > 0.9).any(), (h > 0).all(0), jnp.isnan(h).any()))
-_returns("an_accuracy", lambda h, l, y: ((l.argmax(1) == y).mean(), (l.argmax(1) == y).sum()))
-_returns("accuracy_among_the_top_two", lambda h, l, y: (jax.lax.top_k(l, 2)[1] == y[:, None]).any(1).mean())
-_returns("a_confusion_matrix", lambda h, l, y: jnp.zeros((V, V), jnp.int32).at[y, l.argmax(1)].add(1))
-_returns("a_histogram", lambda h, l, y: jnp.zeros(4).at[jnp.clip((h * 2 + 2).astype(int), 0, 3)].add(1.0))
-_returns("counts_by_bincount", lambda h, l, y: jnp.bincount(y, length=V))
-_returns("sums_of_classes", lambda h, l, y: (jax.ops.segment_sum(h, y, V), jax.nn.one_hot(y, V).T @ h))
-_returns("second_moments", lambda h, l, y: (h.T @ h, jnp.sqrt((h**2).mean()), jnp.linalg.norm(h)))
-_returns("a_variance_by_two_moments", lambda h, l, y: (h**2).mean(0) - h.mean(0) ** 2)
-_returns("a_masked_accuracy", lambda h, l, y: ((l.argmax(1) == y) * (y > 1)).sum() / (y > 1).sum())
-_returns("a_perplexity", lambda h, l, y: jnp.exp(-l.mean()))
+_returns("its_samples", lambda h, logits, y: (h, logits.argmax(1), h[:, 0] > 0))
+_returns("maxima_and_minima", lambda h, logits, y: (h.max(), h.min(0), jnp.abs(logits).max(), logits.max(1).min()))
+_returns("any_and_all", lambda h, logits, y: ((h > 0.9).any(), (h > 0).all(0), jnp.isnan(h).any()))
+_returns("an_accuracy", lambda h, logits, y: ((logits.argmax(1) == y).mean(), (logits.argmax(1) == y).sum()))
+_returns("accuracy_among_the_top_two", lambda h, logits, y: (jax.lax.top_k(logits, 2)[1] == y[:, None]).any(1).mean())
+_returns("a_confusion_matrix", lambda h, logits, y: jnp.zeros((V, V), jnp.int32).at[y, logits.argmax(1)].add(1))
+_returns("a_histogram", lambda h, logits, y: jnp.zeros(4).at[jnp.clip((h * 2 + 2).astype(int), 0, 3)].add(1.0))
+_returns("counts_by_bincount", lambda h, logits, y: jnp.bincount(y, length=V))
+_returns("sums_of_classes", lambda h, logits, y: (jax.ops.segment_sum(h, y, V), jax.nn.one_hot(y, V).T @ h))
+_returns("second_moments", lambda h, logits, y: (h.T @ h, jnp.sqrt((h**2).mean()), jnp.linalg.norm(h)))
+_returns("a_variance_by_two_moments", lambda h, logits, y: (h**2).mean(0) - h.mean(0) ** 2)
+_returns("a_masked_accuracy", lambda h, logits, y: ((logits.argmax(1) == y) * (y > 1)).sum() / (y > 1).sum())
+_returns("a_perplexity", lambda h, logits, y: jnp.exp(-logits.mean()))
 
 
 @attack(exact)

@@ -150,13 +150,7 @@ def numbers(leaf: Any) -> np.ndarray:
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
-    return (
-        array.astype(np.float32) if array.dtype.kind not in "fiub" or array.itemsize < 4 and _is_float(leaf) else array
-    )
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
+    return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize < 4 else array
 
 
 def judge(
