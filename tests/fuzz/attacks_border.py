@@ -314,6 +314,11 @@ def sum_of_weighted_samples_by_a_scan(p, x, y):
 
 
 @attack(either)
+def running_mean_by_a_scan(p, x, y):
+    return jax.lax.scan(lambda m, own: (0.9 * m + 0.1 * own, None), 0.0, losses(p, x, y))[0]
+
+
+@attack(either)
 def sum_by_a_fori_loop(p, x, y):
     own = losses(p, x, y)
     return jax.lax.fori_loop(0, own.shape[0], lambda i, s: s + own[i], 0.0)

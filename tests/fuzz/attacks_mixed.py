@@ -385,11 +385,6 @@ def running_product_by_an_associative_scan(p, x, y):
 
 
 @attack(refused)
-def running_mean_by_a_scan(p, x, y):
-    return jax.lax.scan(lambda m, own: (0.9 * m + 0.1 * own, None), 0.0, losses(p, x, y))[0]
-
-
-@attack(refused)
 def maximum_by_a_scan(p, x, y):
     return jax.lax.scan(lambda m, own: (jnp.maximum(m, own), None), 0.0, losses(p, x, y))[0]
 

@@ -381,12 +381,12 @@ LOSSES = {
     "hardest": Piece(code="value = jax.lax.top_k((h**2).sum(1), 3)[0].mean()", label="mixed"),
     "ordered": Piece(code="value = (jnp.sort((h**2).sum(1)) * jnp.arange(n)).mean()", label="mixed"),
     "running_mean": Piece(
-        code="value = jax.lax.scan(lambda c, v: (0.9 * c + (v**2).sum(), None), 0.0, h)[0]", label="mixed"
+        code="value = jax.lax.scan(lambda c, v: (0.9 * c + (v**2).sum(), None), 0.0, h)[0]", label="unknown"
     ),
     "balance": Piece(
         code="g = jax.nn.softmax(h)\nvalue = (g.mean(0) * jax.nn.one_hot(g.argmax(1), D).mean(0)).sum()", label="mixed"
     ),
-    "clipped": Piece(code="value = jnp.minimum((h**2).mean(), 0.5)", label="mixed"),
+    "squashed": Piece(code="value = jnp.tanh((h**2).mean())", label="mixed"),
 }
 """From hidden values to the loss."""
 
