@@ -42,7 +42,7 @@ def signature(what: str, found: Outcome) -> str:
     return f"{what}: {sentence[:120]}"
 
 
-def search(seed: int, worker: Worker, found: Found) -> None:
+def search(seed: int, worker: Worker, found: Found, *, refusals: bool) -> None:
     """Run the program of a seed, and shrink it if it fails."""
     program = draw(seed)
     result = worker.outcome(program)
@@ -54,7 +54,8 @@ def search(seed: int, worker: Worker, found: Found) -> None:
         found.counts[what] += bool(what)
         sentence = signature(what, result)
         known = sentence in found.seen
-        if not what or (known and what != "wrong"):
+        told = refusals or what != "refused although additive"
+        if not what or not told or (known and what != "wrong"):
             return
         found.seen.add(sentence)
 
@@ -86,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no program starts after that")
+    parser.add_argument("--no-refusals", action="store_true", help="refusals are counted, but not told")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     chosen = parser.parse_args(arguments)
     found, end = Found(), time.monotonic() + chosen.seconds
@@ -99,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
                     seed = next(seeds, None)
                 if seed is None:
                     return
-                search(seed, worker, found)
+                search(seed, worker, found, refusals=not chosen.no_refusals)
         finally:
             worker.close()
 

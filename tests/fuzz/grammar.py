@@ -54,6 +54,7 @@ class Program:
         data, hidden, extras, metrics, states: names of pieces, in order.
         loss, wrapper, update: a name each.
         batch, features, tokens: B, D and T.
+        time_major: whether sequences are given as ``[T, n, D]``.
         planner: a name from `PLANNERS`.
     """
 
@@ -69,6 +70,7 @@ class Program:
     batch: int = 8
     features: int = 6
     tokens: int = 3
+    time_major: bool = False
     planner: str = "DataParallel()"
     num_microbatches: int = 2
     donate: bool = False
@@ -121,6 +123,7 @@ def draw(seed: int) -> Program:
         batch=batch,
         features=rng.choice([4, 6, 6, 8]),
         tokens=rng.choice([2, 3, 3, 8]),
+        time_major=rng.random() < 0.15,
         planner=RARE if rng.random() < 0.02 else rng.choice([name for name in PLANNERS if name != RARE]),
         num_microbatches=rng.choice([2, 2, 4, 4, batch, 1]),
         donate=rng.random() < 0.3,
@@ -175,7 +178,8 @@ def source(program: Program) -> str:
     start = [] if weights else ["w = x[:, 0] ** 2"]
     loss = ["n, more, h = x.shape[0], 0.0, x", *inside]
     loss.append(f"return value + more, ({''.join(f'({m}), ' for m in metrics)})")
-    step = ["n, p, new = x.shape[0], state['net'], dict(state)", *before, *start, wrapper, update, *after]
+    turned = ["s = s.swapaxes(0, 1)"] if program.time_major else []
+    step = ["n, p, new = x.shape[0], state['net'], dict(state)", *turned, *before, *start, wrapper, update, *after]
     step.append("return new, value, aux")
     with_key = needs_key(program)
     text = (
@@ -219,6 +223,7 @@ def build(program: Program) -> Built:
     x = jnp.asarray(rng.normal(size=(batch, features)), jnp.float32)
     y = jnp.asarray(rng.integers(0, features, batch), jnp.int32)
     s = jnp.asarray(rng.normal(size=(batch, tokens, features)), jnp.float32)
+    s = s.swapaxes(0, 1) if program.time_major else s
     key = [jax.random.key(program.seed)] if needs_key(program) else []
     return Built(step=namespace["step"], loss=namespace["loss"], args=(state, x, y, s, *key))
 
@@ -249,7 +254,7 @@ def outcome(program: Program) -> Outcome:
         built.args,
         setup=setup(program),
         num_microbatches=program.num_microbatches,
-        batch_argnums=(1, 2, 3),
+        batch_argnums={1: 0, 2: 0, 3: 1} if program.time_major else (1, 2, 3),
         donate_argnums=(0,) if program.donate else (),
         calls=program.calls,
         tolerance=max(piece.tolerance for _, _, piece in program.pieces()),

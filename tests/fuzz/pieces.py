@@ -257,6 +257,55 @@ HIDDEN = {
     "samples_last": Piece(code="h = jnp.moveaxis(jnp.tanh(jnp.moveaxis(h[:, None] * s, 0, -1).sum(0)), -1, 0)"),
     "statistics_of_data": Piece(code="h = h * ((x - x.mean(0)) / (x.std(0) + 0.1))"),
     "sums_of_classes_of_data": Piece(code="h = h + jnp.zeros((D, D)).at[y].add(x)[y]"),
+    "recurrences_in_a_scan_over_layers": Piece(
+        code="def layer(h, v):\n"
+        "    return jax.lax.scan(lambda c, u: (jnp.tanh(u + c @ v), None), h, s.swapaxes(0, 1))[0], None\n"
+        "h, _ = jax.lax.scan(layer, h, $a)",
+        params="a=2,D,D",
+    ),
+    "cond_in_a_scan": Piece(
+        code="def layer(h, v):\n"
+        "    return jax.lax.cond(v[1] > 0, lambda h: jnp.tanh(h @ v[0]), lambda h: h, h), None\n"
+        "h, _ = jax.lax.scan(layer, h, ($a, jnp.arange(2)))",
+        params="a=2,D,D",
+    ),
+    "keys_in_the_xs_of_a_scan": Piece(
+        code="def layer(h, v):\n"
+        "    return jnp.tanh(h @ v[0]) * jax.random.bernoulli(v[1], 0.7, (n, D)), None\n"
+        "h, _ = jax.lax.scan(layer, h, ($a, jax.random.split($k, 2)))",
+        params="a=2,D,D",
+    ),
+    "embeddings_in_a_scan": Piece(
+        code="h, r = jax.lax.scan(lambda h, v: (h + v[y], v[y].sum(1)), h, $a)\nmore = more + r.mean()",
+        params="a=2,D,D",
+    ),
+    "one_hots_in_a_scan": Piece(
+        code="h, _ = jax.lax.scan(lambda h, v: (h.at[jnp.arange(n), y].add(v), None), h, $a)", params="a=2"
+    ),
+    "running_time": Piece(code="h = h + (jnp.cumsum(h[:, None] * s, axis=1) @ $a).max(1)", params="a=D,D"),
+    "ensemble": Piece(code="h = jax.vmap(lambda v: jnp.tanh(h @ v))($a).mean(0)", params="a=3,D,D"),
+    "ensemble_of_samples": Piece(
+        code="h = jax.vmap(lambda u, v: jnp.tanh(u @ v), (1, 0), 1)(s[:, :2], $a)[:, 0] * h", params="a=2,D,D"
+    ),
+    "own_forward_derivative": Piece(
+        code="own = jax.custom_jvp(lambda h: jnp.tanh(h))\n"
+        "own.defjvp(lambda q, t: (jnp.tanh(q[0]), t[0] * jnp.cos(q[0])))\n"
+        "h = own(h)"
+    ),
+    "sliced_by_parameters": Piece(
+        code="h = h * jax.lax.dynamic_slice(h, (0, jnp.argmax($a) % 2), (n, D - 1)).sum(1, keepdims=True)", params="a=D"
+    ),
+    "features_overwritten": Piece(code="h = h.at[:, 1:3].set(0.5).at[:, 0].multiply(x[:, 1])"),
+    "bits_of_labels": Piece(code="h = h * ((y ^ 3) & 5)[:, None]"),
+    "solved_per_sample": Piece(
+        code="h = jnp.linalg.solve(3 * jnp.eye(D) + h[:, :, None] * x[:, None] * 0.1, h[..., None])[..., 0]"
+    ),
+    "tokens_of_labels": Piece(code="h = h * s[jnp.arange(n), y % T]"),
+    "tokens_overwritten": Piece(code="h = h * s.at[jnp.arange(n), y % T].set(h).sum(1)"),
+    "sums_of_tokens": Piece(
+        code="h = jax.ops.segment_sum((h[:, None] * s).reshape(-1, D), jnp.repeat(jnp.arange(n), T), n)"
+    ),
+    "products_of_tokens": Piece(code="h = jnp.einsum('nd,ntd,nte->ne', h, s, s) / T"),
     # --- mixed ---
     "batch_norm": Piece(code="h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1)", label="mixed"),
     "centred": Piece(code="h = h - jax.lax.stop_gradient(h.mean(0))", label="mixed"),
@@ -478,6 +527,31 @@ WRAPPERS = {
         "grads, (value, aux) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, p), parts)\n"
         "value = value.mean()",
         label="pairs",
+    ),
+    "minibatch_descent": Piece(
+        code="def body(q, part):\n"
+        "    result, own = jax.value_and_grad(loss, has_aux=True)(q, *part, key)\n"
+        "    return jax.tree.map(lambda v, g: v - 0.3 * g, q, own), result\n"
+        "parts = tuple(a.reshape(2, n // 2, *a.shape[1:]) for a in (x, y, s, w))\n"
+        "q, (value, aux) = jax.lax.scan(body, p, parts)\n"
+        "value, grads = value.mean(), jax.tree.map(jnp.subtract, p, q)",
+        label="mixed",
+    ),
+    "sharpness_aware": Piece(
+        code="first = jax.grad(lambda p: loss(p, x, y, s, w, key)[0])(p)\n"
+        "q = jax.tree.map(lambda v, g: v + 0.1 * g, p, first)\n"
+        "(value, aux), grads = jax.value_and_grad(loss, has_aux=True)(q, x, y, s, w, key)",
+        label="mixed",
+    ),
+    "slopes_in_one_direction": Piece(
+        code="_, t = jax.jvp(lambda p: loss(p, x, y, s, w, key)[0], (p,), (p,))\n"
+        "(value, aux), grads = jax.value_and_grad(loss, has_aux=True)(p, x, y, s, w, key)\n"
+        "value = value + 0.1 * t"
+    ),
+    "curvature": Piece(
+        code="g = jax.grad(lambda p: loss(p, x, y, s, w, key)[0])\n"
+        "value, aux = loss(p, x, y, s, w, key)\n"
+        "grads = jax.tree.map(lambda g, v: g + 0.1 * v, *jax.jvp(g, (p,), (p,)))"
     ),
 }
 """From the loss to `value`, `aux` and `grads`."""

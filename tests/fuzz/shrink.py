@@ -8,7 +8,19 @@ from dataclasses import replace
 from tests.fuzz.grammar import LISTS, Program
 
 SIMPLEST = Program()
-SCALARS = ("wrapper", "update", "loss", "donate", "calls", "planner", "num_microbatches", "batch", "features", "tokens")
+SCALARS = (
+    "wrapper",
+    "update",
+    "loss",
+    "time_major",
+    "donate",
+    "calls",
+    "planner",
+    "num_microbatches",
+    "batch",
+    "features",
+    "tokens",
+)
 
 
 def simpler(program: Program) -> Iterator[Program]:
