@@ -139,6 +139,22 @@ def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
 
 
+#: Collectives over named axes, and the reductions that they are over dims of an array.
+REDUCTIONS_OVER_NAMES = {
+    "psum": jax.numpy.sum,
+    "psum_invariant": jax.numpy.sum,
+    "pmax": jax.numpy.max,
+    "pmin": jax.numpy.min,
+}
+
+
+@lru_cache(maxsize=1_000)
+def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> Any:
+    """A jaxpr that reduces an array over dims as a collective of this name would over named axes."""
+    reduce = REDUCTIONS_OVER_NAMES[collective]
+    return jax.make_jaxpr(lambda x: reduce(x, axis=axes).astype(x.dtype))(struct(shape, dtype))
+
+
 @lru_cache(maxsize=1_000)
 def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> Any:
     """A jaxpr that puts arrays one after the other along their first dim, or along a new one."""

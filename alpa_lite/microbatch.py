@@ -144,11 +144,9 @@ def at_two_sizes(
     known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
     if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
         return known[batch], other
-    if size == 1 and not traces_alike(traced, size):
-        loops = over_samples(traced, loop_parts)
-        program = extrapolated(traced, loop_parts)[size]
-        return full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
     try:
+        if size == 1 and not traces_alike(traced, size):
+            return _of_one_sample(traced, loop_parts)
         full, other = _traced_at(traced, size, loop_parts)
     except Exception as error:
         try:
@@ -158,6 +156,13 @@ def at_two_sizes(
     if size > 1:
         known |= {batch: full, size: other}
     return full, other
+
+
+def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    loops = over_samples(traced, loop_parts)
+    full, other = full_in_parts(traced, loop_parts, loops), extrapolated(traced, loop_parts)[1]
+    check_same_structure(full.program.graph, other.graph)
+    return full, in_parts(traced, other, loop_parts)
 
 
 def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:

@@ -77,11 +77,13 @@ class _Line:
     def number(self, seen: Sequence[int]) -> int:
         """The integer at the size."""
         p, q = self.sizes[:2]
-        slope, rest = divmod(seen[1] - seen[0], q - p)
-        straight = all(n == seen[0] + (b - p) * slope for b, n in zip(self.sizes, seen, strict=True))
+        rise, run = seen[1] - seen[0], q - p
+        straight = all((n - seen[0]) * run == (b - p) * rise for b, n in zip(self.sizes, seen, strict=True))
+        # Half of the batch is a whole number at even sizes.
+        more, rest = divmod((self.at - p) * rise, run)
         if rest or not straight:
             raise _Unlike(f"{_listed(seen)}, which is no affine function of the batch size")
-        return int(seen[0] + (self.at - p) * slope)
+        return int(seen[0] + more)
 
     def anything(self, seen: Sequence[Any], *, bodies_apart: bool = False) -> Any:
         """A parameter at the size; with `bodies_apart` the programs in it are dealt with elsewhere."""

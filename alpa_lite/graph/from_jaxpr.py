@@ -160,6 +160,12 @@ class _Builder:
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
             return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
+        if name in _jax.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
+            # What `vmap` with an axis name leaves of a collective: a reduction over a dim.
+            aval = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.invars]
+            jaxprs = [_jax.reduction_jaxpr(name, *kind, tuple(eqn.params["axes"])) for kind in aval]
+            calls = zip(jaxprs, operands, strict=True)
+            return [self.call(inner, [v], stack=stack, source=source)[0] for inner, v in calls]
         if name in _BODIES:
             return self.control_flow(eqn, operands, stack=stack, source=source)
         avals = [v.aval for v in eqn.outvars]
@@ -375,6 +381,10 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
 
 def _is_key(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def _is_over_dims(axes: Sequence[Any]) -> bool:
+    return all(isinstance(axis, int) for axis in axes)
 
 
 def _refuse_order(eqn: Any, source: str) -> None:

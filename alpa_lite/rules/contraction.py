@@ -19,7 +19,7 @@ from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder
 
 #: Linear-algebra ops and how many trailing dims of their first operand are not batch dims.
 _CORE_RANK = {
-    **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product", "ormqr", "triangular_solve"), 2),
+    **dict.fromkeys(("cholesky", "lu", "qr", "geqrf", "householder_product", "ormqr"), 2),
     **dict.fromkeys(("eigh", "geqp3", "eig", "svd", "schur", "hessenberg", "tridiagonal", "symmetric_product"), 2),
     **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), 1),
 }
@@ -182,6 +182,19 @@ def linear_algebra(view: OpView) -> Rule:
     return b.build(
         tuple(dims(v.shape) for v in view.operands),
         tuple(dims(v.shape) for v in view.results),
-        linear=linear_groups(view, (1,)) if view.primitive == "triangular_solve" else (),
         flops=float(view.operands[0].num_elements * largest),
     )
+
+
+@register_rule("triangular_solve")
+def triangular_solve(view: OpView) -> Rule:
+    """Batch dims pass, and so do right-hand sides, which are solved one by one: columns on the left side, else rows."""
+    b = RuleBuilder()
+    matrix, sides = view.operands
+    batch = b.factors(sides.shape[:-2])
+    whole = FactorKind.REPLICATED
+    rows, columns = (whole, FactorKind.PASS) if view.params["left_side"] else (FactorKind.PASS, whole)
+    solved = (*batch, (b.factor(sides.shape[-2], rows),), (b.factor(sides.shape[-1], columns),))
+    dims = (*batch, *b.factors(matrix.shape[-2:], whole))
+    flops = float(sides.num_elements * matrix.shape[-1])
+    return b.build((dims, solved), (solved,), linear=linear_groups(view, (1,)), flops=flops)

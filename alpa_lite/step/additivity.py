@@ -4,69 +4,23 @@
 one that does not as the op of the full batch that it is. What it finds for outputs and for values read after the loop
 tells how micro-batches are put together; MIXED refuses them.
 
-    loops over anything but samples    their trips correspond: relations of what they carry, to a fixed point
-    loops over samples                 trip i of the full batch is trip j of micro-batch m; a carried value is a RUNNING
-                                       total, from zero or counted once, which nothing else reads
-    loops until no sample goes on      samples that are done keep their values, so that further trips change nothing
-    branches                           the predicate is INVARIANT: the join of what they make
-
 What depends on data, keys and captured arrays alone, and is MIXED or used again per sample, can be computed for the
 whole batch before the loop (`Proof.ahead`): masks' sums, permutations of the data, returns by a reverse scan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.graph.equations import Equation, GraphWithEquations
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.rules.graph_facts import is_zero, op_class
-from alpa_lite.step import transfer_indexing, transfer_layout
-from alpa_lite.step.relations import (
-    AFTER,
-    INVARIANT,
-    NUMBER,
-    ZERO,
-    Fact,
-    Kind,
-    Refusal,
-    Relation,
-    join,
-    mixed,
-    samples,
-)
-from alpa_lite.step.transfer import AGAIN, ODD, Site, Transferred, transfer, untouched
+from alpa_lite.graph.equations import GraphWithEquations
+from alpa_lite.graph.ir import Op
+from alpa_lite.step.interpreter import Interpreter, Marks, program_at, starting
+from alpa_lite.step.relations import AFTER, INVARIANT, NUMBER, Fact, Kind, Refusal, Relation, mixed, samples
+from alpa_lite.step.transfer import ODD
 from alpa_lite.step.transfer_layout import WIDE
-from alpa_lite.step.while_guard import same_while_guard
-
-TRANSFER_MODULES = (transfer_indexing, transfer_layout)
-"""The modules that register transfer functions, so that a reader finds them all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """How an op differs from what was traced, where it runs in micro-batches.
-
-    once          numbers of operands that are zeros in all micro-batches but the first
-    own_columns   columns of its index vectors that count from the start of the micro-batch
-    looked_into   of an op with bodies: it runs in micro-batches, and not as the op of the full batch that it is
-    bodies        of each of its bodies the marks of ops, by number
-    """
-
-    once: tuple[int, ...] = ()
-    own_columns: tuple[int, ...] = ()
-    looked_into: bool = False
-    bodies: tuple[BodyMarks, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.once or self.own_columns or self.looked_into)
-
-
-BodyMarks = tuple[tuple[int, Marks], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,280 +56,6 @@ def prove(
     return _Step(full, small, count, of_data, runs or {}).proof()
 
 
-def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> int | None:
-    """The dim that follows the batch: None where shapes agree, `ODD` for several, or for one not in proportion."""
-    if full == small:
-        return None
-    if len(full) != len(small):
-        return ODD
-    differ = [d for d, (n, m) in enumerate(zip(full, small, strict=True)) if n != m]
-    return differ[0] if len(differ) == 1 and full[differ[0]] == count * small[differ[0]] else ODD
-
-
-@dataclass(slots=True)
-class _Program:
-    """A graph or body at both sizes, and the equations of its ops."""
-
-    full: Graph
-    small: Graph
-    equations: tuple[Sequence[Equation], Sequence[Equation]]
-    dims: tuple[int | None, ...]
-
-    def inner(self, op: Op, number: int, count: int) -> _Program:
-        """A body of an op."""
-        bodies = op.bodies[number], self.small.ops[op.id].bodies[number]
-        equations = tuple(e[op.id].bodies[number] for e in self.equations)
-        return _program(*bodies, (equations[0], equations[1]), count)
-
-
-def _program(
-    full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
-) -> _Program:
-    known: dict[tuple[Graph, int], tuple[int | None, ...]] = full.__dict__.setdefault("_batch_dims_at", {})
-    if (small, count) not in known:
-        pairs = zip(full.values, small.values, strict=True)
-        known[small, count] = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
-    return _Program(full=full, small=small, equations=equations, dims=known[small, count])
-
-
-_Found = tuple[tuple[Relation, ...], BodyMarks]
-
-
-@dataclass(slots=True)
-class _Interpreter:
-    """Reads ops of a step and its bodies; remembers what it found of equal ones."""
-
-    count: int
-    transfers: dict[object, Transferred] = field(default_factory=dict[object, Transferred])
-    bodies: dict[object, _Found] = field(default_factory=dict[object, _Found])
-
-    def op(self, program: _Program, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
-        """The relations of the results of an op, and its marks."""
-        touches = any(program.dims[v] is not None for v in (*op.operands, *op.results))
-        wiring = wiring_of(op)
-        if wiring is not None and (touches or not all(r.is_same for r in relations)):
-            return self.control_flow(program, op, wiring, relations)
-        if not touches:
-            zero = all(r.is_same for r in relations) and all(is_zero(program.full, r) for r in op.results)
-            found = untouched(self.site(program, op, relations), is_zero=zero)
-        else:
-            found = self.touching(program, op, relations)
-        return found.results, Marks(once=found.once, own_columns=found.own_columns)
-
-    def touching(self, program: _Program, op: Op, relations: Sequence[Relation]) -> Transferred:
-        """What a transfer function finds; the same for equal ops."""
-        if op.primitive in _LOOKED_AT_CLOSELY or any(r.kind is Kind.MIXED for r in relations):
-            return transfer(self.site(program, op, relations))
-        other = program.small.ops[op.id]
-        key = op_class(program.full, op.id), op_class(program.small, other.id), tuple(relations)
-        if key not in self.transfers:
-            self.transfers[key] = transfer(self.site(program, op, relations))
-        found = self.transfers[key]
-        if any(r.refusal is not None for r in found.results):
-            return transfer(self.site(program, op, relations))  # the reason names the line
-        return found
-
-    def site(self, program: _Program, op: Op, relations: Sequence[Relation]) -> Site:
-        """An op with what is known of its operands."""
-        full, small = program.equations
-        return Site(
-            full=program.full,
-            small=program.small,
-            op=op,
-            other=program.small.ops[op.id],
-            operands=tuple(relations),
-            count=self.count,
-            dims=program.dims,
-            equations=(full[op.id], small[op.id]),
-        )
-
-    def body(self, program: _Program, inputs: Sequence[Relation]) -> _Found:
-        """The relations of a body's outputs, and the marks of its ops."""
-        key = program.full, program.small, tuple(inputs)
-        if key not in self.bodies:
-            table = starting(program.full, program.full.inputs, inputs)
-            marks: list[tuple[int, Marks]] = []
-            for op in program.full.ops:
-                results, mark = self.op(program, op, [table[v] for v in op.operands])
-                table.update(zip(op.results, results, strict=True))
-                if mark:
-                    marks.append((op.id, mark))
-            self.bodies[key] = tuple(table[v] for v in program.full.outputs), tuple(marks)
-        return self.bodies[key]
-
-    # --- control flow -------------------------------------------------------------------------------------------------
-
-    def control_flow(
-        self, program: _Program, op: Op, wiring: Wiring, relations: Sequence[Relation]
-    ) -> tuple[tuple[Relation, ...], Marks]:
-        """The relations of the results of a loop or a conditional."""
-        site = self.site(program, op, relations)
-        broken = next((r for r in relations if r.kind is Kind.MIXED), None)
-        if broken is not None:
-            return (broken,) * len(op.results), Marks()
-        if op.effectful:
-            return site.refused("has an effect, once per micro-batch").results, Marks()
-        if any(r.kind is Kind.AFTER for r in relations):
-            return site.refused(AGAIN).results, Marks()
-        if op.primitive == "scan":
-            lengths = op.params["length"], site.other.params["length"]
-            if lengths[0] != lengths[1]:
-                return self.over_samples(program, site, wiring)
-            if op.params["reverse"] != site.other.params["reverse"]:
-                return site.refused("goes another way at another batch size").results, Marks()
-        if op.primitive == "cond" and not relations[0].is_same:
-            return site.refused("branches on what differs between micro-batches").results, Marks()
-        return self.trip_by_trip(program, site, wiring)
-
-    def trip_by_trip(self, program: _Program, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
-        """Loops whose trips correspond, and branches: what is carried, to a fixed point."""
-        op = site.op
-        inside = [_slice(r) if i in wiring.scanned else r for i, r in enumerate(site.operands)]
-        for i in wiring.scanned:
-            if site.operands[i].kind is Kind.SAMPLES and site.operands[i].dim == 0:
-                return site.refused("goes over samples in as many trips as the full batch").results, Marks()
-        once: dict[int, None] = {}
-        while True:
-            results: list[Relation | None] = [None] * len(op.results)
-            marks: list[BodyMarks] = []
-            for number in range(len(op.bodies)):
-                inner = program.inner(op, number, self.count)
-                outputs, inner_marks = self.body(inner, [inside[i] for i in wiring.inputs[number]])
-                marks.append(inner_marks)
-                for relation, r in zip(outputs, wiring.outputs[number], strict=True):
-                    if r is None:
-                        refusal = self.predicate(inner, op, relation, site)
-                        if refusal is not None:
-                            return (mixed(refusal),) * len(op.results), Marks()
-                        continue
-                    unlike = site.refusal("makes one thing in one branch, and another kind of thing in another")
-                    known = results[r]
-                    results[r] = relation if known is None else join(known, relation, unlike)
-            if not self.carried(site, wiring, inside, [r for r in results if r is not None], once):
-                break
-        stacked = [_stack(r, site) if n in wiring.stacked else r for n, r in enumerate(results) if r is not None]
-        return tuple(stacked), Marks(once=tuple(once), looked_into=True, bodies=tuple(marks))
-
-    def carried(
-        self,
-        site: Site,
-        wiring: Wiring,
-        inside: list[Relation],
-        results: Sequence[Relation],
-        once: dict[int, None],
-    ) -> bool:
-        """Join what a trip makes of carried values into what the next one begins with; whether that changed any."""
-        changed = False
-        for r, i in wiring.carried.items():
-            if results[r] == inside[i]:
-                continue
-            begins, makes = inside[i], results[r]
-            if begins.kind is Kind.INVARIANT and makes.kind is Kind.SUM and _can_count_once(site.op, i):
-                once[i] = None
-                begins = makes
-            refusal = site.refusal("carries something that is another kind of thing after each trip")
-            joined = join(begins, makes, refusal)
-            if joined != inside[i] and inside[i].kind is not Kind.MIXED:
-                inside[i], changed = joined, True
-        return changed
-
-    def predicate(self, condition: _Program, op: Op, relation: Relation, site: Site) -> Refusal | None:
-        """Why the trips of a `while` are not those of the full batch; None if they are, or more make no difference."""
-        if relation.is_same:
-            return None
-        if relation.kind is Kind.MIXED:
-            return relation.refusal
-        if relation.kind is Kind.MAX and same_while_guard(op) and same_while_guard(site.other):
-            return None
-        return site.refusal("goes on as long as what differs between micro-batches says")
-
-    def over_samples(self, program: _Program, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
-        """A scan over the samples."""
-        op = site.op
-        scanned = [site.operands[i] for i in sorted(wiring.scanned)]
-        over = all(r.kind is Kind.SAMPLES and r.dim == 0 for r in scanned)
-        in_proportion = op.params["length"] == self.count * site.other.params["length"]
-        if not over or not in_proportion or op.params["reverse"] != site.other.params["reverse"]:
-            return site.refused("runs as many trips as there are samples, but not over samples").results, Marks()
-        (body,) = op.bodies
-        constants = [i for i in range(len(op.operands)) if i not in wiring.scanned and i not in wiring.carried.values()]
-        runs = {r.blocks for r in scanned} - {None}
-        if len(runs) > 1:
-            return site.refused("goes over arrays whose samples are in different orders").results, Marks()
-        unchanged = {i for r, i in wiring.carried.items() if body.outputs[r] == body.inputs[i]}
-        other_samples = mixed(site.refusal("goes over samples and reads other samples, or sums over them"))
-        inside: list[Relation] = []
-        for i, relation in enumerate(site.operands):
-            if i in wiring.scanned:
-                inside.append(INVARIANT)
-            elif i in constants or i in unchanged:
-                inside.append(relation if relation.is_same else other_samples)
-            else:
-                inside.append(Relation(Kind.RUNNING, total=(i, "")))
-        outputs, marks = self.body(program.inner(op, 0, self.count), inside)
-        results: list[Relation] = []
-        once: list[int] = []
-        for r, relation in enumerate(outputs):
-            if r in wiring.stacked:
-                results.append(self._stacked_samples(relation, runs, site))
-            elif wiring.carried[r] in unchanged:
-                results.append(site.operands[wiring.carried[r]])
-            else:
-                results.append(self._total(relation, wiring.carried[r], site, once))
-        return tuple(results), Marks(once=tuple(once), looked_into=True, bodies=(marks,))
-
-    def _stacked_samples(self, relation: Relation, runs: set[int | None], site: Site) -> Relation:
-        if relation.is_same:
-            return samples(0, next(iter(runs), 1))
-        return relation if relation.kind is Kind.MIXED else mixed(site.refusal(_RUNNING))
-
-    def _total(self, relation: Relation, operand: int, site: Site, once: list[int]) -> Relation:
-        """What the last value of a running total is, from its relation after one trip."""
-        begins = site.operands[operand]
-        if relation.kind is Kind.MIXED:
-            return relation
-        if relation.kind is not Kind.RUNNING or relation.total[0] != operand:
-            return mixed(site.refusal("carries a value of one sample to the next"))
-        if relation.total[1] in ("max", "min"):
-            found = Kind.MAX if relation.total[1] == "max" else Kind.MIN
-            return Relation(found) if begins.is_same else mixed(site.refusal(_RUNNING))
-        if begins.kind is Kind.INVARIANT and _can_count_once(site.op, operand):
-            once.append(operand)
-        elif begins.kind not in (Kind.ZERO, Kind.SUM):
-            return mixed(site.refusal("adds samples up from a value that it reads in another place too"))
-        return Relation(Kind.SUM)
-
-
-_RUNNING = "carries a value from sample to sample that is no plain sum, maximum or minimum"
-#: Primitives whose transfer depends on more than their class: where in an array they read, and programs in parameters.
-_LOOKED_AT_CLOSELY = frozenset(("slice", "pad", "reduce", "scatter", "select_and_scatter", "reduce_window"))
-
-
-def _can_count_once(op: Op, operand: int) -> bool:
-    return op.operands.count(op.operands[operand]) == 1
-
-
-def _slice(relation: Relation) -> Relation:
-    """One element along the leading dim."""
-    if relation.kind is not Kind.SAMPLES:
-        return relation
-    return relation._replace(dim=relation.dim - 1)
-
-
-def _stack(relation: Relation, site: Site) -> Relation:
-    """Elements of all trips along a new leading dim."""
-    if relation.kind is Kind.RUNNING:
-        return mixed(site.refusal(_RUNNING))
-    return relation._replace(dim=relation.dim + 1) if relation.kind is Kind.SAMPLES else relation
-
-
-def starting(graph: Graph, inputs: Sequence[int], relations: Sequence[Relation]) -> dict[int, Relation]:
-    """The relations of literals and inputs."""
-    table = {v.id: ZERO if v.literal == 0 else INVARIANT for v in graph.values if v.literal is not None}
-    table.update(zip(inputs, relations, strict=True))
-    return table
-
-
 def _facts(program: GraphWithEquations) -> dict[int, Fact]:
     """What is known of captured arrays: `numpy.arange(batch)` holds own numbers, and masks may be one truth value."""
     found: dict[int, Fact] = {}
@@ -388,6 +68,10 @@ def _facts(program: GraphWithEquations) -> dict[int, Fact]:
         elif value.dtype == "bool" and value.num_elements and np.asarray(array).all() == np.asarray(array).any():
             found[v] = bool(np.asarray(array).all())
     return found
+
+
+#: Ops of the loop that may read sums as such: as what they add to, or to repeat them for each sample and to pick one.
+_ONTO_SUMS = ("scatter", "broadcast_in_dim", "slice")
 
 
 class _Step:
@@ -403,8 +87,8 @@ class _Step:
     ) -> None:
         self.graph = full.graph
         self.facts = _facts(full)
-        self.program = _program(full.graph, small.graph, (full.equations, small.equations), count)
-        self.interpreter = _Interpreter(count)
+        self.program = program_at(full.graph, small.graph, (full.equations, small.equations), count)
+        self.interpreter = Interpreter(count)
         self.table = starting(
             self.graph, self.graph.inputs, [self._input(v, runs.get(v, 1)) for v in self.graph.inputs]
         )
@@ -427,10 +111,20 @@ class _Step:
         """Read all ops."""
         for op in self.graph.ops:
             self._read(op)
-        refusals = [r.refusal for v in self.graph.outputs if (r := self.table[v]).refusal is not None]
+        refusals = [r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None]
         wanted = self._wanted() if self.ahead else ()
         relations = tuple([self.table.get(v.id, INVARIANT) for v in self.graph.values])
         return Proof(relations=relations, marks=self.marks, ahead=wanted, refusals=tuple(dict.fromkeys(refusals)))
+
+    def _returned(self, v: int) -> Relation:
+        relation = self.table[v]
+        if relation.is_reduced and relation.dim >= 0:
+            op = self.graph.ops[self.graph.producer[v] or 0]
+            shape = self.graph.values[v].shape
+            return mixed(
+                Refusal(op.source, op.primitive, (shape,), "returns what was reduced over the batch per sample")
+            )
+        return relation
 
     def _read(self, op: Op) -> None:
         dims, relations = self.program.dims, [self.table[v] for v in op.operands]
@@ -451,9 +145,9 @@ class _Step:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):
             self.table[r] = self._rescued(r, relation) if data and relation.kind is Kind.MIXED else relation
-            if relation.is_reduced:
+            if relation.is_reduced and not any(s.is_reduced for s in relations):
                 self.origins[r] = frozenset((r,))
-            elif relation.kind is Kind.AFTER:
+            elif relation.is_reduced or relation.kind is Kind.AFTER:
                 self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
 
     def _rescued(self, v: int, relation: Relation) -> Relation:
@@ -466,7 +160,7 @@ class _Step:
 
     def _in_loop(self, op: Op, v: int, relation: Relation) -> Relation:
         """What an operand of an op of the loop is: what follows from sums is not there yet, but for sums of data."""
-        goes_on_adding = op.bodies or (op.primitive.startswith("scatter") and v == op.operands[0])
+        goes_on_adding = op.bodies or (op.primitive.startswith(_ONTO_SUMS) and v == op.operands[0])
         if not relation.is_reduced and relation.kind is not Kind.AFTER:
             return relation
         if relation.is_reduced and goes_on_adding and not self.origins[v] <= self.of_data:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from alpa_lite.graph.equations import Equation, GraphWithEquations
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.step.additivity import BodyMarks, Marks
+from alpa_lite.step.interpreter import BodyMarks, Marks
 
 _Body = tuple[Graph, tuple[Equation, ...]]
 

@@ -76,7 +76,8 @@ NUMBER = "number"
 class Relation(NamedTuple):
     """An element of the lattice.
 
-    dim, blocks   d and k of SAMPLES
+    dim, blocks   d and k of SAMPLES; dim of SUM, MAX and MIN: a dim of samples along which all rows are alike, and each
+                  is that
     fact          what more is known of SAMPLES
     total         of RUNNING: number of the carried operand, and "sum", "max", "min" or "" as long as nothing was added
     refusal       why it is MIXED

@@ -5,6 +5,7 @@ With P runs of samples in front of the batch in row-major order (dims before it 
     reshape        SAMPLES(d, k) → SAMPLES(e, P / prod(shape[:e]))           [B, T] → [B·T], [T, B] → [T·B] and back
     concatenate    runs of equal length add up:   k = Σ k_i                  [x; 2x] has two runs
     split, slice   whole runs:                    k of them are left
+    of a sum       repeated for each sample: one of the repetitions is the sum again         psum under vmap
     slice by s     rows i·s + c of each run, where s divides a run
     pad            the transposes of both: runs of padding, or padding between rows
 
@@ -73,9 +74,11 @@ def broadcast_in_dim(site: Site) -> Transferred:
         # A dim of the operand that is as large as that of the result is no broadcast.
         kept = [d for d, t in enumerate(targets) if t == dim and site.value(0).shape[d] != 1]
         return site.refused(MIXES) if kept else one(samples(dim, None))
+    targets = site.op.params["broadcast_dimensions"]
+    if source.is_reduced and source.dim < 0 and dim not in targets:
+        return one(source._replace(dim=dim))
     if source.kind is not Kind.SAMPLES:
         return site.refused(AGAIN)
-    targets = site.op.params["broadcast_dimensions"]
     if targets[source.dim] != dim:
         return site.refused(MIXES)
     return one(samples(dim, source.blocks, _moved_fact(site, source, last=targets[-1] == site.result().rank - 1)))
@@ -96,20 +99,23 @@ def reshape(site: Site) -> Transferred:
     source, dim = site.operands[0], site.batch_dim()
     if source.kind is not Kind.SAMPLES:
         return site.refused(AGAIN)
-    if dim is None or dim == ODD or site.op.params.get("dimensions") is not None:
+    if dim is None or dim == ODD:
         return site.refused(_merges(site))
+    # The dims are put in another order first where the op says so.
+    order = tuple(site.op.params.get("dimensions") or range(site.value(0).rank))
+    shape, place = [site.value(0).shape[d] for d in order], order.index(source.dim)
     before = prod(site.result().shape[:dim])
     if source.blocks is None:
         # One row for all samples stays one row in a dim that is a part of the batch alone.
-        parts, rest = divmod(before, prod(site.value(0).shape[: source.dim]))
-        if not rest and site.value(0).shape[source.dim] % (parts * site.result().shape[dim]) == 0:
+        parts, rest = divmod(before, prod(shape[:place]))
+        if not rest and shape[place] % (parts * site.result().shape[dim]) == 0:
             return one(samples(dim, None))
-    runs = prod(site.value(0).shape[: source.dim]) * (source.blocks or 1)
+    runs = prod(shape[:place]) * (source.blocks or 1)
     rows = site.small_result().shape[dim]
     if runs % before or rows % (runs // before or 1) or not runs // before:
         parts, rest = divmod(before, runs)
         return site.refused(_merges(site), 1 if rest else parts)
-    last = source.dim != site.value(0).rank - 1 and dim != site.result().rank - 1
+    last = order[-1] == len(order) - 1 and source.dim != order[-1] and dim != site.result().rank - 1
     return one(samples(dim, runs // before, _moved_fact(site, source, last=last)))
 
 
@@ -209,9 +215,11 @@ def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Re
 def slice_(site: Site) -> Transferred:
     """Along the batch: whole runs, or every s-th row of each run. Along other dims: samples stay."""
     source = site.operands[0]
+    dim, rank = source.dim, site.value(0).rank
+    if source.is_reduced and dim >= 0 and site.result().shape[dim] == 1:
+        return one(source._replace(dim=-1))  # any of the rows, which are all alike
     if source.kind is not Kind.SAMPLES:
         return site.refused(AGAIN)
-    dim, rank = source.dim, site.value(0).rank
     (full, small) = site.op.params, site.other.params
     strides = full.get("strides") or (1,) * rank
     ends = ("start_indices", "limit_indices")
