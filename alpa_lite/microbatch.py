@@ -186,7 +186,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
         except Exception as error:  # the user's function may raise anything at another size
             problem = f"{problem} {error}"
     batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
-    loop = loop_ops(graph, batch)[0]
+    loop = loop_ops(graph, batch)
     if not known:
         # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
         loop |= loop_without_batch(graph)
@@ -268,7 +268,7 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
     whole, small = full.program.graph, other.program.graph
     merged = merge(full.program, other.program, proof.marks)
     batch = batch_dims(whole, small)
-    loop, _ = loop_ops(whole, batch)
+    loop = loop_ops(whole, batch)
     step = StepGraph(
         graph=merged.graph,
         full_shapes=tuple(v.shape for v in whole.values),
@@ -302,7 +302,7 @@ def _refuse_effects(full: PartedProgram, other: PartedProgram, num_microbatches:
     """An op with an effect must not run once per micro-batch."""
     del num_microbatches
     graph = full.program.graph
-    loop, _ = loop_ops(graph, batch_dims(graph, other.program.graph))
+    loop = loop_ops(graph, batch_dims(graph, other.program.graph))
     loop |= effects_before(graph, loop)
     for op in graph.ops:
         if op.id in loop and op.effectful:
@@ -337,7 +337,7 @@ def _cut(
     """The step as one micro-batch, or as micro-batches whose results are averaged."""
     whole, small = full.program.graph, other.program.graph
     batch = batch_dims(whole, small)
-    loop, _ = loop_ops(whole, batch)
+    loop = loop_ops(whole, batch)
     early = effects_before(whole, loop)
     averaged = num_microbatches > 1
     if averaged:

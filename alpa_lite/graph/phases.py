@@ -20,7 +20,6 @@ from enum import Enum
 
 from alpa_lite.errors import TraceError
 from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import reached_results, wiring_of
 
 
 class Phase(Enum):
@@ -155,40 +154,24 @@ def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
     return tuple(table)
 
 
-def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> tuple[set[int], list[tuple[Op, Op]]]:
-    """Ops that touch the batch, plus those between them; and the feedbacks (reduced value, batched reader)."""
+def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> set[int]:
+    """Ops that touch the batch, and those between them: which follow from some and which others wait for."""
     touches = {op.id for op in graph.ops if any(batch[v] is not None for v in (*op.operands, *op.results))}
-    after: dict[int, Op] = {}  # value id -> the op of the loop that it was reduced by
-    feedbacks: list[tuple[Op, Op]] = []
+    follows: set[int] = set()  # values
+    between: list[Op] = []
     for op in graph.ops:
-        sources = [after[v] for v in op.operands if v in after]
         if op.id in touches:
-            feedbacks += [(source, op) for source in sources[:1]]
-            after.update({r: op for r in reduced_results(op, batch)})
-        elif sources:
-            after.update({r: sources[0] for r in op.results})
-    if not feedbacks:
-        return touches, feedbacks
-    needed = {v for _, reader in feedbacks for v in reader.operands}
+            follows.update(op.results)
+        elif any(v in follows for v in op.operands):
+            follows.update(op.results)
+            between.append(op)
+    needed = {v for i in touches for v in graph.ops[i].operands}
     loop = set(touches)
-    for op in reversed(graph.ops):
-        if op.id in touches or any(r in needed for r in op.results):
+    for op in reversed(between):
+        if any(r in needed for r in op.results):
             needed.update(op.operands)
-            if op.id not in touches and any(v in after for v in op.operands):
-                loop.add(op.id)
-    return loop, feedbacks
-
-
-def reduced_results(op: Op, batch: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Results of an op of the loop that depend on the batch but do not carry it: they were reduced over it.
-
-    A loop over layers hands on other things too (keys, slices of weights); those do not depend on the batch at all.
-    """
-    wiring = wiring_of(op)
-    if wiring is None:
-        return tuple(r for r in op.results if batch[r] is None)
-    reached = reached_results(op, wiring, {i for i, v in enumerate(op.operands) if batch[v] is not None})
-    return tuple(r for i, r in enumerate(op.results) if batch[r] is None and i in reached)
+            loop.add(op.id)
+    return loop
 
 
 def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> dict[int, Phase]:

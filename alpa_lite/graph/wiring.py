@@ -96,31 +96,6 @@ def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
     return [*pairwise(ends)]
 
 
-def reached_results(op: Op, wiring: Wiring, outside: set[int]) -> set[int]:
-    """Numbers of the results that depend on the operands numbered `outside`, over any number of trips."""
-    entered = set(outside)
-    while True:
-        results: set[int] = set()
-        for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
-            reached = _reached(body, {v for v, i in zip(body.inputs, inputs, strict=True) if i in entered})
-            for v, r in zip(body.outputs, outputs, strict=True):
-                if v in reached:
-                    # What decides a predicate decides every result.
-                    results.update(range(len(op.results)) if r is None else (r,))
-        carried = {wiring.carried[r] for r in results if r in wiring.carried}
-        if carried <= entered:
-            return results
-        entered |= carried
-
-
-def _reached(body: Graph, start: set[int]) -> set[int]:
-    reached = set(start)
-    for op in body.ops:
-        if any(v in reached for v in op.operands):
-            reached.update(op.results)
-    return reached
-
-
 def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
     """Operands that a loop only adds to: number of the operand → the op of the last body that adds to it."""
     found: dict[int, int] = {}

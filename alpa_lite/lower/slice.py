@@ -285,7 +285,10 @@ class Slicer:
         return any(self.places[c] == Place(stage=stage, kind="update") for c in self.graph.consumers[v])
 
     def _read_after_loop(self, v: int) -> bool:
-        return v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v])
+        if v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v]):
+            return True
+        # An update makes free values for itself, and reads what they are made of.
+        return any(place.kind == "update" for place in self._real_readers(v))
 
     def _real_readers(self, v: int) -> set[Place]:
         """Places of the ops that read a value, through repeated ones."""

@@ -118,8 +118,8 @@ class _Step:
 
     def _returned(self, v: int) -> Relation:
         relation = self.table[v]
-        if relation.is_reduced and relation.dim >= 0:
-            op = self.graph.ops[self.graph.producer[v] or 0]
+        op = self.graph.ops[self.graph.producer[v] or 0]
+        if relation.is_reduced and (relation.dim >= 0 or op.primitive == "slice"):
             shape = self.graph.values[v].shape
             return mixed(
                 Refusal(op.source, op.primitive, (shape,), "returns what was reduced over the batch per sample")
