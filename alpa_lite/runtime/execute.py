@@ -26,6 +26,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec
 from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan
+from alpa_lite.runtime.aliasing import shared_results, with_copies
 from alpa_lite.runtime.bind import Binder
 from alpa_lite.runtime.compile import Tell, precompile
 from alpa_lite.runtime.delivery import Delivery, Result, wanted
@@ -110,6 +111,7 @@ class Executor:
         self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
         returned = [shapes[v] for v in step.graph.outputs]
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
+        self._shared = shared_results(program, plan, step, donated)
         given = donations(program, plan, step, donated)
         tasks = task_units(program, plan, step, equations, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
@@ -284,7 +286,7 @@ class Executor:
                 self._run_watched(slots, record)
             results = [slots[i] for i in self.bound.outputs]
             slots.clear()
-        results = self._complete(results)
+        results = self._complete(with_copies(results, self._shared))
         leaves = self._delivered(self.outputs.join(results))
         self.watchdog.watch()
         return leaves
