@@ -28,7 +28,9 @@ try:
     from jax._src.config import trace_context_names as _trace_context_names
     from jax._src.core import trace_state_clean as _is_top_level
 except ImportError:  # private: it may move
-    _trace_context = _trace_context_names = _is_top_level = None
+    _trace_context: Any = None
+    _trace_context_names: Any = None
+    _is_top_level: Any = None
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _NUMBERS_OF_FRAMES = (8, 100)
@@ -237,9 +239,9 @@ def compiled(lowered: Any, **options: Any) -> Any:
 
 
 def _accept_packed(compiled: Any) -> None:
-    executable = getattr(compiled, "_executable", None)
-    layouts = getattr(executable, "_xla_in_layouts", None)
-    if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts or ()):
+    executable: Any = getattr(compiled, "_executable", None)  # private: it may move
+    layouts: Sequence[Any] = getattr(executable, "_xla_in_layouts", None) or ()
+    if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
         known = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
         executable._xla_in_layouts = known
 

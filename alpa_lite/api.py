@@ -50,6 +50,7 @@ from alpa_lite.runtime.function import (
     flatten_arguments,
     refuse_shapes,
     refuse_tracing,
+    with_own_constants,
 )
 from alpa_lite.runtime.initial import init_sharded as init_sharded
 from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
@@ -183,7 +184,8 @@ class LoweredFunction:
                 progress=compiling(options.progress),
                 watchdog_seconds=options.watchdog_seconds,
             )
-        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=self.step, executor=executor)
+            step = with_own_constants(self.step, executor, len(traced.leaves))
+        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
 
     def __str__(self) -> str:
         return str(self.program)

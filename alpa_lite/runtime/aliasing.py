@@ -11,7 +11,7 @@ Arrays that the step before returned are apart, and are recognised by identity. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ class Apart:
         self._donated, self._next_of = donated, next_of
         self._groups = [group for group in _alike(leaves, shardings) if any(donated[i] for i in group)]
         watched = [i for group in self._groups for i in group]
-        self._known: list[tuple[int, weakref.ref[Any]]] = [(i, _nothing) for i in watched]
+        self._known: list[tuple[int, Callable[[], Any]]] = [(i, _nothing) for i in watched]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies among them where that is needed."""

@@ -26,7 +26,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec
 from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.aliasing import shared_results, with_copies
+from alpa_lite.runtime.aliasing import copies, shared_results, with_copies
 from alpa_lite.runtime.bind import Binder
 from alpa_lite.runtime.compile import Tell, precompile
 from alpa_lite.runtime.delivery import Delivery, Result, wanted
@@ -326,6 +326,18 @@ class Executor:
             partition = boundary_spec(spec) if spec is not None else PartitionSpec()
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
+
+    def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
+        """Arrays that the step has captured, its inputs from number `first` on, at home and in memory of their own.
+
+        The caller may write to theirs, or give them away, without changing the step, as with `jax.jit`.
+        """
+        found: list[Any] = []
+        for leaf, constant in enumerate(constants, first):
+            array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
+            placed = self.placing.put(array, self.input_sharding(leaf))
+            found += copies([placed]) if array is constant else [placed]
+        return found
 
     def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from alpa_lite.errors import ExecutionError, PlanError, TraceError
 from alpa_lite.microbatch import TracedStep
 from alpa_lite.plan import Plan
 from alpa_lite.progress import Progress
-from alpa_lite.runtime.aliasing import Apart
+from alpa_lite.runtime.aliasing import Apart, copies
 from alpa_lite.runtime.allocated import Allocated, allocated
 from alpa_lite.runtime.execute import Executor
 from alpa_lite.runtime.measure import typical_times
@@ -181,6 +181,15 @@ def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
             f"{name}.trace(…).plan(), {name}.compiled(…), al.plan({name}, …), or jax.eval_shape({name}.fun, …) for the "
             "shapes of the results."
         )
+
+
+def with_own_constants(step: TracedStep, executor: Executor, first: int) -> TracedStep:
+    """The step with copies of the arrays that it has captured, its inputs from number `first` on."""
+    if step.ahead is None:
+        return replace(step, constants=tuple(executor.own_constants(first, step.constants)))
+    # Where they are read ahead, one program reads several, which must not lie on the devices of several stages.
+    own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
+    return replace(step, constants=tuple(own))
 
 
 def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
