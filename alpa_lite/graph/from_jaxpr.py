@@ -112,7 +112,8 @@ class _Builder:
         if not isinstance(atom, _jax.Literal):
             return environment[atom]
         if np.ndim(atom.val) == 0:
-            return self.new_value(atom.aval, literal=np.asarray(atom.val).item())
+            # Rounded to its dtype: it is the same number then with a weak and with a strong type.
+            return self.new_value(atom.aval, literal=np.asarray(atom.val, atom.aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
     def capture(self, aval: Any, constant: Any) -> int:
@@ -155,6 +156,8 @@ class _Builder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, stack=stack, source=source) for v in operands]
                 return self.call(inner, operands, stack=stack, source=source)
+        if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
+            return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
             first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])

@@ -11,7 +11,7 @@ Arrays that the step before returned are apart, and are recognised by identity. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -50,16 +50,37 @@ class Apart:
 
         `next_of`: the number of the result that takes the place of an argument in the next step.
         """
-        self._donated, self._next_of = donated, next_of
+        self._donated = donated
         self._groups = [group for group in _alike(leaves, shardings) if any(donated[i] for i in group)]
         watched = [i for group in self._groups for i in group]
-        self._known: list[tuple[int, Callable[[], Any]]] = [(i, _nothing) for i in watched]
+        # First those that results replace, then what the caller keeps, which may come back as a result too.
+        self._replaced = [i for i in watched if donated[i] and i in next_of]
+        self._kept = [i for i in watched if not donated[i]]
+        self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
+        self._results = [next_of[i] for i in self._replaced]
+        self._more_results = [(i, next_of[i]) for i in self._kept if i in next_of]
+        self._expected: list[Callable[[], Any]] = [_nothing] * len(watched)
+        self._returned: list[tuple[int, Callable[[], Any]]] = []
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies among them where that is needed."""
-        fresh = {i for i, known in self._known if known() is not leaves[i] and isinstance(leaves[i], jax.Array)}
-        if not fresh:
-            return leaves
+        fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
+        if fresh:
+            returned = [i for i, result in self._returned if result() is leaves[i]]
+            fresh = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
+        return self._with_copies(leaves, fresh) if fresh else leaves
+
+    def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Remember, after a step, the arrays that are known to be apart: its results, and what the caller keeps."""
+        if self._watched:
+            self._expected = [
+                *[weakref.ref(outputs[i]) for i in self._results],
+                *[_reference(leaves[i]) for i in self._kept],
+                *[_nothing] * (len(self._watched) - len(self._results) - len(self._kept)),
+            ]
+            self._returned = [(i, weakref.ref(outputs[number])) for i, number in self._more_results]
+
+    def _with_copies(self, leaves: Sequence[Any], fresh: Set[int]) -> Sequence[Any]:
         repeated = [i for group in self._groups if not fresh.isdisjoint(group) for i in self._repeated(group, leaves)]
         if not repeated:
             return leaves
@@ -67,15 +88,6 @@ class Apart:
         for i, copy in zip(repeated, copies([leaves[i] for i in repeated]), strict=True):
             found[i] = copy
         return found
-
-    def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Remember, after a step, the arrays that are known to be apart: its results, and what the caller keeps."""
-        if self._known:
-            following = [
-                (i, outputs[self._next_of[i]] if i in self._next_of else None if self._donated[i] else leaves[i])
-                for i, _ in self._known
-            ]
-            self._known = [(i, weakref.ref(x) if isinstance(x, jax.Array) else _nothing) for i, x in following]
 
     def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
         """The members of a group to be copied: never what the caller keeps."""
@@ -91,6 +103,10 @@ class Apart:
 
 def _nothing() -> None:
     """Stands for an array that is gone."""
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, jax.Array) else _nothing
 
 
 def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[list[int]]:
