@@ -113,7 +113,8 @@ class _Builder:
             return environment[atom]
         if np.ndim(atom.val) == 0:
             # Rounded to its dtype: it is the same number then with a weak and with a strong type.
-            return self.new_value(atom.aval, literal=np.asarray(atom.val, atom.aval.dtype).item())
+            aval: Any = atom.aval
+            return self.new_value(aval, literal=np.asarray(atom.val, aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
     def capture(self, aval: Any, constant: Any) -> int:

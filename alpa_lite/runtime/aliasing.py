@@ -65,10 +65,11 @@ class Apart:
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies among them where that is needed."""
         fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
-        if fresh:
-            returned = [i for i, result in self._returned if result() is leaves[i]]
-            fresh = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
-        return self._with_copies(leaves, fresh) if fresh else leaves
+        if not fresh:
+            return leaves
+        returned = [i for i, result in self._returned if result() is leaves[i]]
+        arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
+        return self._with_copies(leaves, arrays) if arrays else leaves
 
     def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Remember, after a step, the arrays that are known to be apart: its results, and what the caller keeps."""
