@@ -24,10 +24,12 @@ from jax.interpreters import partial_eval
 from jax.sharding import Sharding
 
 try:
+    from jax._src.api_util import InternalFloatingPointError as InvalidNumbersError
     from jax._src.config import trace_context as _trace_context
     from jax._src.config import trace_context_names as _trace_context_names
     from jax._src.core import trace_state_clean as _is_top_level
 except ImportError:  # private: it may move
+    InvalidNumbersError: Any = FloatingPointError
     _trace_context: Any = None
     _trace_context_names: Any = None
     _is_top_level: Any = None

@@ -66,7 +66,13 @@ class CompiledFunction:
             gone = any([isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves])
         if gone:
             raise ExecutionError(self._given_away(leaves))  # XLA may end the process
-        outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
+        try:
+            outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
+        except _jax.InvalidNumbersError as error:
+            raise FloatingPointError(
+                f"{self.traced.name}: {' '.join(map(str, error.args))} among the results (jax_debug_nans or "
+                f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."
+            ) from error
         for number, finish in self._finished:
             outputs[number] = finish(outputs[number])
         self._apart.note(leaves, outputs)

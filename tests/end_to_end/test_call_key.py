@@ -171,6 +171,26 @@ def test_the_default_device_changes_nothing(devices: Any) -> None:
     assert len(step._compiled) == 1
 
 
+def test_without_jit_the_function_itself_runs(devices: Any) -> None:
+    p, step, seen = (
+        {"w": jnp.ones((4, 4))},
+        _parallel(lambda p, x: (p, seen.append(x) or x.mean()), batch_argnums=1),
+        [],
+    )
+    for _ in range(2):
+        step(p, X)
+        with jax.disable_jit():
+            step(p, X)
+            assert seen.pop() is X
+
+
+def test_invalid_numbers_are_found(devices: Any) -> None:
+    p, step = {"w": jnp.full((4, 4), jnp.nan)}, _parallel(_simple)
+    step(p, X)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        step(p, X)
+
+
 # --- the log ----------------------------------------------------------------------------------------------------------
 
 
