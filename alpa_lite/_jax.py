@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 from jax.sharding import Sharding
+
+try:
+    from jax._src.api_util import InternalFloatingPointError as InvalidNumbersError
+    from jax._src.config import trace_context as _trace_context
+    from jax._src.config import trace_context_names as _trace_context_names
+    from jax._src.core import trace_state_clean as _is_top_level
+except ImportError:  # private: it may move
+    InvalidNumbersError: Any = FloatingPointError
+    _trace_context: Any = None
+    _trace_context_names: Any = None
+    _is_top_level: Any = None
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _NUMBERS_OF_FRAMES = (8, 100)
@@ -98,91 +110,51 @@ def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
+_extended: dict[str, Any] = {}
+"""Extended dtypes (those of typed random keys) by name, as far as they were met."""
+
+
+@lru_cache(maxsize=1_000)
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, from which `struct` makes it again."""
+    if dtype == jax.dtypes.float0:
+        return "float0"
+    name = str(dtype)
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        _extended[name] = dtype
+    return name
+
+
 def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
     """The abstract array of a shape and a dtype by its name, typed random keys (`key<...>`) included."""
-    if dtype.startswith("key<"):
-        return jax.ShapeDtypeStruct(tuple(shape), _a_key(dtype).dtype)
-    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+    if dtype == "float0":
+        return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.float0)
+    found = _key_dtype(dtype) if dtype.startswith("key<") else jax.numpy.dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), found)
 
 
-def _a_key(dtype: str) -> jax.Array:
-    return jax.random.key(0, impl=key_implementation(dtype))
+def _key_dtype(name: str) -> Any:
+    if name not in _extended:  # of a file, for example; all that JAX has registered are met now
+        for implementation in _registered_implementations():
+            name_of(jax.eval_shape(lambda impl=implementation: jax.random.key(0, impl=impl)).dtype)
+    return _extended[name]
 
 
-def key_implementation(dtype: str) -> str:
-    """The name by which JAX knows the implementation of keys of a dtype `key<...>`."""
-    return {"fry": "threefry2x32"}.get(dtype[4:-1], dtype[4:-1])
+def _registered_implementations() -> Sequence[str]:
+    try:
+        from jax._src.random.prng import prngs
+
+        return tuple(prngs)
+    except ImportError:  # private: it may move
+        return "threefry2x32", "rbg", "unsafe_rbg"
 
 
-def zeros(like: jax.ShapeDtypeStruct) -> Any:
-    """An array of zeros on the host, or one of keys, of a shape and dtype."""
-    if str(like.dtype).startswith("key<"):
-        return jax.numpy.broadcast_to(_a_key(str(like.dtype)), like.shape)
-    return np.zeros(like.shape, like.dtype)
-
-
-@lru_cache(maxsize=10_000)
-def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
-    """An `optimization_barrier` equation for one value."""
-    return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
-
-
-@lru_cache(maxsize=1_000)
-def zeros_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A jaxpr that makes an array of zeros."""
-    return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
-
-
-@lru_cache(maxsize=1_000)
-def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A jaxpr that adds two arrays."""
-    return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
-
-
-#: Collectives over named axes, and the reductions that they are over dims of an array.
-REDUCTIONS_OVER_NAMES = {
-    "psum": jax.numpy.sum,
-    "psum_invariant": jax.numpy.sum,
-    "pmax": jax.numpy.max,
-    "pmin": jax.numpy.min,
-}
-
-
-@lru_cache(maxsize=1_000)
-def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> Any:
-    """A jaxpr that reduces an array over dims as a collective of this name would over named axes."""
-    reduce = REDUCTIONS_OVER_NAMES[collective]
-    return jax.make_jaxpr(lambda x: reduce(x, axis=axes).astype(x.dtype))(struct(shape, dtype))
-
-
-@lru_cache(maxsize=1_000)
-def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> Any:
-    """A jaxpr that puts arrays one after the other along their first dim, or along a new one."""
-    join = jax.numpy.stack if stacked else jax.numpy.concatenate
-    return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype) for shape in shapes])
-
-
-def while_any_goes_on(eqn: Any) -> Any:
-    """A jaxpr for a `while` equation with a predicate per element, as `vmap` makes them: a loop with a single one.
-
-    It goes on while any element does; elements that are done keep their values.
-    """
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, body = (jex_core.jaxpr_as_fun(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-
-    def run(*operands: Any) -> Any:
-        of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
-
-        def trip(carry: Sequence[Any]) -> list[Any]:
-            (goes_on,) = condition(*of_cond, *carry)
-            new = body(*of_body, *carry)
-            wide = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in new]
-            return [jax.numpy.where(w, x, old) for w, x, old in zip(wide, new, carry, strict=True)]
-
-        carry = list(operands[num_cond + num_body :])
-        return jax.lax.while_loop(lambda c: jax.numpy.any(condition(*of_cond, *c)[0]), trip, carry)
-
-    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars])
+@lru_cache(maxsize=100)
+def key_implementation(dtype: str) -> Any:
+    """What JAX takes as `impl` for keys of a dtype `key<...>`: a name, or the specification of one not registered."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct((), dtype))
+    return found[0]
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
@@ -199,6 +171,81 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
 def lowering_platform(device: Any) -> str:
     """What JAX lowers for a device: "cuda" or "rocm" where the device says "gpu"."""
     return getattr(device.client, "_raw_platform", device.client.platform)
+
+
+_OTHERS = ("jax_default_prng_impl", "jax_debug_nans", "jax_debug_infs")
+"""Names in the configuration that a compiled step depends on and that JAX's own list leaves out."""
+
+_WITHOUT_EFFECT = frozenset({"jax_default_device", "jax_enable_pgle", "jax_pgle_profiling_runs"})
+"""Names of JAX's list that change nothing here: a plan says which devices a step runs on."""
+
+_NAMES = (
+    "jax_enable_x64 jax_default_matmul_precision jax_threefry_partitionable jax_numpy_dtype_promotion "
+    "jax_numpy_rank_promotion jax_disable_jit jax_debug_key_reuse jax_softmax_custom_jvp"
+).split()
+"""Names that stand in for JAX's list where that has moved."""
+
+_read_others, _read_names = attrgetter(*_OTHERS), attrgetter(*_NAMES)
+
+
+def configuration() -> tuple[Any, ...]:
+    """All in JAX's configuration that a traced and compiled function depends on, for comparison; takes 1 µs."""
+    if _trace_context is None:
+        return _read_names(jax.config), jax.sharding.get_abstract_mesh(), _read_others(jax.config)
+    return _trace_context(), None, _read_others(jax.config)
+
+
+def by_name(configuration: tuple[Any, ...]) -> dict[str, Any]:
+    """A configuration by names, without what has no effect on a parallel step."""
+    values, mesh, others = configuration
+    names: Sequence[str] = _NAMES
+    if _trace_context is not None:
+        try:
+            names = _trace_context_names()
+        except (TypeError, NotImplementedError):  # with an older jaxlib
+            names = [f"part {i}" for i in range(len(values))]
+    found = dict(zip(names, values, strict=False)) | dict(zip(_OTHERS, others, strict=True)) | {"mesh": mesh}
+    return {name: value for name, value in found.items() if name not in _WITHOUT_EFFECT}
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing or transforming a function in this thread now."""
+    return _is_top_level is not None and not _is_top_level()
+
+
+def weak(array: jax.Array, aval: Any) -> jax.Array:
+    """The array with the aval given, whose type is weak; it takes over the buffers."""
+    try:
+        from jax._src.array import ArrayImpl
+
+        sharding, held = array.sharding, array._arrays  # pyright: ignore[reportAttributeAccessIssue]
+        return ArrayImpl(aval, sharding, held, committed=True, _skip_checks=True)
+    except (ImportError, AttributeError, TypeError):  # private: it may move
+        return array
+
+
+def addresses(array: jax.Array) -> list[tuple[Any, Any]]:
+    """The device and the address of each of an array's buffers in this process; nothing is awaited."""
+    held = blocks(getattr(array, "_base_array", array))  # keys are arrays around arrays
+    return [(*block.devices(), block.unsafe_buffer_pointer()) for block in held]
+
+
+def compiled(lowered: Any, **options: Any) -> Any:
+    """What a lowered function is compiled to; it can be called with arrays of less than a byte per element.
+
+    Executables say how these are packed, arrays do not, and JAX refuses what it takes for another layout.
+    """
+    made = lowered.compile(**options)
+    _accept_packed(made)
+    return made
+
+
+def _accept_packed(compiled: Any) -> None:
+    executable: Any = getattr(compiled, "_executable", None)  # private: it may move
+    layouts: Sequence[Any] = getattr(executable, "_xla_in_layouts", None) or ()
+    if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
+        known = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
+        executable._xla_in_layouts = known
 
 
 def blocks(array: jax.Array) -> list[Any]:
@@ -225,8 +272,17 @@ def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[Any]], list[
     return lambda arrays: copy(list(arrays), devices, wanted, semantics)
 
 
+def own_memory(array: np.ndarray[Any, Any], sharding: Sharding) -> np.ndarray[Any, Any]:
+    """A NumPy array for JAX to put on devices: a copy where these may read the host's memory."""
+    return np.array(array) if any(device.platform == "cpu" for device in sharding.device_set) else array
+
+
 def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
-    """`jax.device_put` of a NumPy array, which takes a quarter of the time where nothing need be found out about it."""
+    """`jax.device_put` of a NumPy array, which takes a quarter of the time where nothing need be found out about it.
+
+    It shares no memory with the array: on CPU JAX would, and what is written there later would change the result.
+    """
+    array = own_memory(array, sharding)
     try:
         from jax._src.interpreters import pxla
         from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -321,6 +377,7 @@ def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
         found = jax.stages.Compiled(
             unloaded.load(), [], packed.in_tree.unflatten(args_info), packed.out_tree, no_kwargs=no_kwargs
         )
+        _accept_packed(found)
         loaded = found.runtime_executable()
         return found if loaded is not None and loaded.local_devices() == list(devices) else None
     except Exception:  # all of it is private to JAX; what it cannot do is compiled

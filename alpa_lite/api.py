@@ -11,19 +11,30 @@ Each value prints itself. Calling the decorated function does all of it on the f
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import jax
-import numpy as np
 
-from alpa_lite.errors import PlanError
+from alpa_lite import _jax
+from alpa_lite.call_key import CallKey, Static, difference, form_of, key_of_call, static_values
+from alpa_lite.errors import AlpaLiteError
 from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
+from alpa_lite.options import (
+    Options,
+    as_numbers,
+    check_microbatches,
+    checked_on_non_additive,
+    found_cluster,
+    named_cluster,
+)
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Auto, Planner, PlanRequest
@@ -33,30 +44,23 @@ from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
-from alpa_lite.runtime.function import CompiledFunction, compiling, flatten_arguments
+from alpa_lite.runtime.function import (
+    CompiledFunction,
+    compiling,
+    flatten_arguments,
+    refuse_shapes,
+    refuse_tracing,
+    with_own_constants,
+)
 from alpa_lite.runtime.initial import init_sharded as init_sharded
-from alpa_lite.runtime.local_cluster import local_cluster
+from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.trace import BatchArgnums, Traced, argument_number, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of `parallelize`; see there."""
-
-    cluster: Cluster | None = None
-    planner: Planner = field(default_factory=Auto)
-    num_microbatches: int | str = "auto"
-    donate_argnums: int | tuple[int, ...] = ()
-    static_argnums: int | tuple[int, ...] = ()
-    batch_argnums: BatchArgnums = None
-    on_non_additive: OnNonAdditive = "refuse"
-    progress: Progress = field(default_factory=Progress)
-    cache: Cache = True
-    watchdog_seconds: float | None = WATCHDOG_SECONDS
+_logger = logging.getLogger("alpa_lite")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,7 +94,7 @@ class TracedFunction:
         cache: Cache | None = None,
     ) -> PlannedFunction:
         """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
-        target = _cluster(cluster if cluster is not None else self.options.cluster)
+        target = found_cluster(cluster if cluster is not None else self.options.cluster)
         chosen = planner if planner is not None else self.options.planner
         chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
@@ -180,7 +184,8 @@ class LoweredFunction:
                 progress=compiling(options.progress),
                 watchdog_seconds=options.watchdog_seconds,
             )
-        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=self.step, executor=executor)
+            step = with_own_constants(self.step, executor, len(traced.leaves))
+        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
 
     def __str__(self) -> str:
         return str(self.program)
@@ -195,8 +200,10 @@ class ParallelFunction:
         self.fun = fun
         self.options = options
         self.last_plan: Plan | None = None
-        self._compiled: dict[Any, CompiledFunction] = {}
+        self.__name__ = getattr(self, "__name__", type(fun).__name__)
+        self._compiled: dict[CallKey, CompiledFunction] = {}
         self._last: tuple[Any, CompiledFunction] | None = None
+        self._last_key: CallKey | None = None
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -213,46 +220,64 @@ class ParallelFunction:
         return TracedFunction(traced=traced, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; the first call with new shapes traces, plans, lowers and compiles."""
+        """Run one step; the first call of its kind (see `call_key`) traces, plans, lowers and compiles.
+
+        Raises `TraceError` where JAX is tracing another function, and for shapes in the place of arrays.
+        """
+        refuse_tracing(self.__name__)
+        configuration = _jax.configuration()
         tree, static = self._dynamic(args, kwargs)
         leaves, structure = jax.tree.flatten(tree)
         # Arrays that the step before returned have the very avals of the call before: this compares pointers.
         try:
-            seen = (structure, static, [x.aval for x in leaves])
+            seen = (structure, static, [x.aval for x in leaves], configuration)
         except AttributeError:
-            seen = (structure, static, [x.aval if isinstance(x, jax.Array) else _shape_and_dtype(x) for x in leaves])
+            seen = (structure, static, [form_of(x) for x in leaves], configuration)
         if self._last is None or self._last[0] != seen:
-            self._last = seen, self._compiled_for(leaves, structure, static, args, kwargs)
+            if jax.config.jax_disable_jit:
+                return self.fun(*args, **kwargs)  # as jax.jit does: one operation after the other, for debugging
+            refuse_shapes(self.__name__, leaves)
+            key = key_of_call(self.fun, structure, static, leaves, configuration)
+            self._last = seen, self._compiled_for(key, args, kwargs)
         compiled = self._last[1]
         self.last_plan = compiled.plan
         return compiled.run_flat(leaves, None)
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
-        """The compiled function for the shapes of these arguments."""
+        """The compiled function for arguments of this kind; shapes will do."""
+        refuse_tracing(self.__name__)
         tree, static = self._dynamic(args, kwargs)
-        return self._compiled_for(*jax.tree.flatten(tree), static, args, kwargs)
+        leaves, structure = jax.tree.flatten(tree)
+        key = key_of_call(self.fun, structure, static, leaves, _jax.configuration())
+        return self._compiled_for(key, args, kwargs)
 
-    def _compiled_for(
-        self, leaves: Sequence[Any], structure: Any, static: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> CompiledFunction:
-        """Found by shapes and dtypes, or made now.
-
-        Weak types do not count: state that comes in weak comes back strong, and would be compiled for twice.
-        """
-        key = structure, static, tuple([_shape_and_dtype(x) for x in leaves])
+    def _compiled_for(self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
+        """Found by its key, or made now."""
         if key not in self._compiled:
-            self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
+            if self._last_key is not None:
+                told = difference(self.fun, self._last_key, key)
+                _logger.info(
+                    "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
+                )
+            planned = self._planned(key, self.trace(*args, **kwargs))
+            self._compiled[key] = planned.lower().compile()
+        self._last_key = key
         return self._compiled[key]
 
-    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    def _planned(self, key: CallKey, traced: TracedFunction) -> PlannedFunction:
+        """By the plan of another call with the same shapes, if it fits (weak types, for one, change no plan)."""
+        for other, compiled in self._compiled.items():
+            if key.has_same_arrays(other):
+                with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
+                    return traced.plan(planner=compiled.plan)
+        return traced.plan()
+
+    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Static]:
         """The dynamic arguments as one pytree, and the static ones."""
-        numbers = self.options.static_argnums
-        static = {argument_number(i, len(args)) for i in ((numbers,) if isinstance(numbers, int) else numbers)}
-        return flatten_arguments(args, kwargs, tuple(static)), tuple([args[i] for i in sorted(static)])
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
-    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+        if not self.options.static_argnums:
+            return flatten_arguments(args, kwargs, ()), ()
+        numbers = sorted({argument_number(i, len(args)) for i in as_numbers(self.options.static_argnums)})
+        return flatten_arguments(args, kwargs, numbers), static_values(self.fun, args, numbers)
 
 
 def parallelize(
@@ -308,13 +333,13 @@ def parallelize(
         )
     chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
     options = Options(
-        cluster=_named_cluster(cluster),
+        cluster=named_cluster(cluster),
         planner=chosen if chosen is not None else Auto(),
         num_microbatches=check_microbatches(num_microbatches),
-        donate_argnums=_numbers(donate_argnums),
-        static_argnums=_numbers(static_argnums),
+        donate_argnums=as_numbers(donate_argnums),
+        static_argnums=as_numbers(static_argnums),
         batch_argnums=batch_argnums,
-        on_non_additive=_checked(on_non_additive),
+        on_non_additive=checked_on_non_additive(on_non_additive),
         progress=Progress.of(progress),
         cache=cache,
         watchdog_seconds=watchdog_seconds,
@@ -372,29 +397,3 @@ def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
             two numbers of hosts.
     """
     return load_cluster(name, num_hosts=num_hosts)
-
-
-def check_microbatches(value: int | str) -> int | str:
-    """A positive number or "auto"."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
-
-
-def _checked(value: OnNonAdditive) -> OnNonAdditive:
-    if value not in get_args(OnNonAdditive):
-        raise PlanError(f"on_non_additive={value!r} was given; it must be one of {', '.join(get_args(OnNonAdditive))}.")
-    return value
-
-
-def _named_cluster(value: Cluster | str | None) -> Cluster | None:
-    return load_cluster(value) if isinstance(value, str) else value
-
-
-def _cluster(value: Cluster | str | None) -> Cluster:
-    named = _named_cluster(value)
-    return named if named is not None else local_cluster()
-
-
-def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)

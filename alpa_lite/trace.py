@@ -29,10 +29,10 @@ BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
 class Traced:
     """A function traced for one set of argument shapes.
 
-    `leaves` are the avals of the flattened dynamic arguments, `names` their paths, `arguments` the names of the
-    positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the batch (None: none
-    does), `donated[i]` whether the caller gives it away, `aliases` which output leaf takes the place of which input
-    leaf in the next step.
+    `leaves` are the avals of the flattened dynamic arguments (bool stands for float0), `names` their paths, `arguments`
+    the names of the positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the
+    batch (None: none does), `donated[i]` whether the caller gives it away, `aliases` which output leaf takes the place
+    of which input leaf in the next step.
     """
 
     fun: Callable[..., Any]
@@ -99,20 +99,23 @@ def trace(
     dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
     tree = (dynamic, dict(kwargs or {}))
     paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
-    names = tuple(_leaf_name(fun, path) for path, _ in paths)
-    leaves = tuple(_aval(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
+    names = tuple(leaf_name(fun, path) for path, _ in paths)
+    leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
+    empty = [_has_no_bytes(leaf) for _, leaf in paths]
     box: dict[str, Any] = {}
 
-    def flat(*flat_leaves: Any) -> list[Any]:
-        arguments, keywords = jax.tree.unflatten(in_tree, flat_leaves)
+    def flat(*held: Any) -> list[Any]:
+        given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
+        arguments, keywords = jax.tree.unflatten(in_tree, given)
         full = [args[i] if i in static else arguments[i] for i in range(len(args))]
         out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
         box["names"] = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in out_paths)
         _check_outputs(fun, box["names"], [leaf for _, leaf in out_paths])
-        return [leaf for _, leaf in out_paths]
+        box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
+        return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
-    out_leaves = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.out_avals)
+    out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     donate = {argument_number(i, len(args)) for i in _as_tuple(donate_argnums)}
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
@@ -125,9 +128,9 @@ def trace(
         in_tree=in_tree,
         out_tree=box["tree"],
         leaves=leaves,
-        out_leaves=out_leaves,
+        out_leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
         names=names,
-        arguments=tuple(_argument_name(fun, i) for i in dynamic),
+        arguments=tuple(argument_name(fun, i) for i in dynamic),
         out_names=box["names"],
         batch_leaves=batch,
         batch_size=size,
@@ -209,14 +212,15 @@ def _owner(path: tuple[Any, ...]) -> int | str:
     return path[1].key
 
 
-def _leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
-    owner = _argument_name(fun, _owner(path))
+    owner = argument_name(fun, _owner(path))
     tail = jax.tree_util.keystr(path[2:], simple=True, separator="/")
     return f"{owner}/{tail}" if tail else owner
 
 
-def _argument_name(fun: Callable[..., Any], owner: int | str) -> str:
+def argument_name(fun: Callable[..., Any], owner: int | str) -> str:
+    """The name of an argument, given by its number or keyword, where Python tells it."""
     if isinstance(owner, str):
         return owner
     code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
@@ -224,9 +228,10 @@ def _argument_name(fun: Callable[..., Any], owner: int | str) -> str:
     return known[owner] if owner < len(known) else f"argument {owner}"
 
 
-def _aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument as `jax.jit` sees it. Raises `TraceError` for what is no array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        return _struct(leaf) if _has_no_bytes(leaf) else leaf
     try:
         aval = jax.typeof(leaf)
     except TypeError as error:
@@ -234,7 +239,27 @@ def _aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
             f"{name} is a {type(leaf).__name__}, which JAX cannot trace. Pass arrays or numbers, or name the argument "
             "in static_argnums."
         ) from error
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    except OverflowError as error:
+        raise TraceError(
+            f"{name} is {leaf!r}, which an integer of {np.dtype(jax.dtypes.canonicalize_dtype(np.int64))} cannot hold. "
+            'Pass a smaller number, or allow wider ones with jax.config.update("jax_enable_x64", True).'
+        ) from error
+    return _struct(aval)
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    # Executables take and give arrays of booleans for those of float0, which have no bytes; JAX does the same.
+    dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
+
+
+def _has_no_bytes(leaf: Any) -> bool:
+    """Whether it is of float0, the dtype of gradients with respect to integers."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def _without_state(

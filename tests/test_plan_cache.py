@@ -73,6 +73,35 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+def _scaling(weights: Any, x: Any, rate: Any = 0.1) -> Any:
+    def loss(weights: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ weights["a"]) @ weights["b"])
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - rate * g, weights, grads), value
+
+
+def _cached(folder: Path, *rate: Any) -> bool:
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    step = al.parallelize(_scaling, cluster=CLUSTER, planner=Hybrid(data=8), batch_argnums=1)
+    return step.trace(_weights("a", "b"), x, *rate).plan(cache=folder).cached
+
+
+@pytest.mark.parametrize("config", [jax.default_matmul_precision("highest"), jax.enable_x64(True)])
+def test_what_the_configuration_of_jax_changes_is_planned_anew(tmp_path: Path, config: Any) -> None:
+    wide = jax.ShapeDtypeStruct((), jnp.float64)
+    assert not _cached(tmp_path)
+    with config:
+        assert not (_cached(tmp_path, wide) if jax.config.jax_enable_x64 else _cached(tmp_path))
+    assert _cached(tmp_path)
+
+
+def test_weak_types_share_a_plan(tmp_path: Path) -> None:
+    assert not _cached(tmp_path, jax.ShapeDtypeStruct((), jnp.float32))
+    assert _cached(tmp_path, jax.ShapeDtypeStruct((), jnp.float32, weak_type=True))
+    assert not _cached(tmp_path, jax.ShapeDtypeStruct((), jnp.bfloat16))
+
+
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_differs_is_planned_anew(tmp_path: Path, other: str) -> None:
     _planned(tmp_path)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax.extend.core import primitives
 
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
+from alpa_lite.graph import inserted
 from alpa_lite.graph.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.graph.loops import is_over_layers, scans
@@ -103,7 +103,7 @@ class _Builder:
 
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
         value = Value(
-            id=len(self.values), shape=tuple(aval.shape), dtype=_name_of(aval.dtype), literal=literal, name=name
+            id=len(self.values), shape=tuple(aval.shape), dtype=_jax.name_of(aval.dtype), literal=literal, name=name
         )
         self.values.append(value)
         return value.id
@@ -112,7 +112,9 @@ class _Builder:
         if not isinstance(atom, _jax.Literal):
             return environment[atom]
         if np.ndim(atom.val) == 0:
-            return self.new_value(atom.aval, literal=np.asarray(atom.val).item())
+            # Rounded to its dtype: it is the same number then with a weak and with a strong type.
+            aval: Any = atom.aval
+            return self.new_value(aval, literal=np.asarray(atom.val, aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
     def capture(self, aval: Any, constant: Any) -> int:
@@ -155,17 +157,19 @@ class _Builder:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     operands = [self.barrier(v, stack=stack, source=source) for v in operands]
                 return self.call(inner, operands, stack=stack, source=source)
+        if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
+            return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
             first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
             return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
-        if name in _jax.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
+        if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
             # What `vmap` with an axis name leaves of a collective: a reduction over a dim.
-            aval = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.invars]
-            jaxprs = [_jax.reduction_jaxpr(name, *kind, tuple(eqn.params["axes"])) for kind in aval]
-            calls = zip(jaxprs, operands, strict=True)
-            return [self.call(inner, [v], stack=stack, source=source)[0] for inner, v in calls]
+            made = [
+                inserted.reduction_jaxpr(name, v.aval.shape, str(v.aval.dtype), eqn.params["axes"]) for v in eqn.invars
+            ]
+            return [self.call(j, [v], stack=stack, source=source)[0] for j, v in zip(made, operands, strict=True)]
         if name in _BODIES:
             return self.control_flow(eqn, operands, stack=stack, source=source)
         avals = [v.aval for v in eqn.outvars]
@@ -178,7 +182,7 @@ class _Builder:
 
     def empty(self, aval: Any, *, stack: str, source: str) -> int:
         """An array without elements."""
-        return self.call(_jax.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
+        return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
 
     def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         jaxpr = _jax.open_jaxpr(inner)
@@ -192,7 +196,7 @@ class _Builder:
         aval = self.values[value]
         if aval.dtype.startswith("key<"):
             return value
-        eqn = _jax.barrier_equation(_struct(aval))
+        eqn = inserted.barrier_equation(_struct(aval))
         return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
@@ -200,7 +204,7 @@ class _Builder:
         if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
             return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
-            return self.call(_jax.while_any_goes_on(eqn), operands, stack=stack, source=source)
+            return self.call(inserted.while_any_goes_on(eqn), operands, stack=stack, source=source)
         return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], stack=stack, source=source)
 
     def with_bodies(
@@ -289,8 +293,8 @@ class _Builder:
         carry = list(carry)  # gradients of weights that all trips share: no part, and no stage, waits for another's
         for i in accumulated(self.ops[-1]):
             form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
-            sums = self.call(_jax.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
-            zeros = self.call(_jax.zeros_jaxpr(*form), [], **place)
+            sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
+            zeros = self.call(inserted.zeros_jaxpr(*form), [], **place)
             totals[i], carry[i] = sums[0], zeros[0]
         return carry
 
@@ -314,7 +318,7 @@ class _Builder:
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
         """Op that puts pieces one after the other, or stacks them."""
         shapes = tuple(self.values[v].shape for v in pieces)
-        jaxpr = _jax.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
+        jaxpr = inserted.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
         result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
         self.pieces[result] = pieces
         return result
@@ -369,10 +373,6 @@ class _Body:
     closed: Any
     program: GraphWithEquations
     of_loop: GraphWithEquations
-
-
-#: Asked for with every value; numpy takes its time.
-_name_of = lru_cache(maxsize=1_000)(str)
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:

@@ -15,14 +15,17 @@ from typing import Any
 #: Bytes per element of the dtypes whose name does not end in their number of bits.
 _ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
+#: Bytes of a typed PRNG key; those of other implementations have eight.
+_KEY_BYTES = {"key<rbg>": 16, "key<urbg>": 16, "key<fry4>": 16, "key<phx2>": 4}
+
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype by its name; typed PRNG keys (`key<...>`) count their eight or more key bytes."""
+    """Bytes per element of a dtype by its name; typed PRNG keys (`key<...>`) count their words."""
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
     if dtype.startswith("key<"):
-        return 16 if "rbg" in dtype else 8
+        return _KEY_BYTES.get(dtype, 8)
     if dtype.startswith("float8") or dtype.startswith("float4"):
         return 1
     digits = "".join(c if c.isdigit() else " " for c in dtype).split()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import MismatchError
+from alpa_lite.graph import inserted
 from alpa_lite.graph.equations import Equation
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.recomputation import read_originals_across
@@ -44,7 +45,7 @@ def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equ
             for op, origin in zip(written.ops, again.origins[written], strict=True):
                 if origin is None:
                     value = written.values[op.operands[0]]
-                    eqn = _jax.barrier_equation(_jax.struct(value.shape, value.dtype))
+                    eqn = inserted.barrier_equation(_jax.struct(value.shape, value.dtype))
                     found.append(Equation(primitive=eqn.primitive, params=eqn.params))
                     continue
                 equation = known[origin.graph][origin.op]

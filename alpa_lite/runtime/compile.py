@@ -188,11 +188,11 @@ class _Precompiler:
 
 
 def _compile_alone(lowered: Any) -> tuple[Any, int]:
-    return lowered.compile(), 1
+    return _jax.compiled(lowered), 1
 
 
 def _compile_first(group: _Group, devices: Devices) -> tuple[Any, int]:
-    compiled = group.lowered.compile(device_assignment=devices)
+    compiled = _jax.compiled(group.lowered, device_assignment=devices)
     if len(group.uses) > 1 and all_here(devices):
         group.packed = _jax.packed(compiled, devices)
     return compiled, 1
@@ -202,7 +202,7 @@ def _load_or_compile(group: _Group, devices: Devices) -> tuple[Any, int]:
     loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0
-    return group.lowered.compile(device_assignment=devices), 1
+    return _jax.compiled(group.lowered, device_assignment=devices), 1
 
 
 def _num_cores() -> int:

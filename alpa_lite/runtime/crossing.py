@@ -227,7 +227,7 @@ def _ignore(token: Any, *, at_source: bool) -> None:
 def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
     """A program that also gives a token; `wanted`: where its result lies, which JAX may lose of empty arrays."""
     shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
-    return jax.jit(function, out_shardings=shardings).lower(*avals).compile()
+    return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
 
 
 def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[Slot]:

@@ -85,7 +85,7 @@ class Delivery:
         program = jax.shard_map(
             deliver, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
         )
-        self._deliver = in_turn(jax.jit(program).lower(*self._avals).compile(), devices_of(mesh))
+        self._deliver = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices_of(mesh))
         together(devices_of(mesh), lambda: self._deliver(*map(self._shown, self._avals, self._blanks)))
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -119,5 +119,5 @@ def _gathering(result: Result) -> Callable[[Any], Any] | None:
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):
         return None
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    gather = jax.jit(lambda x: (x, token()), out_shardings=(whole, whole)).lower(result.array).compile()
+    gather = _jax.compiled(jax.jit(lambda x: (x, token()), out_shardings=(whole, whole)).lower(result.array))
     return in_turn(gather, devices_of(sharding.mesh))

@@ -35,7 +35,7 @@ class _Facts:
     def __init__(self, program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> None:
         self.program, self.plan, self.donated = program, plan, donated
         self.leaf = dict(zip(step.graph.inputs, (part.leaf for part in step.input_parts), strict=True))
-        self.same = self._sent_in_place()
+        self.same = sent_in_place(program, plan)
         self.shared = {*self.same, *self.same.values()}
         self.made = self._made()
         self.returned = {self.same.get(buffer, buffer) for buffer in program.outputs}
@@ -74,16 +74,17 @@ class _Facts:
                     found.update(instruction.writes)
         return found
 
-    def _sent_in_place(self) -> dict[Buffer, Buffer]:
-        """What stages send to others on devices they share: it may be the very array that was sent. Copy → original."""
-        same: dict[Buffer, Buffer] = {}
-        for instruction in self.program.instructions:
-            if instruction.kind == "SEND":
-                stages = (self.plan.stages[s] for s in (instruction.source_stage, instruction.stage))
-                if set.intersection(*(set(stage.submesh.devices) for stage in stages)):
-                    source = instruction.reads[0]
-                    same[instruction.writes[0]] = same.get(source, source)
-        return same
+
+def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
+    """What stages send to others on devices they share: it may be the very array that was sent. Copy → original."""
+    same: dict[Buffer, Buffer] = {}
+    for instruction in program.instructions:
+        if instruction.kind == "SEND":
+            stages = (plan.stages[s] for s in (instruction.source_stage, instruction.stage))
+            if set.intersection(*(set(stage.submesh.devices) for stage in stages)):
+                source = instruction.reads[0]
+                same[instruction.writes[0]] = same.get(source, source)
+    return same
 
 
 def _reusable(task: TaskSpec, positions: Sequence[int], step: StepGraph) -> tuple[int, ...]:

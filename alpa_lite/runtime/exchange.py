@@ -97,7 +97,7 @@ class Exchange:
         program = jax.shard_map(
             permute, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
         )
-        self._permute = in_turn(jax.jit(program).lower(*self._avals).compile(), devices)
+        self._permute = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices)
         together(devices, lambda: self._permute(*map(_zeros, self._avals)))
 
     def _blank(self, blanks: Blanks, each: _Round, dtype: Any, at: int, device: Any) -> Any:

@@ -26,6 +26,7 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable, boundary_spec
 from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan
+from alpa_lite.runtime.aliasing import copies, shared_results, with_copies
 from alpa_lite.runtime.bind import Binder
 from alpa_lite.runtime.compile import Tell, precompile
 from alpa_lite.runtime.delivery import Delivery, Result, wanted
@@ -110,6 +111,7 @@ class Executor:
         self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
         returned = [shapes[v] for v in step.graph.outputs]
         self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
+        self._shared = shared_results(program, plan, step, donated)
         given = donations(program, plan, step, donated)
         tasks = task_units(program, plan, step, equations, self.meshes, given)
         zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
@@ -284,7 +286,7 @@ class Executor:
                 self._run_watched(slots, record)
             results = [slots[i] for i in self.bound.outputs]
             slots.clear()
-        results = self._complete(results)
+        results = self._complete(with_copies(results, self._shared))
         leaves = self._delivered(self.outputs.join(results))
         self.watchdog.watch()
         return leaves
@@ -324,6 +326,18 @@ class Executor:
             partition = boundary_spec(spec) if spec is not None else PartitionSpec()
             self._shardings[key] = NamedSharding(self.meshes[stage], partition)
         return self._shardings[key]
+
+    def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
+        """Arrays that the step has captured, its inputs from number `first` on, at home and in memory of their own.
+
+        The caller may write to theirs, or give them away, without changing the step, as with `jax.jit`.
+        """
+        found: list[Any] = []
+        for leaf, constant in enumerate(constants, first):
+            array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
+            placed = self.placing.put(array, self.input_sharding(leaf))
+            found += copies([placed]) if array is constant else [placed]
+        return found
 
     def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs on their home submeshes, so that the next call moves nothing."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.runtime.execute import Executor
@@ -29,10 +30,19 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
-    leaves = jax.block_until_ready(executor.place_inputs([*map(_jax.zeros, shapes)]))
+    leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
     started = time.perf_counter()
     jax.block_until_ready(executor(inputs(leaves)))
     return time.perf_counter() - started
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros on the host, or one of keys, of a shape and dtype."""
+    if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return np.zeros(like.shape, like.dtype)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype))
+    implementation = _jax.key_implementation(_jax.name_of(like.dtype))
+    return jax.random.wrap_key_data(jax.numpy.zeros(words.shape, words.dtype), impl=implementation)
 
 
 def typical_times(
@@ -45,7 +55,7 @@ def typical_times(
     steps: list[list[TaskTime]] = []
     for _ in range(1 + NUM_STEPS):
         record: list[TaskTime] = []
-        leaves = jax.block_until_ready(executor.place_inputs([*map(_jax.zeros, shapes)]))
+        leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
         executor(inputs(leaves), record, awaited=awaited)
         steps.append(record)
     return tuple(sorted(steps[1:], key=_length)[NUM_STEPS // 2])

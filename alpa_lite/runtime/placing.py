@@ -179,7 +179,7 @@ def _spread(array: Any, sharding: NamedSharding) -> Any:
 
     `jax.device_put` would compare the arrays of all processes first, in a collective.
     """
-    found = array if isinstance(array, jax.Array) else np.asarray(array)
+    found = array if isinstance(array, jax.Array) else _jax.own_memory(np.asarray(array), sharding)
     dtype = found.dtype if isinstance(found, jax.Array) else jax.dtypes.canonicalize_dtype(found.dtype)
     return jax.make_array_from_callback(found.shape, sharding, lambda index: found[index], dtype=dtype)
 

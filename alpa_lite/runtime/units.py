@@ -50,11 +50,18 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
         layouts = tuple(boundary_layout(step.graph.values[p.value], p, dict(mesh.shape)) for p in task.sums)
 
         def make(layouts: tuple[Layout, ...] = layouts) -> tuple[jax.Array, ...]:
-            return tuple(jax.numpy.asarray(_jax.zeros(_jax.struct(x.shape, x.dtype))) for x in layouts)
+            return tuple(map(_zeros, layouts))
 
         emit = partial(_emit, make, mesh, (), tuple(x.spec for x in layouts))
         units[number] = Unit(name=f"{task.name}'s sums", mesh=mesh, form=("zeros", layouts), emit=emit)
     return units
+
+
+def _zeros(layout: Layout) -> jax.Array:
+    if layout.dtype.startswith("key<"):  # a micro-batch hands the key of the whole step on, and adds nothing to it
+        key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
+        return jax.numpy.broadcast_to(key, layout.shape)
+    return jax.numpy.zeros(layout.shape, layout.dtype)
 
 
 def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, Unit]:

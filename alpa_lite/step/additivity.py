@@ -10,7 +10,7 @@ whole batch before the loop (`Proof.ahead`): masks' sums, permutations of the da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,7 +138,7 @@ class _Step:
         elif any(r.is_reduced or r.kind is Kind.AFTER for r in relations) and not any(
             r.kind is Kind.MIXED for r in relations
         ):
-            results, marks = (AFTER,) * len(op.results), Marks()
+            results, marks = self._of_reduced(op, relations), Marks()
         else:
             results, marks = self.interpreter.op(self.program, op, relations)
         if marks:
@@ -149,6 +149,14 @@ class _Step:
                 self.origins[r] = frozenset((r,))
             elif relation.is_reduced or relation.kind is Kind.AFTER:
                 self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
+
+    def _of_reduced(self, op: Op, relations: Sequence[Relation]) -> tuple[Relation, ...]:
+        """What follows from sums without the batch: sums again, as long as it is linear, for loops that go on adding."""
+        if not op.bodies and not any(r.kind is Kind.AFTER for r in relations):
+            results, marks = self.interpreter.op(self.program, op, relations)
+            if not marks and all(r.is_reduced for r in results):
+                return results
+        return (AFTER,) * len(op.results)
 
     def _rescued(self, v: int, relation: Relation) -> Relation:
         """What a value of the data is when it is computed before the loop."""

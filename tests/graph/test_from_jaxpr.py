@@ -217,3 +217,20 @@ def test_parameters_are_plain_data() -> None:
     params = graph.ops[0].params
     assert params["dimension_numbers"] == (((1,), (0,)), ((), ()))
     assert repr(sorted(params))  # nothing in it needs JAX to print
+
+
+def test_weak_and_strong_types_make_the_same_graph() -> None:
+    """A weak type that becomes a strong one is no op; a number is rounded to its dtype."""
+
+    def average(ema: Any, x: Any) -> Any:
+        return 0.9 * ema + 0.1 * x
+
+    graphs = [
+        from_jaxpr(
+            jax.make_jaxpr(average)(jax.ShapeDtypeStruct((), jnp.float32, weak_type=weak), jnp.ones(3)), ("e", "x")
+        )
+        for weak in (True, False)
+    ]
+    weak, strong = ([(op.primitive, op.operands, op.results) for op in found.graph.ops] for found in graphs)
+    assert weak == strong
+    assert [v.literal for v in graphs[0].graph.values] == [v.literal for v in graphs[1].graph.values]

@@ -21,6 +21,9 @@ from alpa_lite.graph.ir import Graph, Op, Value, item_bytes
         ("float0", 0),
         ("key<fry>", 8),
         ("key<rbg>", 16),
+        ("key<urbg>", 16),
+        ("key<fry4>", 16),
+        ("key<phx2>", 4),
     ],
 )
 def test_bytes_per_element(dtype: str, size: int) -> None:

@@ -1,0 +1,76 @@
+"""Small jaxprs and equations that the conversion to a graph inserts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from alpa_lite._jax import open_jaxpr, struct
+
+
+@lru_cache(maxsize=10_000)
+def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
+    """An `optimization_barrier` equation for one value."""
+    return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
+
+
+@lru_cache(maxsize=1_000)
+def zeros_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A jaxpr that makes an array of zeros."""
+    return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
+
+
+@lru_cache(maxsize=1_000)
+def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A jaxpr that adds two arrays."""
+    return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
+
+
+@lru_cache(maxsize=1_000)
+def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> Any:
+    """A jaxpr that puts arrays one after the other along their first dim, or along a new one."""
+    join = jax.numpy.stack if stacked else jax.numpy.concatenate
+    return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype) for shape in shapes])
+
+
+#: Collectives over named axes, and the reductions that they are over dims of an array.
+REDUCTIONS_OVER_NAMES = {
+    "psum": jax.numpy.sum,
+    "psum_invariant": jax.numpy.sum,
+    "pmax": jax.numpy.max,
+    "pmin": jax.numpy.min,
+}
+
+
+@lru_cache(maxsize=1_000)
+def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> Any:
+    """A jaxpr that reduces an array over dims as a collective of this name would over named axes."""
+    reduce = REDUCTIONS_OVER_NAMES[collective]
+    return jax.make_jaxpr(lambda x: reduce(x, axis=axes).astype(x.dtype))(struct(shape, dtype))
+
+
+def while_any_goes_on(eqn: Any) -> Any:
+    """A jaxpr for a `while` equation with a predicate per element, as `vmap` makes them: a loop with a single one.
+
+    It goes on while any element does; elements that are done keep their values.
+    """
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = (jex_core.jaxpr_as_fun(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+
+    def run(*operands: Any) -> Any:
+        of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
+
+        def trip(carry: Sequence[Any]) -> list[Any]:
+            (goes_on,) = condition(*of_cond, *carry)
+            new = body(*of_body, *carry)
+            wide = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in new]
+            return [jax.numpy.where(w, x, old) for w, x, old in zip(wide, new, carry, strict=True)]
+
+        carry = list(operands[num_cond + num_body :])
+        return jax.lax.while_loop(lambda c: jax.numpy.any(condition(*of_cond, *c)[0]), trip, carry)
+
+    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars])
