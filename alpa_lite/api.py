@@ -234,7 +234,7 @@ class ParallelFunction:
         except AttributeError:
             seen = (structure, static, [form_of(x) for x in leaves], configuration)
         if self._last is None or self._last[0] != seen:
-            if jax.config.jax_disable_jit:
+            if getattr(jax.config, "jax_disable_jit", False):
                 return self.fun(*args, **kwargs)  # as jax.jit does: one operation after the other, for debugging
             refuse_shapes(self.__name__, leaves)
             key = key_of_call(self.fun, structure, static, leaves, configuration)
