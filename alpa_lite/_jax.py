@@ -121,6 +121,13 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
     return np.zeros(like.shape, like.dtype)
 
 
+def weakly_typed(array: jax.Array) -> Any:
+    """The array with a weak type, as Python numbers have, which gives way to other dtypes."""
+    from jax._src.lax import lax
+
+    return lax._convert_element_type(array, array.dtype, weak_type=True)
+
+
 @lru_cache(maxsize=10_000)
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
     """An `optimization_barrier` equation for one value."""

@@ -13,50 +13,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
 
-from alpa_lite.errors import PlanError
 from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
+from alpa_lite.options import Options as Options
+from alpa_lite.options import check_microbatches, cluster_of, planner_of
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import Cache
-from alpa_lite.planners import Auto, Planner, PlanRequest
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
+from alpa_lite.runtime.check_report import CheckReport as CheckReport
 from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
+from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
 from alpa_lite.runtime.function import CompiledFunction, compiling, flatten_arguments
 from alpa_lite.runtime.initial import init_sharded as init_sharded
-from alpa_lite.runtime.local_cluster import local_cluster
+from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
 from alpa_lite.trace import BatchArgnums, Traced, argument_number, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of `parallelize`; see there."""
-
-    cluster: Cluster | None = None
-    planner: Planner = field(default_factory=Auto)
-    num_microbatches: int | str = "auto"
-    donate_argnums: int | tuple[int, ...] = ()
-    static_argnums: int | tuple[int, ...] = ()
-    batch_argnums: BatchArgnums = None
-    on_non_additive: OnNonAdditive = "refuse"
-    progress: Progress = field(default_factory=Progress)
-    cache: Cache = True
-    watchdog_seconds: float | None = WATCHDOG_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,9 +76,8 @@ class TracedFunction:
         cache: Cache | None = None,
     ) -> PlannedFunction:
         """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
-        target = _cluster(cluster if cluster is not None else self.options.cluster)
-        chosen = planner if planner is not None else self.options.planner
-        chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
+        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
         answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
@@ -187,7 +172,10 @@ class LoweredFunction:
 
 
 class ParallelFunction:
-    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan."""
+    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan.
+
+    `last_check` is the report of the last comparison with `jax.jit`, with `parallelize(check=True)`; None before one.
+    """
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         """See `parallelize`."""
@@ -195,6 +183,7 @@ class ParallelFunction:
         self.fun = fun
         self.options = options
         self.last_plan: Plan | None = None
+        self.last_check: CheckReport | None = None
         self._compiled: dict[Any, CompiledFunction] = {}
         self._last: tuple[Any, CompiledFunction] | None = None
 
@@ -241,7 +230,10 @@ class ParallelFunction:
         """
         key = structure, static, tuple([_shape_and_dtype(x) for x in leaves])
         if key not in self._compiled:
-            self._compiled[key] = self.trace(*args, **kwargs).plan().lower().compile()
+            made = self.trace(*args, **kwargs).plan().lower().compile()
+            if self.options.check:
+                self.last_check = check_compiled(made, args, kwargs)
+            self._compiled[key] = made
         return self._compiled[key]
 
     def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -268,6 +260,7 @@ def parallelize(
     progress: Say | Progress | None = None,
     cache: Cache = True,
     watchdog_seconds: float | None = WATCHDOG_SECONDS,
+    check: bool = False,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -288,6 +281,8 @@ def parallelize(
         cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
         watchdog_seconds: a step of which nothing has ended for so long raises `HangError`, which names the instruction
             that it waits for; None waits for ever.
+        check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments, before it
+            runs on these; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
     Returns:
         A `ParallelFunction`, which is called like `fun`. It raises `AlpaLiteError`s, in sentences, when it is called.
@@ -305,19 +300,20 @@ def parallelize(
             progress=progress,
             cache=cache,
             watchdog_seconds=watchdog_seconds,
+            check=check,
         )
-    chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
-    options = Options(
-        cluster=_named_cluster(cluster),
-        planner=chosen if chosen is not None else Auto(),
-        num_microbatches=check_microbatches(num_microbatches),
-        donate_argnums=_numbers(donate_argnums),
-        static_argnums=_numbers(static_argnums),
+    options = Options.of(
+        cluster=cluster,
+        planner=planner,
+        num_microbatches=num_microbatches,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
         batch_argnums=batch_argnums,
-        on_non_additive=_checked(on_non_additive),
-        progress=Progress.of(progress),
+        on_non_additive=on_non_additive,
+        progress=progress,
         cache=cache,
         watchdog_seconds=watchdog_seconds,
+        check=check,
     )
     return ParallelFunction(fun, options)
 
@@ -372,29 +368,3 @@ def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
             two numbers of hosts.
     """
     return load_cluster(name, num_hosts=num_hosts)
-
-
-def check_microbatches(value: int | str) -> int | str:
-    """A positive number or "auto"."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
-
-
-def _checked(value: OnNonAdditive) -> OnNonAdditive:
-    if value not in get_args(OnNonAdditive):
-        raise PlanError(f"on_non_additive={value!r} was given; it must be one of {', '.join(get_args(OnNonAdditive))}.")
-    return value
-
-
-def _named_cluster(value: Cluster | str | None) -> Cluster | None:
-    return load_cluster(value) if isinstance(value, str) else value
-
-
-def _cluster(value: Cluster | str | None) -> Cluster:
-    named = _named_cluster(value)
-    return named if named is not None else local_cluster()
-
-
-def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -243,7 +243,7 @@ def _without_state(
     """The arguments that hold the batch of a function without state; None if it is not clear."""
     sizes: dict[int | str, set[int]] = {}
     for key, leaf in zip(owner, leaves, strict=True):
-        if leaf.shape and not _is_key(leaf):
+        if leaf.shape and not is_key(leaf):
             sizes.setdefault(key, set()).add(leaf.shape[0])
     agreeing = {key: min(found) for key, found in sizes.items() if len(found) == 1}
     likely = set(agreeing.values())
@@ -267,7 +267,7 @@ def find_batch(
         marked = _named_batch(leaves, owner, names, batch_argnums, num_args)
     else:
         marked = tuple(
-            0 if o not in state and len(leaf.shape) > 0 and not _is_key(leaf) else None
+            0 if o not in state and len(leaf.shape) > 0 and not is_key(leaf) else None
             for o, leaf in zip(owner, leaves, strict=True)
         )
     sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, marked, strict=True) if dim is not None}
@@ -333,7 +333,8 @@ def _named_batch(
     return tuple(marked)
 
 
-def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
+def is_key(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf holds random keys: typed ones, or a single one as a pair of words."""
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
 
 
