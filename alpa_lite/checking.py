@@ -38,10 +38,11 @@ def check(
 ) -> CheckReport:
     """Run `step(*args, **kwargs)` under a plan and under `jax.jit`, and compare every output.
 
-    An output is fine when it is off by no more than 16 rounding steps. One step is as much as the output changes under
-    `jax.jit` when each float input moves up or down by one unit in the last place, and at least one unit in the last
-    place of the output's largest number. Integers, booleans and keys must be equal, unless `jax.jit` itself changes
-    them then. Dtypes, shapes and the structure of the outputs must agree; NaN equals NaN.
+    An output is fine when it is off by no more than 32 rounding steps (8 in float16, bfloat16 or below). One step is as
+    much as the output changes under `jax.jit` when each float input moves up or down by one unit in the last place, and
+    at least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal,
+    unless `jax.jit` itself changes them then. Dtypes, shapes and the structure of the outputs must agree; NaN equals
+    NaN.
 
     The step runs once under the plan and some six times under `jax.jit`, on one device, on copies of the arguments:
     nothing that the caller holds is touched, donated arguments included. Do it at small size.

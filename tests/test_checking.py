@@ -15,7 +15,7 @@ from rich.console import Console
 import alpa_lite as al
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.planners import DataParallel, Hybrid
-from alpa_lite.runtime.check_report import MAX_STEPS, CheckReport
+from alpa_lite.runtime.check_report import CheckReport
 from alpa_lite.runtime.compare import change, coarsest_units
 
 OPTIONS: dict[str, Any] = {"cluster": "p3.16xlarge", "planner": DataParallel(), "num_microbatches": 4}
@@ -59,8 +59,9 @@ def test_a_right_step_passes_in_every_precision(dtype: str, devices: Any) -> Non
         report = al.check(_step, *_arguments(dtype), **OPTIONS)
     assert report.ok and {leaf.dtype for leaf in report.leaves} == {dtype}
     assert [leaf.name for leaf in report.leaves] == ["0/v", "0/w", "1/grads/v", "1/grads/w", "1/loss"]
-    assert all(leaf.error <= leaf.limit and leaf.rounding_steps <= MAX_STEPS for leaf in report.leaves)
+    assert all(leaf.error <= leaf.limit and leaf.rounding_steps <= leaf.allowed_steps for leaf in report.leaves)
     assert all(0 < leaf.limit < 1000 * float(jnp.finfo(dtype).eps) for leaf in report.leaves)
+    assert {leaf.allowed_steps for leaf in report.leaves} == {8.0 if dtype.endswith("16") else 32.0}
     assert report.plan.num_microbatches == 4 and not report.drawn
 
 
@@ -161,7 +162,9 @@ def test_a_step_that_counts_on_the_host_raises_with_the_leaf_named(dtype: str, f
     report: CheckReport = raised.value.report
     assert "depend on its arguments alone" in str(raised.value)
     assert not report.ok and report.worst[0].name == "0/v" and [leaf.ok for leaf in report.leaves].count(False) == 1
-    assert report.worst[0].rounding_steps > MAX_STEPS and report.worst[0].error > report.worst[0].limit
+    assert (
+        report.worst[0].rounding_steps > report.worst[0].allowed_steps and report.worst[0].error > report.worst[0].limit
+    )
 
 
 def _with_batch_norm(params: Any, x: Any, y: Any) -> Any:

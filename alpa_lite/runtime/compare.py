@@ -2,9 +2,9 @@
 
     want      jax.jit(step)(arguments), on one device
     noise     how far jax.jit moves when each float input moves up or down by one unit in the last place: the most of
-              `NUM_DRAWS` draws of signs, and of one draw that moves them by `MAX_STEPS` units
+              `NUM_DRAWS` draws of signs, and of one draw that moves them by `allowed_steps` units
     step      max(noise, one unit in the last place of the leaf's largest number)
-    fine      |got - want| <= MAX_STEPS · step in every element; integers, booleans and keys equal
+    fine      |got - want| <= allowed_steps · step in every element; integers, booleans and keys equal
 
 A step that computes in lower precision than its inputs have (float32 weights that are cast to bfloat16) rounds more
 than the last place of its inputs tells: inputs are then moved by units of the lowest precision on the way to a leaf.
@@ -26,13 +26,15 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import CheckError, ExecutionError
 from alpa_lite.runtime.arguments import copied, held, is_drawn, is_inexact, perturbed
-from alpa_lite.runtime.check_report import MAX_STEPS, CheckedLeaf, CheckReport
+from alpa_lite.runtime.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
 from alpa_lite.runtime.function import CompiledFunction, flatten_arguments
 
 NUM_DRAWS = 4
 """How often signs are drawn for changes of the inputs by one unit in the last place."""
 
 _SEED = 0
+_LOW = 1e-5
+"""Relative units in the last place above this are those of float16, bfloat16 and below."""
 
 
 def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckReport:
@@ -132,10 +134,10 @@ class _Comparison:
         return want
 
     def _perturbed(self, unit: float) -> list[tuple[list[Any], list[Any]]]:
-        """Perturbed arguments and what `jax.jit` makes of them, by draw; the last one is of `MAX_STEPS` units."""
+        """Perturbed arguments and what `jax.jit` makes of them, by draw; the last is of all units that are allowed."""
         if unit not in self._noisy:
             rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
-            for ulps in (*[1.0] * NUM_DRAWS, MAX_STEPS):
+            for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
                 leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
                 found.append((leaves, [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]))
             self._noisy[unit] = found
@@ -153,6 +155,7 @@ class _Comparison:
                 dtype=dtype,
                 error=float("inf"),
                 rounding_steps=float("inf"),
+                allowed_steps=MAX_STEPS,
                 limit=0.0,
                 ok=False,
                 note=note,
@@ -167,8 +170,9 @@ class _Comparison:
             dtype=dtype,
             error=_quotient(difference, scale),
             rounding_steps=steps,
-            limit=0.0 if scale == 0 else MAX_STEPS * step / scale,
-            ok=steps <= MAX_STEPS,
+            allowed_steps=allowed_steps(unit),
+            limit=0.0 if scale == 0 else allowed_steps(unit) * step / scale,
+            ok=steps <= allowed_steps(unit),
             note=_note(got, want, b, step, difference),
         )
 
@@ -187,8 +191,13 @@ class _Comparison:
             if follows is not None and before is not None:
                 after = _on_host(jnp.asarray(leaves[follows]))
                 moved = min(moved, change(outputs[number] - after, want - before))
-            noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else MAX_STEPS))
+            noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
         return noise
+
+
+def allowed_steps(unit: float) -> float:
+    """The rounding steps that are allowed where numbers have a relative unit in the last place."""
+    return MAX_LOW_STEPS if unit > _LOW else MAX_STEPS
 
 
 def _quotient(difference: float, unit: float) -> float:

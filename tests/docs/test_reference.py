@@ -52,8 +52,8 @@ def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
         "AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan "
-        "PlannedFunction TracedFunction batch_sharding calibrate check cluster init_sharded initialize local_cluster parallelize "
-        "plan register_rule".split()
+        "PlannedFunction TracedFunction batch_sharding calibrate check cluster init_sharded initialize local_cluster "
+        "parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
