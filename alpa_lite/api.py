@@ -11,13 +11,17 @@ Each value prints itself. Calling the decorated function does all of it on the f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from alpa_lite.batch import BatchArgnums, argument_number
+from alpa_lite.errors import BatchError, NonAdditiveError
 from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
@@ -25,7 +29,7 @@ from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
 from alpa_lite.options import Options as Options
 from alpa_lite.options import check_microbatches, cluster_of, planner_of
-from alpa_lite.plan import Plan
+from alpa_lite.plan import BatchDims, Plan
 from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.progress import Progress, Say
@@ -40,9 +44,11 @@ from alpa_lite.runtime.initial import init_sharded as init_sharded
 from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
-from alpa_lite.trace import BatchArgnums, Traced, argument_number, trace
+from alpa_lite.trace import Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
+
+_LOG = logging.getLogger("alpa_lite")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +63,7 @@ class TracedFunction:
         """The step cut into phases, remembered; see `split_step`."""
         key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
         if key not in self._steps:
-            with self.options.progress.during("split"):
+            with self.options.progress.during("split"), self._telling_batch():
                 self._steps[key] = split_step(
                     self.traced,
                     num_microbatches,
@@ -66,6 +72,16 @@ class TracedFunction:
                     likely=likely,
                 )
         return self._steps[key]
+
+    @contextmanager
+    def _telling_batch(self) -> Iterator[None]:
+        """What goes wrong with micro-batches may be due to the batch that was assumed: the sentence then tells it."""
+        try:
+            yield
+        except (NonAdditiveError, BatchError) as error:
+            if self.batch is None or not self.batch.assumed:
+                raise
+            raise type(error)(f"{error} The batch is {self.batch}.") from error
 
     def plan(
         self,
@@ -81,7 +97,19 @@ class TracedFunction:
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
         answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
-        return PlannedFunction(function=self, last_plan=replace(answer.plan, request=request), cached=answer.cached)
+        plan = replace(answer.plan, request=request, batch=self.batch)
+        if plan.batch is not None:
+            _LOG.info("%s: batch: %s", self.traced.name, plan.batch)
+        return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
+
+    @property
+    def batch(self) -> BatchDims | None:
+        """Which arguments hold the batch, and whether that was assumed; None where none was found."""
+        traced = self.traced
+        if traced.batch_size is None:
+            return None
+        dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
+        return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
 
     def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
         traced = self.traced
@@ -110,8 +138,7 @@ class TracedFunction:
         return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
 
     def __str__(self) -> str:
-        size = self.traced.batch_size
-        batch = f"batch {size}" if size is not None else "no batch found"
+        batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
         return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from alpa_lite.api import ParallelFunction
+from alpa_lite.batch import BatchArgnums
 from alpa_lite.errors import ExecutionError
 from alpa_lite.microbatch import OnNonAdditive
 from alpa_lite.options import Options
@@ -18,7 +19,6 @@ from alpa_lite.planners import Planner
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.check_report import CheckReport
 from alpa_lite.runtime.compare import check_compiled, check_one_process
-from alpa_lite.trace import BatchArgnums
 from cost_models.cluster import Cluster
 
 

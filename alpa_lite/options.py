@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from alpa_lite.batch import BatchArgnums
 from alpa_lite.errors import PlanError
 from alpa_lite.microbatch import OnNonAdditive
 from alpa_lite.plan import Plan
@@ -15,7 +16,6 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS
 from alpa_lite.runtime.local_cluster import local_cluster
-from alpa_lite.trace import BatchArgnums
 from cost_models.cluster import Cluster, load_cluster
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.trace import is_key
+from alpa_lite.batch import is_key
 
 _WIDTH = 0.1
 
