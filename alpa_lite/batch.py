@@ -211,7 +211,7 @@ def by_trial(leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int
     if works and (len(works) == 1 or works[0].order != works[1].order):
         return Batch(dims=works[0].dims, size=works[0].size)
     if not works:
-        others = [t for t in _trials(leaves, leaves.holds_data) if _is_whole_beside_state(leaves, t.dims)]
+        others = [t for t in _trials(leaves, leaves.holds_data) if _is_whole_beside_others(leaves, t.dims)]
         works = _working(leaves, retrace, aliases, others)
     return Batch(dims=(None,) * len(leaves), size=None, problem=f"{_why(leaves)} {_advice(leaves, works)}")
 
@@ -225,7 +225,8 @@ def _working(
 
 
 def _trials(leaves: ArgumentLeaves, admits: Callable[[int], bool]) -> list[_Trial]:
-    """For each size: the arrays that lead with it; and whole arguments whose arrays have one dim of that size."""
+    """For each size: the arrays that lead with it, those of them that are whole arguments (weights may be as wide as
+    the batch is long), and whole arguments whose arrays have one dim of that size."""
     shapes = [leaf.shape if admits(i) else () for i, leaf in enumerate(leaves.avals)]
     found: dict[Dims, _Trial] = {}
     for size in dict.fromkeys(size for shape in shapes for size in shape):
@@ -233,10 +234,16 @@ def _trials(leaves: ArgumentLeaves, admits: Callable[[int], bool]) -> list[_Tria
         anywhere = tuple(
             0 if shape[:1] == (size,) else shape.index(size) if shape.count(size) == 1 else None for shape in shapes
         )
-        for dims in (leading, anywhere) if _is_whole(leaves, anywhere) else (leading,):
+        for dims in (leading, _whole(leaves, leading), _whole(leaves, anywhere)):
             if size > 0 and any(dim == 0 for dim in dims):
-                found[dims] = _Trial(dims=dims, size=size)
+                found.setdefault(dims, _Trial(dims=dims, size=size))
     return sorted(found.values(), key=lambda trial: (not trial.is_leading, -len([d for d in trial.dims if d == 0])))
+
+
+def _whole(leaves: ArgumentLeaves, dims: Dims) -> Dims:
+    """The dims of those arguments that are in with all of their arrays."""
+    partly = {owner for i, owner in enumerate(leaves.owner) if dims[i] is None and leaves.holds_data(i)}
+    return tuple(None if owner in partly else dim for owner, dim in zip(leaves.owner, dims, strict=True))
 
 
 def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Mapping[int, int]) -> _Trial:
@@ -270,19 +277,11 @@ def _followers(before: Any, after: Any) -> int | None:
     return total
 
 
-def _is_whole(leaves: ArgumentLeaves, dims: Dims) -> bool:
-    """Whether each argument is in with all of its arrays, or with none."""
-    named = _named_owners(leaves, dims)
-    return all(dims[i] is not None for i, owner in enumerate(leaves.owner) if owner in named and leaves.holds_data(i))
-
-
-def _is_whole_beside_state(leaves: ArgumentLeaves, dims: Dims) -> bool:
-    """Whether some arguments are batch with all of their arrays, and others that come back are not."""
-    return _is_whole(leaves, dims) and bool(leaves.state - _named_owners(leaves, dims))
-
-
-def _named_owners(leaves: ArgumentLeaves, dims: Dims) -> set[int | str]:
-    return {owner for owner, dim in zip(leaves.owner, dims, strict=True) if dim is not None}
+def _is_whole_beside_others(leaves: ArgumentLeaves, dims: Dims) -> bool:
+    """Whether some arguments are batch with all of their arrays, and other arrays are not."""
+    named = {owner for owner, dim in zip(leaves.owner, dims, strict=True) if dim is not None}
+    others = any(leaves.holds_data(i) and owner not in named for i, owner in enumerate(leaves.owner))
+    return _whole(leaves, dims) == dims and others
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------

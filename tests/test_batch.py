@@ -88,6 +88,18 @@ def test_a_hidden_width_of_frozen_weights_is_not_the_batch() -> None:
     assert _batch(trace(step, ({"w": _f32(8, 4)}, base, _f32(16, 8)))) == {"x": 0}
 
 
+def test_weights_as_wide_as_the_batch_is_long_are_not_the_batch() -> None:
+    def step(head: Any, base: Any, x: Any, labels: Any) -> Any:
+        hidden = jnp.tanh(x @ base["up"]) @ base["down"]
+        return _trained(
+            lambda head: -jnp.mean(jax.nn.log_softmax(hidden @ head["w"])[jnp.arange(len(x)), labels]), head
+        )
+
+    base = {"up": _f32(16, 32), "down": _f32(32, 16)}
+    traced = trace(step, ({"w": _f32(16, 4)}, base, _f32(16, 16), _i32(16)))
+    assert _batch(traced) == {"x": 0, "labels": 0}
+
+
 def _recurrent(params: Any, x: Any, y: Any) -> Any:
     def loss(params: Any) -> Any:
         def cell(h: Any, x: Any) -> Any:
@@ -195,6 +207,16 @@ def test_a_batch_that_comes_back_is_said_to_be_state_and_proposed() -> None:
     assert "scalars and random keys hold no samples (rate)" in problem and "every array" not in problem
     assert _suggested(problem) == [("batch",)]
     assert _batch(trace(_returned, arguments, batch_argnums=("batch",))) == {"batch/x": 0}
+
+
+def test_a_batch_in_state_beside_weights_that_do_not_come_back_is_proposed() -> None:
+    def decode(params: Any, cache: Any, tokens: Any) -> Any:
+        cache = jnp.concatenate([cache["seen"][:, 1:], params["embed"][tokens][:, None]], axis=1)
+        return {"seen": cache}, (cache.mean(1) @ params["out"]).argmax(-1)
+
+    arguments = {"embed": _f32(32, 8), "out": _f32(8, 32)}, {"seen": _f32(16, 5, 8)}, _i32(16)
+    assert _suggested(trace(decode, arguments).batch_problem) == [("cache", "tokens")]
+    assert trace(decode, arguments, batch_argnums=("cache", "tokens")).batch_size == 16
 
 
 def test_a_scalar_in_the_batch_does_not_matter() -> None:
