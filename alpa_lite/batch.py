@@ -208,12 +208,19 @@ def by_trial(leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int
     `aliases`: which output leaf takes the place of which input leaf.
     """
     works = _working(leaves, retrace, aliases, _trials(leaves, leaves.may_be_batch))
-    if works and (len(works) == 1 or works[0].order != works[1].order):
+    others = [t for t in _trials(leaves, leaves.holds_data) if _is_whole_beside_others(leaves, t.dims)]
+    # More may follow what comes back, as with a cache: that is proposed, but not assumed.
+    returned = _working(leaves, retrace, aliases, [t for t in others if any(_in_state(leaves, t.dims))])
+    surpassed = bool(returned) and (not works or returned[0].followers > works[0].followers)
+    if works and not surpassed and (len(works) == 1 or works[0].order != works[1].order):
         return Batch(dims=works[0].dims, size=works[0].size)
-    if not works:
-        others = [t for t in _trials(leaves, leaves.holds_data) if _is_whole_beside_others(leaves, t.dims)]
-        works = _working(leaves, retrace, aliases, others)
-    return Batch(dims=(None,) * len(leaves), size=None, problem=f"{_why(leaves)} {_advice(leaves, works)}")
+    proposed = returned[:1] if surpassed else works
+    return Batch(dims=(None,) * len(leaves), size=None, problem=f"{_why(leaves)} {_advice(leaves, proposed)}")
+
+
+def _in_state(leaves: ArgumentLeaves, dims: Dims) -> list[bool]:
+    """Of each array that is in, whether it belongs to what comes back."""
+    return [owner in leaves.state for owner, dim in zip(leaves.owner, dims, strict=True) if dim is not None]
 
 
 def _working(
