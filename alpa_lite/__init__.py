@@ -5,6 +5,7 @@ from alpa_lite import planners as planners
 from alpa_lite import schedule as schedule
 from alpa_lite.api import Calibration as Calibration
 from alpa_lite.api import Checkpoints as Checkpoints
+from alpa_lite.api import CheckReport as CheckReport
 from alpa_lite.api import CompiledFunction as CompiledFunction
 from alpa_lite.api import LoweredFunction as LoweredFunction
 from alpa_lite.api import ParallelFunction as ParallelFunction
@@ -16,6 +17,7 @@ from alpa_lite.api import init_sharded as init_sharded
 from alpa_lite.api import local_cluster as local_cluster
 from alpa_lite.api import parallelize as parallelize
 from alpa_lite.api import plan as plan
+from alpa_lite.checking import check as check
 from alpa_lite.errors import AlpaLiteError as AlpaLiteError
 from alpa_lite.plan import Plan as Plan
 from alpa_lite.rules import register_rule as register_rule

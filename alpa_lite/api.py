@@ -12,37 +12,33 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from alpa_lite import _jax
+from alpa_lite.batch import BatchArgnums, argument_number
 from alpa_lite.call_key import CallKey, Static, difference, form_of, key_of_call, static_values
-from alpa_lite.errors import AlpaLiteError
+from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError
 from alpa_lite.joint_plan import check_same_program, planned_together
 from alpa_lite.lower.fits import check_fits
 from alpa_lite.lower.program import Program, build_program
 from alpa_lite.lower.recomputed import as_planned
 from alpa_lite.microbatch import OnNonAdditive, TracedStep, split_step
-from alpa_lite.options import (
-    Options,
-    as_numbers,
-    check_microbatches,
-    checked_on_non_additive,
-    found_cluster,
-    named_cluster,
-)
-from alpa_lite.plan import Plan
+from alpa_lite.options import Options as Options
+from alpa_lite.options import as_numbers, check_microbatches, cluster_of, planner_of
+from alpa_lite.plan import BatchDims, Plan
 from alpa_lite.plan_cache import Cache
-from alpa_lite.planners import Auto, Planner, PlanRequest
-from alpa_lite.planners.replay import Replay
+from alpa_lite.planners import Planner, PlanRequest
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
+from alpa_lite.runtime.check_report import CheckReport as CheckReport
 from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
+from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
 from alpa_lite.runtime.function import (
     CompiledFunction,
@@ -56,7 +52,7 @@ from alpa_lite.runtime.initial import init_sharded as init_sharded
 from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
-from alpa_lite.trace import BatchArgnums, Traced, argument_number, trace
+from alpa_lite.trace import Traced, trace
 from cost_models.cluster import Cluster, load_cluster
 from cost_models.composed import ComposedCostModel
 
@@ -75,7 +71,7 @@ class TracedFunction:
         """The step cut into phases, remembered; see `split_step`."""
         key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
         if key not in self._steps:
-            with self.options.progress.during("split"):
+            with self.options.progress.during("split"), self._telling_batch():
                 self._steps[key] = split_step(
                     self.traced,
                     num_microbatches,
@@ -84,6 +80,16 @@ class TracedFunction:
                     likely=likely,
                 )
         return self._steps[key]
+
+    @contextmanager
+    def _telling_batch(self) -> Iterator[None]:
+        """What goes wrong with micro-batches may be due to the batch that was assumed: the sentence then tells it."""
+        try:
+            yield
+        except (NonAdditiveError, BatchError) as error:
+            if self.batch is None or not self.batch.assumed:
+                raise
+            raise type(error)(f"{error} The batch is {self.batch}.") from error
 
     def plan(
         self,
@@ -94,13 +100,24 @@ class TracedFunction:
         cache: Cache | None = None,
     ) -> PlannedFunction:
         """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
-        target = found_cluster(cluster if cluster is not None else self.options.cluster)
-        chosen = planner if planner is not None else self.options.planner
-        chosen = Replay(saved=chosen) if isinstance(chosen, Plan) else chosen
+        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
         answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
-        return PlannedFunction(function=self, last_plan=replace(answer.plan, request=request), cached=answer.cached)
+        plan = replace(answer.plan, request=request, batch=self.batch)
+        if plan.batch is not None:
+            _logger.info("%s: batch: %s", self.traced.name, plan.batch)
+        return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
+
+    @property
+    def batch(self) -> BatchDims | None:
+        """Which arguments hold the batch, and whether that was assumed; None where none was found."""
+        traced = self.traced
+        if traced.batch_size is None:
+            return None
+        dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
+        return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
 
     def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
         traced = self.traced
@@ -129,8 +146,7 @@ class TracedFunction:
         return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
 
     def __str__(self) -> str:
-        size = self.traced.batch_size
-        batch = f"batch {size}" if size is not None else "no batch found"
+        batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
         return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
 
 
@@ -192,7 +208,10 @@ class LoweredFunction:
 
 
 class ParallelFunction:
-    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan."""
+    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan.
+
+    `last_check` is the report of the last comparison with `jax.jit`, with `parallelize(check=True)`; None before one.
+    """
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         """See `parallelize`."""
@@ -201,6 +220,7 @@ class ParallelFunction:
         self.options = options
         self.last_plan: Plan | None = None
         self.__name__ = getattr(self, "__name__", type(fun).__name__)
+        self.last_check: CheckReport | None = None
         self._compiled: dict[CallKey, CompiledFunction] = {}
         self._last: tuple[Any, CompiledFunction] | None = None
         self._last_key: CallKey | None = None
@@ -260,7 +280,10 @@ class ParallelFunction:
                     "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
                 )
             planned = self._planned(key, self.trace(*args, **kwargs))
-            self._compiled[key] = planned.lower().compile()
+            made = planned.lower().compile()
+            if self.options.check:
+                self.last_check = check_compiled(made, args, kwargs)
+            self._compiled[key] = made
         self._last_key = key
         return self._compiled[key]
 
@@ -293,6 +316,7 @@ def parallelize(
     progress: Say | Progress | None = None,
     cache: Cache = True,
     watchdog_seconds: float | None = WATCHDOG_SECONDS,
+    check: bool = False,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
 
@@ -313,6 +337,8 @@ def parallelize(
         cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
         watchdog_seconds: a step of which nothing has ended for so long raises `HangError`, which names the instruction
             that it waits for; None waits for ever.
+        check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments, before it
+            runs on these; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
     Returns:
         A `ParallelFunction`, which is called like `fun`. It raises `AlpaLiteError`s, in sentences, when it is called.
@@ -330,19 +356,20 @@ def parallelize(
             progress=progress,
             cache=cache,
             watchdog_seconds=watchdog_seconds,
+            check=check,
         )
-    chosen = Replay(saved=planner) if isinstance(planner, Plan) else planner
-    options = Options(
-        cluster=named_cluster(cluster),
-        planner=chosen if chosen is not None else Auto(),
-        num_microbatches=check_microbatches(num_microbatches),
-        donate_argnums=as_numbers(donate_argnums),
-        static_argnums=as_numbers(static_argnums),
+    options = Options.of(
+        cluster=cluster,
+        planner=planner,
+        num_microbatches=num_microbatches,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
         batch_argnums=batch_argnums,
-        on_non_additive=checked_on_non_additive(on_non_additive),
-        progress=Progress.of(progress),
+        on_non_additive=on_non_additive,
+        progress=progress,
         cache=cache,
         watchdog_seconds=watchdog_seconds,
+        check=check,
     )
     return ParallelFunction(fun, options)
 

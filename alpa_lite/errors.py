@@ -15,10 +15,11 @@
     ├── VerificationError     an internal invariant does not hold: a defect in alpa_lite
     ├── ExecutionError        the devices at hand cannot run the plan
     │   └── HangError         a step does not end
+    ├── CheckError            a step by its plan does not give what jax.jit gives
     └── CheckpointError       a state cannot be saved or restored
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 
 class AlpaLiteError(Exception):
@@ -87,6 +88,18 @@ class ExecutionError(AlpaLiteError, RuntimeError):
 
 class HangError(ExecutionError):
     """Nothing of a step has ended for too long; the message names the instruction that it waits for."""
+
+
+class CheckError(AlpaLiteError, ArithmeticError):
+    """A step by its plan does not give what `jax.jit` gives.
+
+    `report` is the comparison leaf by leaf (a `CheckReport`); None where the outputs do not have the same structure.
+    """
+
+    def __init__(self, message: str = "", report: Any = None) -> None:
+        """See the class."""
+        super().__init__(message)
+        self.report = report
 
 
 class CheckpointError(AlpaLiteError, RuntimeError):

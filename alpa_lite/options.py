@@ -1,4 +1,4 @@
-"""The options of a parallel step, checked."""
+"""The options of `parallelize`, checked, and what is made of the values that users give for them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from alpa_lite.batch import BatchArgnums
 from alpa_lite.errors import PlanError
 from alpa_lite.microbatch import OnNonAdditive
+from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.progress import Progress
+from alpa_lite.planners.replay import Replay
+from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS
 from alpa_lite.runtime.local_cluster import local_cluster
-from alpa_lite.trace import BatchArgnums
 from cost_models.cluster import Cluster, load_cluster
 
 
@@ -31,31 +33,63 @@ class Options:
     progress: Progress = field(default_factory=Progress)
     cache: Cache = True
     watchdog_seconds: float | None = WATCHDOG_SECONDS
+    check: bool = False
+
+    @staticmethod
+    def of(
+        *,
+        cluster: Cluster | str | None = None,
+        planner: Planner | Plan | None = None,
+        num_microbatches: int | str = "auto",
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        batch_argnums: BatchArgnums = None,
+        on_non_additive: OnNonAdditive = "refuse",
+        progress: Say | Progress | None = None,
+        cache: Cache = True,
+        watchdog_seconds: float | None = WATCHDOG_SECONDS,
+        check: bool = False,
+    ) -> Options:
+        """The options as users give them. Raises `PlanError` for one that has no such value."""
+        return Options(
+            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            planner=planner_of(planner),
+            num_microbatches=check_microbatches(num_microbatches),
+            donate_argnums=as_numbers(donate_argnums),
+            static_argnums=as_numbers(static_argnums),
+            batch_argnums=batch_argnums,
+            on_non_additive=_checked(on_non_additive),
+            progress=Progress.of(progress),
+            cache=cache,
+            watchdog_seconds=watchdog_seconds,
+            check=check,
+        )
+
+
+def planner_of(value: Planner | Plan | None) -> Planner:
+    """The planner that was given, `Auto` where none was; a saved plan is replayed."""
+    if isinstance(value, Plan):
+        return Replay(saved=value)
+    return value if value is not None else Auto()
+
+
+def cluster_of(value: Cluster | str | None) -> Cluster:
+    """The cluster that was given, or its name; the devices of this process where none was."""
+    named = load_cluster(value) if isinstance(value, str) else value
+    return named if named is not None else local_cluster()
 
 
 def check_microbatches(value: int | str) -> int | str:
-    """A positive number or "auto"."""
+    """A positive number or "auto". Raises `PlanError` for anything else."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
 
 
-def checked_on_non_additive(value: OnNonAdditive) -> OnNonAdditive:
-    """What to do about a step that is no sum over its samples. Raises `PlanError` for anything else."""
+def _checked(value: OnNonAdditive) -> OnNonAdditive:
     if value not in get_args(OnNonAdditive):
         raise PlanError(f"on_non_additive={value!r} was given; it must be one of {', '.join(get_args(OnNonAdditive))}.")
     return value
-
-
-def named_cluster(value: Cluster | str | None) -> Cluster | None:
-    """The cluster, loaded where its name is given."""
-    return load_cluster(value) if isinstance(value, str) else value
-
-
-def found_cluster(value: Cluster | str | None) -> Cluster:
-    """The cluster given, or that of this process."""
-    named = named_cluster(value)
-    return named if named is not None else local_cluster()
 
 
 def as_numbers(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from alpa_lite.mesh import sharing
 from alpa_lite.plan_checks import check_plan
 from alpa_lite.plan_parts import Accumulator as Accumulator
 from alpa_lite.plan_parts import ArrayShape as ArrayShape
+from alpa_lite.plan_parts import BatchDims as BatchDims
 from alpa_lite.plan_parts import CollectiveUse as CollectiveUse
 from alpa_lite.plan_parts import OpaqueUse as OpaqueUse
 from alpa_lite.plan_parts import OpPlacement as OpPlacement
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 FORMAT = 5
 """Version of the plan file."""
+
+_LATER = ("batch",)
+"""Fields that files of this format did not have from the beginning."""
 
 _LONGEST = 600  # characters of a sentence about a file, of which it may quote anything
 
@@ -70,6 +74,8 @@ class Plan:
             the numbers of the step with what is computed again.
         traced_layers: with `remat`, the layer of each op without what is computed again.
         buckets: gradients that are reduced together, one bucket after the other; () where each is by itself.
+        batch: which arguments hold the batch, and whether that was assumed; None where no batch is known, and for plans
+            of files that say nothing about it.
         request: what the plan answers (a `planners.PlanRequest`), from which explanations price alternatives. A plan
             that comes from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
     """
@@ -94,6 +100,7 @@ class Plan:
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
+    batch: BatchDims | None = None
     request: Any = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,11 +147,11 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
         hints = hints_of(Plan)
-        missing = [name for name in _decided() if name not in data]
+        missing = [name for name in _decided() if name not in data and name not in _LATER]
         if missing:
             raise PlanError(f"The plan file lacks {missing}: it is cut off or was edited. Save the plan again.")
         try:
-            plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided()})
+            plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
         except PlanError as error:
             text = str(error)

@@ -24,6 +24,7 @@ from alpa_lite.sharding import Spec
 _MOST_DEVICES = 2**24
 _MOST_MICROBATCHES = 2**24
 _MOST_PARTS = 2**16
+_MOST_DIMS = 64
 _MOST_ELEMENTS = 2**48
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,20}|key<\w{1,20}>")
 _LARGEST = 1e30
@@ -42,6 +43,10 @@ def _numbers(plan: Any) -> Iterator[str]:
         yield f"it has {plan.num_microbatches} micro-batches"
     if not 1 <= plan.cluster.num_devices <= _MOST_DEVICES:
         yield f"its cluster has {plan.cluster.num_devices} devices"
+    if plan.batch is not None and not all(0 <= dim < _MOST_DIMS for dim in plan.batch.dims.values()):
+        yield "its batch is along a dim that no array has"
+    if plan.batch is not None and not 1 <= plan.batch.size <= _MOST_ELEMENTS:
+        yield f"its batch has {plan.batch.size} samples"
     if not 0 <= plan.loop_parts <= _MOST_PARTS:
         yield f"loops are cut into {plan.loop_parts} parts"
     plan.schedule.num_processors(len(plan.stages))

@@ -5,13 +5,15 @@ Numbers of ops and values are those of the traced graph; quantities carry their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from alpa_lite.graph.ir import item_bytes
 from alpa_lite.mesh import LogicalMesh, Submesh
 from alpa_lite.sharding import Spec
+
+_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,36 @@ class ArrayShape:
     def __str__(self) -> str:
         """`float32[1024, 4096]`-like."""
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDims:
+    """Which arguments hold the batch.
+
+    Attributes:
+        size: samples of a step.
+        dims: the dim that holds them, of each argument by its path.
+        assumed: whether it was found by itself: nothing was named as `batch_argnums`.
+    """
+
+    size: int
+    dims: Mapping[str, int]
+    assumed: bool
+
+    def __str__(self) -> str:
+        """`16 samples along dim 0 of batch/x, batch/y (assumed; …)`-like."""
+        by_dim: dict[int, list[str]] = {}
+        for name, dim in self.dims.items():
+            by_dim.setdefault(dim, []).append(name)
+        parts = [f"dim {dim} of {_first_of(names)}" for dim, names in sorted(by_dim.items())]
+        samples = "1 sample" if self.size == 1 else f"{self.size} samples"
+        assumed = " (assumed; name others with batch_argnums)" if self.assumed else ""
+        return f"{samples} along {' and '.join(parts)}{assumed}"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,6 @@
 """Tracing a plain train step: arguments to avals, the step to a jaxpr, at the full batch and at other batch sizes.
 
-No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is found by exclusion (find_batch):
-arguments that come back among the outputs are state, keys are keys, and what is left must agree on its leading size.
-Where that does not tell, or no gradient is computed and no tree comes back (a forward function of parameters and data),
-the arguments whose arrays all agree on their leading size may hold it, and of several such sizes the one with which
-outputs lead (_without_state), if the function works at other such sizes too.
+No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is for `batch` to say.
 """
 
 from __future__ import annotations
@@ -18,11 +14,19 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite.batch import (
+    ArgumentLeaves,
+    Batch,
+    BatchArgnums,
+    argument_number,
+    by_exclusion,
+    by_name,
+    by_trial,
+    resized,
+    without_state,
+)
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.garbage import rare_collection
-
-BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
-"""The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,8 @@ class Traced:
 
     `leaves` are the avals of the flattened dynamic arguments (bool stands for float0), `names` their paths, `arguments`
     the names of the positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the
-    batch (None: none does), `donated[i]` whether the caller gives it away, `aliases` which output leaf takes the place
-    of which input leaf in the next step.
+    batch (None: none does), `batch_assumed` whether nobody named it, `donated[i]` whether the caller gives leaf i away,
+    `aliases` which output leaf takes the place of which input leaf in the next step.
     """
 
     fun: Callable[..., Any]
@@ -48,6 +52,7 @@ class Traced:
     batch_size: int | None
     batch_problem: str
     aliases: Mapping[int, int]
+    batch_assumed: bool
     donated: tuple[bool, ...]
     static_argnums: tuple[int, ...]
     jaxpr: Any
@@ -60,7 +65,7 @@ class Traced:
             return self.jaxpr
         if size not in self._cache:
             avals = [
-                leaf if dim is None else _resized(leaf, dim, size, self.batch_size)
+                leaf if dim is None else resized(leaf, dim, size, self.batch_size)
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
@@ -71,13 +76,6 @@ class Traced:
         if self.batch_size is None:
             raise BatchError(self.batch_problem)
         return self.batch_size
-
-
-def _resized(leaf: jax.ShapeDtypeStruct, dim: int, size: int, batch_size: int | None) -> jax.ShapeDtypeStruct:
-    # A leaf may hold several rows per sample; its dim scales with the batch.
-    rows = leaf.shape[dim] * size // (batch_size or leaf.shape[dim])
-    shape = (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 @rare_collection()
@@ -120,8 +118,8 @@ def trace(
     owner = tuple(_owner(path) for path, _ in paths)
     positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
     aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
-    state = {owner[leaf] for leaf in aliases.values()}
-    batch, size, problem = find_batch(state, leaves, owner, names, batch_argnums, len(args))
+    state = frozenset(owner[leaf] for leaf in aliases.values())
+    arguments = ArgumentLeaves(avals=leaves, names=names, owner=owner, num_args=len(args), state=state)
     traced = Traced(
         fun=fun,
         name=_name_of(fun),
@@ -132,23 +130,51 @@ def trace(
         names=names,
         arguments=tuple(argument_name(fun, i) for i in dynamic),
         out_names=box["names"],
-        batch_leaves=batch,
-        batch_size=size,
-        batch_problem=problem,
+        batch_leaves=(None,) * len(leaves),
+        batch_size=None,
+        batch_problem="",
+        batch_assumed=True,
         aliases=aliases,
         donated=tuple(key in donate for key in owner),
         static_argnums=tuple(sorted(static)),
         jaxpr=jaxpr,
         _flat=flat,
     )
-    trees = {key for key in state if not jax.tree_util.all_leaves([{**positional, **keywords}[key]])}
-    known = size is not None and any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns)
-    likely = _without_state(leaves, owner, out_leaves)
-    if batch_argnums is not None or trees or known or likely is None:
-        return traced
-    batch, size, problem = find_batch(state, leaves, owner, names, likely, len(args))
-    forward = replace(traced, batch_leaves=batch, batch_size=size, batch_problem=problem, _cache={})
-    return forward if batch != traced.batch_leaves and _works_at_other_sizes(forward) else traced
+    if batch_argnums is not None:
+        return _with_batch(traced, by_name(arguments, batch_argnums))
+    trees = any(not jax.tree_util.all_leaves([{**positional, **keywords}[key]]) for key in state)
+    return _with_assumed_batch(traced, arguments, has_state=trees)
+
+
+def _with_batch(traced: Traced, batch: Batch) -> Traced:
+    return replace(
+        traced,
+        batch_leaves=batch.dims,
+        batch_size=batch.size,
+        batch_problem=batch.problem,
+        batch_assumed=batch.assumed,
+        _cache={},
+    )
+
+
+def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:
+    """With the batch that nobody named. `has_state`: whether a tree of arrays comes back among the outputs."""
+    excluded = by_exclusion(arguments)
+    first = None if excluded is None else _with_batch(traced, excluded)
+    takes_gradient = any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(traced.jaxpr).eqns)
+    if not has_state and not (first is not None and takes_gradient):
+        likely = without_state(arguments, traced.out_leaves)
+        if likely is not None and likely != excluded:
+            forward = _with_batch(traced, likely)
+            if _works_at_other_sizes(forward):
+                return forward
+    if first is not None:
+        return first
+
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        return traced.jaxpr if list(avals) == list(traced.leaves) else jax.make_jaxpr(traced._flat)(*avals)
+
+    return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 
 
 def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -192,19 +218,6 @@ def _works_at_other_sizes(traced: Traced) -> bool:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str)) else tuple(value)
-
-
-def argument_number(index: int, count: int) -> int:
-    """The number of a positional argument, of `count`, which may be counted from the end.
-
-    Raises:
-        TraceError: there is no such argument.
-    """
-    if not -count <= index < count:
-        raise TraceError(
-            f"Argument number {index} was named, but the function was called with {count} positional ones."
-        )
-    return index % count
 
 
 def _owner(path: tuple[Any, ...]) -> int | str:
@@ -260,106 +273,6 @@ def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _has_no_bytes(leaf: Any) -> bool:
     """Whether it is of float0, the dtype of gradients with respect to integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def _without_state(
-    leaves: Sequence[jax.ShapeDtypeStruct], owner: Sequence[int | str], out_leaves: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[int | str, ...] | None:
-    """The arguments that hold the batch of a function without state; None if it is not clear."""
-    sizes: dict[int | str, set[int]] = {}
-    for key, leaf in zip(owner, leaves, strict=True):
-        if leaf.shape and not _is_key(leaf):
-            sizes.setdefault(key, set()).add(leaf.shape[0])
-    agreeing = {key: min(found) for key, found in sizes.items() if len(found) == 1}
-    likely = set(agreeing.values())
-    if len(likely) > 1:
-        likely &= {leaf.shape[0] for leaf in out_leaves if leaf.shape}
-    if len(likely) != 1:
-        return None
-    return tuple(key for key, size in agreeing.items() if size in likely)
-
-
-def find_batch(
-    state: set[int | str],
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    owner: Sequence[int | str],
-    names: Sequence[str],
-    batch_argnums: BatchArgnums,
-    num_args: int,
-) -> tuple[tuple[int | None, ...], int | None, str]:
-    """The dim of each leaf that holds the batch, the batch size, and a sentence when it cannot be found."""
-    if batch_argnums is not None:
-        marked = _named_batch(leaves, owner, names, batch_argnums, num_args)
-    else:
-        marked = tuple(
-            0 if o not in state and len(leaf.shape) > 0 and not _is_key(leaf) else None
-            for o, leaf in zip(owner, leaves, strict=True)
-        )
-    sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, marked, strict=True) if dim is not None}
-    if len(sizes) == 1 and 0 not in sizes:
-        return marked, sizes.pop(), ""
-    where = ", ".join(
-        f"{name} {list(leaf.shape)}" for name, leaf, dim in zip(names, leaves, marked, strict=True) if dim is not None
-    )
-    problem = (
-        f"The batch cannot be found: the arguments that are not state disagree on its size ({where}). "
-        if sizes
-        else "The batch cannot be found: every array argument comes back among the outputs, so none looks like data. "
-    )
-    example = _likely_batch(leaves, owner, names, marked)
-    advice = (
-        f"Name the arguments or paths that hold it, e.g. batch_argnums={example}, or their dim too, e.g. "
-        'batch_argnums={"x": 1}.'
-    )
-    return (None,) * len(leaves), None, problem + advice
-
-
-def _likely_batch(
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    owner: Sequence[int | str],
-    names: Sequence[str],
-    marked: Sequence[int | None],
-) -> str:
-    """An example of `batch_argnums`: the last argument of one size, as data come last, and those that agree with it."""
-    sizes: dict[int | str, set[int]] = {}
-    called: dict[int | str, str] = {}
-    for leaf, o, name, dim in zip(leaves, owner, names, marked, strict=True):
-        if dim is not None:
-            sizes.setdefault(o, set()).add(leaf.shape[dim])
-            called[o] = name.split("/")[0]
-    last = next((found for found in reversed(sizes.values()) if len(found) == 1), None)
-    return str(tuple(called[o] for o, found in sizes.items() if found == last)) if last else '("x", "batch/labels")'
-
-
-def _named_batch(
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    owner: Sequence[int | str],
-    names: Sequence[str],
-    batch_argnums: Mapping[int | str, int] | Sequence[int | str] | int | str,
-    num_args: int,
-) -> tuple[int | None, ...]:
-    """The dim of each leaf that the user named: by position, by name, or by the start of its path."""
-    listed = batch_argnums if isinstance(batch_argnums, Mapping) else dict.fromkeys(_as_tuple(batch_argnums), 0)
-    marked: list[int | None] = [None] * len(leaves)
-    for key, dim in listed.items():
-        place = argument_number(key, num_args) if isinstance(key, int) else key
-        found = [i for i, name in enumerate(names) if place in (owner[i], name) or name.startswith(f"{place}/")]
-        if not found:
-            raise BatchError(
-                f"batch_argnums names {key!r}, but no argument of that name and no path that starts so was given: "
-                f"{list(names)}."
-            )
-        for i in found:
-            rank = len(leaves[i].shape)
-            if rank > dim >= 0:
-                marked[i] = dim
-            elif rank > 0:
-                raise BatchError(f"batch_argnums says dim {dim} of {names[i]}, which has {rank} dims, counted from 0.")
-    return tuple(marked)
-
-
-def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
 
 
 def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:

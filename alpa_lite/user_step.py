@@ -16,10 +16,11 @@ from typing import Any
 from alpa_lite.errors import PlanError
 
 
-def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def load_example(name: str, *, decorated: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Call the function that `module:function` or `file.py:function` names.
 
-    Returns train step, arguments and keyword arguments. Raises `PlanError` when there is no such function or it returns
+    Returns train step, arguments and keyword arguments. A step that `parallelize` decorated comes back plain, unless
+    `decorated` says that its options are of use. Raises `PlanError` when there is no such function or it returns
     something else.
     """
     place, colon, function_name = name.rpartition(":")
@@ -47,7 +48,7 @@ def load_example(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
             f"Beside the step {name} returned {kinds}; what is needed is a tuple of its arguments, of a single one "
             "(state,), and if there are keyword arguments a dict of them."
         )
-    return getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
+    return found[0] if decorated else getattr(found[0], "fun", found[0]), tuple(found[1]), dict(kwargs)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -194,5 +194,7 @@ def test_the_batch_of_a_function_that_returns_no_argument_is_what_outputs_lead_w
     assert _batched(lone) == {"x", "y"}
     search = trace(lambda w, x, y: (w - 0.1 * (x @ w - y).mean(), 0.0), (W, X, Y))
     assert _batched(search) == {"x", "y"}  # without a gradient; at another size of w it cannot run
-    unclear = trace(lambda w, x: (x @ w).sum(), (W, X))
+    tried = trace(lambda w, x: (x @ w).sum(), (W, X))
+    assert _batched(tried) == {"x"}  # at another size of w alone it cannot run
+    unclear = trace(lambda x, y: (x * x).sum() + (y * y).sum(), (X, Y[:4]))
     assert unclear.batch_size is None and "batch_argnums" in unclear.batch_problem

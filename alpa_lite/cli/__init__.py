@@ -1,6 +1,7 @@
 """The command line: parse, call one public function, print. `alpa-lite COMMAND --help` tells the options.
 
 plan       plan a train step for a cluster, or compare clusters   alpa_lite.plan                        `planning`
+check      does a step by its plan give what jax.jit gives          alpa_lite.check                       `checking`
 explain    a saved plan, or why something in it is so             Plan.explain, explain_time, …         `reading`
 diff       what changes from one plan to another                  inspection.diff.compare               `reading`
 simulate   the timeline of a plan, predicted or measured          LoweredFunction.simulate              `reading`

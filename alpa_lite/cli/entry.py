@@ -8,6 +8,7 @@ import time
 
 import alpa_lite as al
 from alpa_lite.cli.benchmark import BENCH, DEMO
+from alpa_lite.cli.checking import CHECK
 from alpa_lite.cli.command import Command, ended
 from alpa_lite.cli.completion import COMPLETION
 from alpa_lite.cli.launching import LAUNCH
@@ -18,7 +19,7 @@ from alpa_lite.cli.solving import SOLVE
 from alpa_lite.intra_op.solve_file import seconds_since_start
 
 COMMANDS: tuple[Command, ...] = (
-    PLAN, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
+    PLAN, CHECK, EXPLAIN, DIFF, SIMULATE, SOLVE, CALIBRATE, DOCTOR, LAUNCH, BENCH, DEMO, COMPLETION,
 )  # fmt: skip
 
 

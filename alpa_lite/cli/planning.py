@@ -160,11 +160,36 @@ def _memory(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: write 40GB, 40GiB or a number") from error
 
 
+def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """`--planner` and `--option`."""
+    planner = parser.add_argument(
+        "--planner",
+        default=default,
+        metavar="NAME",
+        help=f"{', '.join(PLANNERS)}, or a saved plan (default: {default or 'as decorated, else auto'})",
+    )
+    suggests(planner, tuple(PLANNERS))
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
+    )
+
+
+def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """`--num-microbatches`."""
+    count = parser.add_argument(
+        "--num-microbatches", type=_count_or_auto, default=default, metavar="N", help='a number, or "auto"'
+    )
+    suggests(count, ("auto",))
+
+
+STEP_HELP = "or FILE.py:FUNCTION: returns (train_step, args) or (train_step, args, kwargs)"
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "step",
         metavar="MODULE:FUNCTION",
-        help="or FILE.py:FUNCTION: returns (train_step, args) or (train_step, args, kwargs)",
+        help=STEP_HELP,
     )
     cluster = parser.add_argument(
         "--cluster",
@@ -182,20 +207,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth-scale", type=float, metavar="X", help="what if all links had X times their bandwidth, as 0.5"
     )
-    planner = parser.add_argument(
-        "--planner", default="auto", metavar="NAME", help=f"{', '.join(PLANNERS)}, or a saved plan (default: auto)"
-    )
-    suggests(planner, tuple(PLANNERS))
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
-    )
+    add_planner(parser, "auto")
     parser.add_argument(
         "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints what that costs as well"
     )
-    count = parser.add_argument(
-        "--num-microbatches", type=_count_or_auto, default="auto", metavar="N", help='a number, or "auto"'
-    )
-    suggests(count, ("auto",))
+    add_microbatches(parser, "auto")
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
     parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
 

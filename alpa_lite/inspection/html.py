@@ -81,10 +81,9 @@ def plan_html(
 
 def plan_fragment(plan: Plan) -> str:
     """The plan as a notebook shows it."""
-    first, second = headline(plan)
     return fragment_html(
         f"<h1>{escape(plan.function)}: {escape(plan.name)}</h1>",
-        f"<p>{escape(first)}</p><p>{escape(second)}</p>",
+        "".join(f"<p>{escape(line)}</p>" for line in headline(plan)),
         cluster_svg(plan),
         layers_svg(plan),
         "<h2>Predicted step</h2>",

@@ -63,14 +63,15 @@ class Section:
 
 def summary_section(plan: Plan) -> Section:
     """What one sees first: the numbers, where each stage runs, which layers it has."""
-    first, second = headline(plan)
+    first, second, *more = headline(plan)
+    batch = "".join(f"<p>{escape(line)}</p>" for line in more)
     cards = "".join(_cards(plan))
     legend = "".join(_legend(plan))
     # A few hosts leave room for the stages beside them.
     wide = " wide" if plan.cluster.num_hosts > _MANY_HOSTS else ""
     body = (
         f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
-        f'<p class="print">{escape(second)}</p>'
+        f'<p class="print">{escape(second)}</p>{batch}'
         f'<div class="cards">{cards}</div>'
         f'<div class="where{wide}"><figure>{cluster_svg(plan)}</figure>'
         f'<div class="legend" role="group" aria-label="Show one stage">{legend}</div></div>'

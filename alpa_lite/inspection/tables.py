@@ -101,8 +101,8 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
     return tuple(table for table in tables if table.rows)
 
 
-def headline(plan: Plan) -> tuple[str, str]:
-    """Two lines: what was planned for what, and what to expect."""
+def headline(plan: Plan) -> tuple[str, ...]:
+    """Lines: what was planned for what, what to expect, and which arguments hold the batch, where that is known."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
     shared = ", which share one processor" if cluster.shared_processor else ""
@@ -121,7 +121,7 @@ def headline(plan: Plan) -> tuple[str, str]:
         f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
         f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
     )
-    return first, second
+    return (first, second) if plan.batch is None else (first, second, f"batch: {plan.batch}")
 
 
 def stages_table(plan: Plan) -> Table:
@@ -365,6 +365,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         ],
         "undivided": [encode(dim) for dim in plan.undivided],
         "averaged": plan.averaged,
+        "batch": encode(plan.batch),
     }
 
 

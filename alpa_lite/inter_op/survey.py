@@ -66,7 +66,7 @@ def representatives(structures: Sequence[object], seconds: FloatArray) -> list[i
         weight[structure] = weight.get(structure, np.zeros(2)) + share
     chosen: list[object] = []
     left = shares.sum(axis=1)
-    while (left > 1 - ENOUGH).any() and len(chosen) < MAX_REPRESENTATIVES:
+    while not chosen or ((left > 1 - ENOUGH).any() and len(chosen) < MAX_REPRESENTATIVES):
         # What stands for most of that of which the least is known.
         chosen.append(max(weight, key=lambda s: weight[s][left.argmax()]))
         left = left - weight.pop(chosen[-1])

@@ -71,7 +71,7 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     flops = op_flops(step)
     loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
     total = sum(f for f, phase in zip(flops, step.phases, strict=True) if phase is Phase.FORWARD)
-    if 2 * sum(flops[op] for op in loops) < total:
+    if not loops or 2 * sum(flops[op] for op in loops) < total:
         count = max(default_num_layers(step), min(stages))
         return Cut(loop_parts=count if loops else 0, num_layers=count)
     trips = [_trips(step, op) for op in loops]

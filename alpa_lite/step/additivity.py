@@ -151,7 +151,7 @@ class _Step:
                 self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
 
     def _of_reduced(self, op: Op, relations: Sequence[Relation]) -> tuple[Relation, ...]:
-        """What follows from sums without the batch: sums again, as long as it is linear, for loops that go on adding."""
+        """What follows from sums: sums again as long as it is linear, for loops that go on adding; else known after."""
         if not op.bodies and not any(r.kind is Kind.AFTER for r in relations):
             results, marks = self.interpreter.op(self.program, op, relations)
             if not marks and all(r.is_reduced for r in results):

@@ -37,6 +37,7 @@ PUBLIC: dict[str, Any] = {
 }
 VALUES = {  # that calls return
     al.plan: "Plan",
+    al.check: "CheckReport",
     al.cluster: "Cluster",
     al.calibrate: "Calibration",
     al.ParallelFunction.trace: "TracedFunction",
@@ -50,9 +51,9 @@ VALUES = {  # that calls return
 def test_public_names() -> None:
     """Whoever adds or removes one says so here."""
     assert set(_public(al)) == set(
-        "AlpaLiteError Calibration Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan PlannedFunction "
-        "TracedFunction batch_sharding calibrate cluster init_sharded initialize local_cluster parallelize plan "
-        "register_rule".split()
+        "AlpaLiteError Calibration CheckReport Checkpoints CompiledFunction LoweredFunction ParallelFunction Plan "
+        "PlannedFunction TracedFunction batch_sharding calibrate check cluster init_sharded initialize local_cluster "
+        "parallelize plan register_rule".split()
     )
     assert set(_public(al.planners)) == set(
         "Auto ConvolutionParallel Custom DataParallel DeepSpeed3D FSDP GShard GridSearch Hybrid MANUAL_PLANNERS "
@@ -122,7 +123,7 @@ def test_every_option_of_a_planner_is_explained(planner: type) -> None:
     assert _fields(planner) == explained
 
 
-@pytest.mark.parametrize("name", ["parallelize", "calibrate", "init_sharded", "cluster", "local_cluster"])
+@pytest.mark.parametrize("name", ["parallelize", "check", "calibrate", "init_sharded", "cluster", "local_cluster"])
 def test_every_argument_is_explained(name: str) -> None:
     function = getattr(al, name)
     explained = set(re.findall(r"^    (\w+): ", inspect.getdoc(function) or "", re.MULTILINE))

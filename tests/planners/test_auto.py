@@ -52,6 +52,11 @@ def _plan(planner: al.planners.Planner, **options: Any) -> al.Plan:
     return al.plan(_step, *_shapes(), cluster=cluster, planner=planner, **options)
 
 
+@pytest.mark.parametrize("step", [lambda p: p, lambda p: (p, jnp.int32(1)), lambda p: jnp.int32(1)])
+def test_a_step_that_computes_nothing_is_planned(step: Any) -> None:
+    assert al.plan(step, jnp.ones((8, 4)), cluster="p3.16xlarge").num_microbatches == 1
+
+
 def test_numbers_of_microbatches_divide_the_batch_and_lie_apart() -> None:
     assert microbatch_numbers(1024) == tuple(2**i for i in range(11))
     for size in (1, 7, 36, 1520):
