@@ -161,6 +161,16 @@ def counter_carried_over_layers(p, x, y):
     return (h**2).mean() * count + counts.sum()
 
 
+@attack(exact)
+def counter_of_layers_used_per_sample(p, x, y):
+    def layer(carry, w):
+        h, count = carry
+        return (jnp.tanh(h @ w), count + 1.0), count
+
+    (h, count), counts = jax.lax.scan(layer, (x, 0.0), p["s"])
+    return ((h * (count + counts.sum())) ** 2).mean()
+
+
 @attack(exact, key=True)
 def key_carried_over_layers(p, x, y, key):
     def layer(carry, w):

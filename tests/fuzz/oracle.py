@@ -58,10 +58,13 @@ class Outcome:
     """What became of a step in micro-batches.
 
     Attributes:
-        kind: "equal", "wrong", "refused" (`TraceError`s, which are about the step), "unplanned" (any other
-            `AlpaLiteError`), "crashed" (any other error), "unstable" (as far as `jax.jit` itself is from the same with
-            arguments that differ by a rounding), or "unusable" (`jax.jit` itself fails, or gives no finite
-            numbers).
+        kind: "equal", "wrong", or one of these:
+            "refused": a `TraceError`, which is about the step.
+            "unplanned": the planner says that it cannot.
+            "crashed": any other error, one that blames the plan, the devices or alpa_lite, too.
+            "unstable": not farther from `jax.jit` than that is from itself, with arguments that differ by a rounding.
+            "unusable": `jax.jit` itself fails, or gives no finite numbers.
+            "died": the process has ended (see `pool`).
         detail: the sentence of a refusal or an error, or where the results differ.
         error: largest relative difference of any leaf.
     """
@@ -101,7 +104,8 @@ def compare(
     try:
         got = run(parallel, given, calls, donate_argnums)
     except al.AlpaLiteError as error:
-        kind = "refused" if isinstance(error, al.errors.TraceError) else "unplanned"
+        kind = "refused" if isinstance(error, al.errors.TraceError) else "crashed"
+        kind = "unplanned" if type(error) in (al.errors.PlanError, al.errors.InfeasibleError) else kind
         return Outcome(kind=kind, detail=f"{type(error).__name__}: {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
