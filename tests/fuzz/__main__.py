@@ -1,7 +1,7 @@
 """Run random programs: ``python -m tests.fuzz --programs 1000 --seed 0 --workers 2 --seconds 3600 --json found.json``.
 
-Prints how many programs are equal to `jax.jit`, refused, and refused although they are sums over their samples; and
-each failure once: its seed, the shrunk program as Python, and the sentence.
+Prints how many programs are equal to `jax.jit` and refused, by their labels (what is refused and labelled additive is
+refused wrongly); and each failure once: its seed, the shrunk program as Python, and the sentence.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Found:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -50,8 +51,9 @@ def search(seed: int, worker: Worker, found: Found, *, refusals: bool) -> None:
     with found.lock:
         found.counts["programs"] += 1
         found.counts[result.kind] += 1
-        found.counts[f"{result.kind}, {label(program)}"] += 1
-        found.counts[what] += bool(what)
+        found.counts[f"{result.kind}, labelled {label(program)}"] += 1
+        if result.kind in ("unplanned", "unusable", "unstable"):
+            found.notes.append({"seed": seed, "kind": result.kind, "detail": result.detail})
         sentence = signature(what, result)
         known = sentence in found.seen
         told = refusals or what != "refused although additive"
@@ -110,7 +112,9 @@ def main(arguments: list[str] | None = None) -> int:
             done.result()
     print("\n" + "\n".join(f"{count:6} {name}" for name, count in sorted(found.counts.items()) if name))
     if chosen.json:
-        chosen.json.write_text(json.dumps({"counts": found.counts, "failures": found.failures}, indent=1))
+        chosen.json.write_text(
+            json.dumps({"counts": found.counts, "failures": found.failures, "notes": found.notes}, indent=1)
+        )
     return 1 if found.failures else 0
 
 

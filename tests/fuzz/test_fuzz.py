@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.grammar import draw, failure, outcome, source
 
-SEEDS = range(120)
+SEEDS = range(80)
 
 
 @pytest.mark.filterwarnings("ignore")
