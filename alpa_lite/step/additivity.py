@@ -18,7 +18,7 @@ import numpy as np
 from alpa_lite.graph.equations import GraphWithEquations
 from alpa_lite.graph.ir import Op
 from alpa_lite.step.interpreter import Interpreter, Marks, program_at, starting
-from alpa_lite.step.relations import AFTER, INVARIANT, NUMBER, Fact, Kind, Refusal, Relation, mixed, samples
+from alpa_lite.step.relations import AFTER, INVARIANT, Fact, Kind, Own, Refusal, Relation, mixed, samples
 from alpa_lite.step.transfer import ODD
 from alpa_lite.step.transfer_layout import WIDE
 
@@ -56,7 +56,7 @@ def prove(
     return _Step(full, small, count, of_data, runs or {}).proof()
 
 
-def _facts(program: GraphWithEquations) -> dict[int, Fact]:
+def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
     """What is known of captured arrays: `numpy.arange(batch)` holds own numbers, and masks may be one truth value."""
     found: dict[int, Fact] = {}
     graph = program.graph
@@ -64,7 +64,7 @@ def _facts(program: GraphWithEquations) -> dict[int, Fact]:
         value = graph.values[v]
         counts = value.dtype in WIDE and value.num_elements == max(value.shape, default=0)
         if counts and np.array_equal(np.asarray(array).reshape(-1), np.arange(value.num_elements)):
-            found[v] = NUMBER
+            found[v] = Own(value.num_elements // count)
         elif value.dtype == "bool" and value.num_elements and np.asarray(array).all() == np.asarray(array).any():
             found[v] = bool(np.asarray(array).all())
     return found
@@ -86,7 +86,7 @@ class _Step:
         runs: Mapping[int, int],
     ) -> None:
         self.graph = full.graph
-        self.facts = _facts(full)
+        self.facts = _facts(full, count)
         self.program = program_at(full.graph, small.graph, (full.equations, small.equations), count)
         self.interpreter = Interpreter(count)
         self.table = starting(

@@ -15,9 +15,15 @@ the lattice is an equation between the two:
     RUNNING         in a loop over samples: the carried total after this sample, and nothing else
     MIXED           nothing is known: statistics used again per sample, neighbours, pairs, order
 
-A SAMPLES value may be known more closely (`Relation.fact`): an *own number* holds, for each sample, its position in
-the full batch, V[i] = i. It may be used as a number, and where it picks from an array of SAMPLES it picks the sample
-itself. k is None for a value that is the same for all samples (a broadcast): it is SAMPLES(d, k) for every k.
+k is None for a value that is the same for all samples (a broadcast): it is SAMPLES(d, k) for every k.
+
+A SAMPLES value may be known more closely (`Relation.fact`). *Own numbers* of n rows are positions in the full batch of
+which each micro-batch has its own, as those of `arange(B)` and all that is picked or repeated from it:
+
+    Own(n)          m·n ≤ V_m < (m + 1)·n
+
+They may be used as numbers; where they pick from an array of which each micro-batch has n rows, they pick rows that it
+has, at V_m - m·n.
 
 The order of the lattice, by `join` (which of two relations holds of both):
 
@@ -65,12 +71,15 @@ class Refusal(NamedTuple):
     cut: int = 1
 
 
-#: What is known of the numbers of SAMPLES beside their place: "number": the position of the sample itself; a tuple of
-#: columns of the last dim that hold it; True or False: every element is that truth value.
-Fact = str | tuple[int, ...] | bool | None
+class Own(NamedTuple):
+    """Own numbers of so many rows; `columns`: those of the last dim that hold them, None for all elements."""
 
-NUMBER = "number"
-"""The fact of an own number."""
+    rows: int
+    columns: tuple[int, ...] | None = None
+
+
+#: What is known of the numbers of SAMPLES beside their place: own numbers, or every element is that truth value.
+Fact = Own | bool | None
 
 
 class Relation(NamedTuple):

@@ -21,10 +21,10 @@ from alpa_lite.rules.registry import FactorKind
 from alpa_lite.step.relations import (
     MAX,
     MIN,
-    NUMBER,
     SUM,
     Disagreement,
     Kind,
+    Own,
     same_blocks,
     samples,
 )
@@ -50,15 +50,14 @@ def _index_columns(site: Site, dim: int, name: str) -> tuple[int, ...]:
     return tuple(column for column, d in enumerate(addressed) if d == dim)
 
 
-def _holds_own_numbers(site: Site, columns: Sequence[int]) -> bool:
-    """Whether columns of the index vectors are the samples' own numbers."""
-    indices = site.operands[1]
-    if indices.kind is not Kind.SAMPLES or indices.blocks != 1 or len(columns) != 1:
+def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
+    """Whether columns of the index vectors hold own numbers of as many rows as a micro-batch has of the operand."""
+    (operand, indices), fact = site.operands[:2], site.operands[1].fact
+    if indices.kind is not Kind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
         return False
-    width = site.value(1).shape[-1]
-    if indices.fact == NUMBER:
-        return width == 1
-    return isinstance(indices.fact, tuple) and columns[0] in indices.fact and indices.dim != site.value(1).rank - 1
+    held = (0,) if fact.columns is None and site.value(1).shape[-1] == 1 else fact.columns or ()
+    own_rows = fact.rows == site.small_value(0).shape[operand.dim] and operand.blocks in (1, None)
+    return own_rows and columns[0] in held
 
 
 @register_transfer("gather")
@@ -77,14 +76,12 @@ def gather(site: Site) -> Transferred:
     rule = rule_of_op(site.full, site.op.id)
     if all(rule.kinds[f] is FactorKind.PASS for f in rule.operands[0][operand.dim]):
         return through_factor(site)
-    if sizes[0][operand.dim] != 1 or not _holds_own_numbers(site, columns) or operand.blocks not in (1, None):
-        return site.refused(_PICKS)
-    if site.small_value(0).shape[operand.dim] != site.small_value(1).shape[indices.dim]:
+    if sizes[0][operand.dim] != 1 or not _picks_own_rows(site, columns):
         return site.refused(_PICKS)
     dim = site.batch_dim()
     if dim is None or dim != _looked_up_dim(site):
         return site.refused(MIXES)
-    return Transferred(results=(samples(dim, 1),), own_columns=columns)
+    return Transferred(results=(samples(dim, indices.blocks),), own_columns=columns)
 
 
 def _looked_up_dim(site: Site) -> int:
@@ -105,17 +102,16 @@ def scatter(site: Site) -> Transferred:
     columns = _index_columns(site, operand.dim, "scatter_dims_to_operand_dims")
     if not columns:
         return through_factor(site)
-    if not _holds_own_numbers(site, columns) or updates.kind is not Kind.SAMPLES:
+    if not _picks_own_rows(site, columns) or updates.kind is not Kind.SAMPLES:
         return site.refused(_WRITES)
     try:
-        runs = same_blocks({operand.blocks, updates.blocks, 1})
+        same_blocks({indices.blocks, updates.blocks})
     except Disagreement:
         return site.refused(ORDERS)
     hidden = ints(site.op.params["dimension_numbers"]["inserted_window_dims"])
-    same_rows = site.small_value(0).shape[operand.dim] == site.small_value(1).shape[indices.dim]
-    if operand.dim not in hidden or not same_rows or updates.dim != _written_dim(site):
+    if operand.dim not in hidden or updates.dim != _written_dim(site):
         return site.refused(_WRITES)
-    return Transferred(results=(samples(operand.dim, runs),), own_columns=columns)
+    return Transferred(results=(samples(operand.dim, 1),), own_columns=columns)
 
 
 def _written_dim(site: Site) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from alpa_lite.step.relations import NUMBER, Fact, Kind, Relation, samples
+from alpa_lite.step.relations import Fact, Kind, Own, Relation, samples
 from alpa_lite.step.transfer import (
     AGAIN,
     MIXES,
@@ -47,7 +47,8 @@ def iota(site: Site) -> Transferred:
         return site.refused(MIXES)
     if site.op.params["dimension"] != dim:
         return one(samples(dim, None))
-    return one(samples(dim, 1, NUMBER if site.result().dtype in WIDE else None))
+    rows = site.small_result().shape[dim]
+    return one(samples(dim, 1, Own(rows) if site.result().dtype in WIDE else None))
 
 
 @register_transfer("random_bits", "random_split")
@@ -87,7 +88,7 @@ def broadcast_in_dim(site: Site) -> Transferred:
 def _moved_fact(site: Site, source: Relation, *, last: bool) -> Fact:
     """The fact of an array whose elements were moved along with their samples; `last`: its last dim is the last one
     still, and is not the batch."""
-    if not isinstance(source.fact, tuple):
+    if not isinstance(source.fact, Own) or source.fact.columns is None:
         return source.fact
     unchanged = site.value(0).shape[-1] == site.result().shape[-1]
     return source.fact if last and unchanged and source.dim != site.value(0).rank - 1 else None
@@ -162,15 +163,15 @@ def _column_fact(site: Site, joined: int) -> Fact:
     if joined != site.result().rank - 1:
         return None
     columns: list[int] = []
+    rows = {r.fact.rows for r in site.operands if isinstance(r.fact, Own)}
     first = 0
     for i, relation in enumerate(site.operands):
         width = site.value(i).shape[joined]
-        if relation.fact == NUMBER:
-            columns += range(first, first + width)
-        elif isinstance(relation.fact, tuple):
-            columns += [first + c for c in relation.fact]
+        if isinstance(relation.fact, Own):
+            own = range(width) if relation.fact.columns is None else relation.fact.columns
+            columns += [first + c for c in own]
         first += width
-    return tuple(columns) or None
+    return Own(rows.pop(), tuple(columns)) if len(rows) == 1 else None
 
 
 @register_transfer("split")
@@ -207,8 +208,7 @@ def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Re
         or any(n != m * site.count for n, m in zip(rows, small, strict=True))
     ):
         return None
-    whole = source.fact if small == (0, site.small_value(0).shape[source.dim]) else None
-    return samples(source.dim, None if count is None else (small[1] - small[0]) // length, whole)
+    return samples(source.dim, None if count is None else (small[1] - small[0]) // length, source.fact)
 
 
 @register_transfer("slice")
@@ -234,12 +234,8 @@ def slice_(site: Site) -> Transferred:
         part = _every_row(site, strides[dim])
     if part is None:
         return site.refused("picks samples of the batch by their numbers")
-    keeps = isinstance(part.fact, bool) or part.fact == NUMBER or (rank - 1 != dim and _takes_all(site, rank - 1))
-    return one(part if keeps else part._replace(fact=None))
-
-
-def _takes_all(site: Site, dim: int) -> bool:
-    return site.value(0).shape[dim] == site.result().shape[dim]
+    cut = isinstance(part.fact, Own) and part.fact.columns and site.value(0).shape[-1] != site.result().shape[-1]
+    return one(part._replace(fact=None) if cut else part)
 
 
 def _every_row(site: Site, stride: int) -> Relation | None:
@@ -251,7 +247,7 @@ def _every_row(site: Site, stride: int) -> Relation | None:
     covered = all(n == m * stride for n, m in zip(sizes, made, strict=True))
     if length % stride or starts[0] != starts[1] or starts[0] >= stride or not covered:
         return None
-    return samples(dim, count)
+    return samples(dim, count, source.fact)
 
 
 @register_transfer("pad")
@@ -310,7 +306,7 @@ def keeps_numbers(site: Site) -> Transferred:
     found, (source, *_) = by_rule(site), site.operands
     (result,) = found.results
     in_place = site.op.primitive in ("convert_element_type", "copy", "stop_gradient")
-    known = source.fact == NUMBER or (isinstance(source.fact, tuple) and in_place)
+    known = isinstance(source.fact, Own) and (source.fact.columns is None or in_place)
     if known and result.kind is Kind.SAMPLES and site.result().dtype in WIDE:
         return one(result._replace(fact=source.fact))
     return found
@@ -321,7 +317,8 @@ def compared(site: Site) -> Transferred:
     """By the rule; own numbers are not less than zero."""
     found = by_rule(site)
     (result,) = found.results
-    if result.kind is Kind.SAMPLES and site.operands[0].fact == NUMBER and site.value(1).literal == 0:
+    is_own = isinstance(site.operands[0].fact, Own) and site.operands[0].fact.columns is None
+    if result.kind is Kind.SAMPLES and is_own and site.value(1).literal == 0:
         return one(result._replace(fact=site.op.primitive == "ge"))
     return found
 

@@ -26,7 +26,7 @@ from alpa_lite.graph.wiring import wiring_of
 from alpa_lite.microbatch import at_two_sizes, by_micro_batch
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.merge import merge
-from alpa_lite.step.relations import Kind, Relation
+from alpa_lite.step.relations import Kind, Own, Relation
 from alpa_lite.trace import Traced
 
 _SOURCES = ("iota", "random_bits", "random_split")
@@ -97,11 +97,12 @@ def check(relation: Relation, whole: Any, parts: Sequence[Any], name: str) -> No
         for m, part in enumerate(got):
             for blocks in [relation.blocks] if relation.blocks is not None else [1, part.shape[relation.dim]]:
                 _same(part, _block(want, relation.dim, blocks, m, len(got)), name)
-        if relation.fact == "number":
-            places = np.arange(want.shape[relation.dim]).reshape(
-                [-1 if d == relation.dim else 1 for d in range(want.ndim)]
-            )
-            assert (want == places).all(), name
+        if isinstance(relation.fact, Own):
+            for m, part in enumerate(got):
+                own = part if relation.fact.columns is None else part[..., list(relation.fact.columns)]
+                assert (own >= m * relation.fact.rows).all() and (own < (m + 1) * relation.fact.rows).all(), name
+        elif relation.fact is not None:
+            assert (want == relation.fact).all(), name
         return
     combined = {
         Kind.SUM: lambda: sum(got[1:], got[0]),

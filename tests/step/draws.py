@@ -162,7 +162,9 @@ def picks(rng: Random) -> Fun:
     def own(x: Any) -> Any:
         return jnp.arange(x.shape[0])
 
-    table = rng.choice(["embedding", "along", "own", "own column", "next", "diagonal", "of labels", "vmap", "sorted"])
+    table = rng.choice(
+        ["embedding", "along", "own", "own column", "next", "diagonal", "of labels", "vmap", "sorted", "tokens"]
+    )
 
     def fun(p: Any, x: Any, y: Any) -> Any:
         h = hidden(p, x)[:, 0]
@@ -177,6 +179,7 @@ def picks(rng: Random) -> Fun:
             "of labels": lambda: h[y % x.shape[0]],
             "vmap": lambda: jax.vmap(lambda row, label: row[label])(h, y),
             "sorted": lambda: jnp.sort(h, axis=1),
+            "tokens": lambda: h[jnp.repeat(i, 3)] + h[jnp.tile(i, 3)],
         }[table]()
 
     return fun
@@ -185,7 +188,20 @@ def picks(rng: Random) -> Fun:
 @draw
 def writes(rng: Random) -> Fun:
     name = rng.choice(
-        ["counts", "to state", "own", "own add", "own max", "labels", "largest", "rows", "all rows", "first", "times"]
+        [
+            "counts",
+            "to state",
+            "own",
+            "own add",
+            "own max",
+            "labels",
+            "largest",
+            "rows",
+            "all rows",
+            "first",
+            "times",
+            "tokens",
+        ]
     )
 
     def fun(p: Any, x: Any, y: Any) -> Any:
@@ -202,6 +218,7 @@ def writes(rng: Random) -> Fun:
             "all rows": lambda: lax.dynamic_update_slice(h, h[:, :2], (0, 3)),
             "first": lambda: h.at[0].set(1.0),
             "times": lambda: p[:D].at[y].multiply(h[:, 0]),
+            "tokens": lambda: jax.ops.segment_sum(hidden(p, x).reshape(-1, D), jnp.repeat(i, T), x.shape[0]),
         }[name]()
 
     return fun
