@@ -223,16 +223,17 @@ def _proven(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
 ) -> TracedStep:
     """The step in micro-batches that are proven to add up to the full batch; `NonAdditiveError` if they do not."""
-    _refuse_effects(full, other, num_microbatches)
+    _refuse_effects(full, other)
     exact = _exact(traced, full, other, num_microbatches, {})
-    refusal = exact.proof.refusals[0] if exact.proof.refusals else None
-    if refusal is not None and refusal.cut > 1:
+    refusals = exact.proof.refusals
+    for cut in sorted({r.cut for r in refusals} - {1}):
         # The step cuts its batch into parts itself: micro-batches of rows of each part.
-        runs = {leaf: refusal.cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
+        runs = {leaf: cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
         again = _exact(traced, full, other, num_microbatches, runs)
-        exact, refusal = (again, None) if not again.proof.refusals else (exact, refusal)
-    if refusal is not None:
-        raise NonAdditiveError(_sentence(refusal))
+        if not again.proof.refusals:
+            return _cut_exactly(traced, again, num_microbatches, loop_parts)
+    if refusals:
+        raise NonAdditiveError(_sentence(refusals[0]))
     return _cut_exactly(traced, exact, num_microbatches, loop_parts)
 
 
@@ -298,10 +299,11 @@ def _combined(relation: Relation) -> Combination | None:
     return {Kind.INVARIANT: Combination.SAME, Kind.MAX: Combination.MAX, Kind.MIN: Combination.MIN}.get(relation.kind)
 
 
-def _refuse_effects(full: PartedProgram, other: PartedProgram, num_microbatches: int) -> None:
+def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
     """An op with an effect must not run once per micro-batch."""
-    del num_microbatches
     graph = full.program.graph
+    if not any(op.effectful for op in graph.ops):
+        return
     loop = loop_ops(graph, batch_dims(graph, other.program.graph))
     loop |= effects_before(graph, loop)
     for op in graph.ops:
@@ -341,7 +343,7 @@ def _cut(
     early = effects_before(whole, loop)
     averaged = num_microbatches > 1
     if averaged:
-        _refuse_effects(full, other, num_microbatches)
+        _refuse_effects(full, other)
     chosen = other.program if averaged else bodies_apart(full.program, other.program)
     step = StepGraph(
         graph=chosen.graph,

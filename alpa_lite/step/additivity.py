@@ -70,6 +70,8 @@ def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
     return found
 
 
+#: What is not there, or not whole, before all micro-batches have run.
+_PARTIAL = frozenset((Kind.SUM, Kind.MAX, Kind.MIN, Kind.AFTER))
 #: Ops of the loop that may read sums as such: as what they add to, or to repeat them for each sample and to pick one.
 _ONTO_SUMS = ("scatter", "broadcast_in_dim", "slice")
 
@@ -127,20 +129,19 @@ class _Step:
         return relation
 
     def _read(self, op: Op) -> None:
-        dims, relations = self.program.dims, [self.table[v] for v in op.operands]
-        touches = any(dims[v] is not None for v in (*op.operands, *op.results))
+        relations = [self.table[v] for v in op.operands]
         data = not op.effectful and self.of_data.issuperset(op.operands)
         if data:
             self.of_data.update(op.results)
-        if touches:
-            relations = [self._in_loop(op, v, r) for v, r in zip(op.operands, relations, strict=True)]
+        kinds = {r.kind for r in relations}
+        if self.program.touching[op.id]:
+            if not kinds.isdisjoint(_PARTIAL):
+                relations = [self._in_loop(op, v, r) for v, r in zip(op.operands, relations, strict=True)]
             results, marks = self.interpreter.op(self.program, op, relations)
-        elif any(r.is_reduced or r.kind is Kind.AFTER for r in relations) and not any(
-            r.kind is Kind.MIXED for r in relations
-        ):
-            results, marks = self._of_reduced(op, relations), Marks()
+        elif kinds.isdisjoint(_PARTIAL) or Kind.MIXED in kinds:
+            results, marks = self.interpreter.op(self.program, op, relations)
         else:
-            results, marks = self.interpreter.op(self.program, op, relations)
+            results, marks = self._of_reduced(op, relations), Marks()
         if marks:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):

@@ -48,6 +48,7 @@ class Marks:
 
 
 BodyMarks = tuple[tuple[int, Marks], ...]
+_UNMARKED = Marks()
 
 
 def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> int | None:
@@ -62,12 +63,17 @@ def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> i
 
 @dataclass(slots=True)
 class Program:
-    """A graph or body at both sizes, and the equations of its ops."""
+    """A graph or body at both sizes, and the equations of its ops.
+
+    dims       of each value the dim that follows the batch, None, or `ODD`
+    touching   of each op whether one of its values has such a dim
+    """
 
     full: Graph
     small: Graph
     equations: tuple[Sequence[Equation], Sequence[Equation]]
     dims: tuple[int | None, ...]
+    touching: tuple[bool, ...]
 
     def inner(self, op: Op, number: int, count: int) -> Program:
         """A body of an op."""
@@ -79,11 +85,16 @@ class Program:
 def program_at(
     full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
 ) -> Program:
-    known: dict[tuple[Graph, int], tuple[int | None, ...]] = full.__dict__.setdefault("_batch_dims_at", {})
+    known: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
+    known = full.__dict__.setdefault("_batch_dims_at", {})
     if (small, count) not in known:
         pairs = zip(full.values, small.values, strict=True)
-        known[small, count] = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
-    return Program(full=full, small=small, equations=equations, dims=known[small, count])
+        dims = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
+        follow = {v for v, dim in enumerate(dims) if dim is not None}
+        touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
+        known[small, count] = dims, touching
+    dims, touching = known[small, count]
+    return Program(full=full, small=small, equations=equations, dims=dims, touching=touching)
 
 
 _Found = tuple[tuple[Relation, ...], BodyMarks]
@@ -99,15 +110,16 @@ class Interpreter:
 
     def op(self, program: Program, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
         """The relations of the results of an op, and its marks."""
-        touches = any(program.dims[v] is not None for v in (*op.operands, *op.results))
+        touches = program.touching[op.id]
+        if not touches and all([r.is_same for r in relations]):
+            zero = all([is_zero(program.full, r) for r in op.results])
+            return (ZERO if zero else INVARIANT,) * len(op.results), _UNMARKED
         wiring = wiring_of(op)
-        if wiring is not None and (touches or not all(r.is_same for r in relations)):
+        if wiring is not None:
             return self.control_flow(program, op, wiring, relations)
-        if not touches:
-            zero = all(r.is_same for r in relations) and all(is_zero(program.full, r) for r in op.results)
-            found = untouched(self.site(program, op, relations), is_zero=zero)
-        else:
-            found = self.touching(program, op, relations)
+        found = self.touching(program, op, relations) if touches else untouched(self.site(program, op, relations))
+        if not found.once and not found.own_columns:
+            return found.results, _UNMARKED
         return found.results, Marks(once=found.once, own_columns=found.own_columns)
 
     def touching(self, program: Program, op: Op, relations: Sequence[Relation]) -> Transferred:

@@ -23,7 +23,6 @@ from alpa_lite.graph.ir import Graph, Op, Value
 from alpa_lite.rules.graph_facts import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
 from alpa_lite.step.relations import (
-    INVARIANT,
     MAX,
     MIN,
     SUM,
@@ -376,15 +375,14 @@ def of_running(site: Site) -> Transferred:
 _TERMS = {"add": "sum", "add_any": "sum", "sub": "sum", "max": "max", "min": "min", "or": "max", "and": "min"}
 
 
-def untouched(site: Site, *, is_zero: bool) -> Transferred:
-    """The results of an op without batch dims: all arrays are the full batch's, and so is the op itself."""
-    relations = site.operands
-    for relation in relations:
+def untouched(site: Site) -> Transferred:
+    """The results of an op without batch dims, of which some operand is not simply the full batch's.
+
+    The op is that of the full batch, and so are its other operands.
+    """
+    for relation in site.operands:
         if relation.kind is Kind.MIXED:
             return Transferred(results=(relation,) * len(site.op.results))
-    if all(r.is_same for r in relations):
-        kind = Relation(Kind.ZERO) if is_zero else INVARIANT
-        return Transferred(results=(kind,) * len(site.op.results))
-    if any(r.kind is Kind.RUNNING for r in relations):
+    if any(r.kind is Kind.RUNNING for r in site.operands):
         return of_running(site)
     return of_reduced(site)
