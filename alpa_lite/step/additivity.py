@@ -119,8 +119,10 @@ class _Step:
         return Proof(relations=relations, marks=self.marks, ahead=wanted, refusals=tuple(dict.fromkeys(refusals)))
 
     def _returned(self, v: int) -> Relation:
-        relation = self.table[v]
-        op = self.graph.ops[self.graph.producer[v] or 0]
+        relation, producer = self.table[v], self.graph.producer[v]
+        if producer is None:
+            return relation
+        op = self.graph.ops[producer]
         if relation.is_reduced and (relation.dim >= 0 or op.primitive == "slice"):
             shape = self.graph.values[v].shape
             return mixed(
