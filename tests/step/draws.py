@@ -85,7 +85,7 @@ def reshapes(rng: Random) -> Fun:
 @draw
 def joins(rng: Random) -> Fun:
     way, _ = placed(rng)
-    axis, kind = rng.randrange(3), rng.choice(["concatenate", "stack", "tile", "repeat", "ones"])
+    axis, kind = rng.randrange(3), rng.choice(["concatenate", "stack", "tile", "repeat", "ones", "longer"])
 
     def fun(p: Any, x: Any, y: Any) -> Any:
         a, b = way(hidden(p, x)), way(hidden(p[::-1], x))
@@ -94,6 +94,8 @@ def joins(rng: Random) -> Fun:
             return jnp.tile(a, [2 if i == d else 1 for i in range(a.ndim)])
         if kind == "repeat":
             return jnp.repeat(a, 3, axis=d)
+        if kind == "longer":  # runs of two lengths
+            return jnp.concatenate([a, b.repeat(2, axis=d), jnp.ones_like(a)], axis=d)
         if kind == "ones":
             return jnp.concatenate([a, jnp.ones_like(b), b], axis=d)
         return (jnp.stack if kind == "stack" else jnp.concatenate)([a, b, a], axis=d)
