@@ -159,7 +159,7 @@ class Walk(Generic[A]):
         """The array of a value in a spec, resharded if need be."""
         value = self.graph.values[value_id]
         if value.literal is not None:
-            return self.machine.literal(value)
+            return self._literal(value, spec, op)
         known = self.arrays.get(value_id, {})
         if spec in known:
             return known[spec]
@@ -170,6 +170,13 @@ class Walk(Generic[A]):
         array = self.machine.reshard(known[source], value, steps, op)
         self.put(value_id, spec, array)
         return array
+
+    def _literal(self, value: Value, spec: Spec, op: Op | None) -> A:
+        """A number; where a loop or branch takes it as a partial sum, on the first device alone."""
+        array, steps, whole = self.machine.literal(value), list[Step](), spec.without_partial()
+        for axis in spec.partial if value.literal != 0 else ():
+            steps.append(addend(steps[-1].spec if steps else whole, axis))
+        return self.machine.reshard(array, value, tuple(steps), op) if steps else array
 
     def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Step, ...]]:
         best: tuple[float, Spec, tuple[Step, ...]] | None = None

@@ -462,6 +462,16 @@ def two_rows_per_sample(p, x, y):
 # --- no sums over samples ---------------------------------------------------------------------------------------------
 
 
+@program(X, Y)
+def totals_that_start_from_one(p, x, y):
+    def loss(p):
+        h = forward(p, x)
+        total, _ = jax.lax.scan(lambda c, w: (c + jnp.mean((h - y) ** 2 * w[0]), None), 1.0, p["w2"])
+        return total
+
+    return train(loss, p)
+
+
 @program(X, Y, refused=True)
 def batch_norm(p, x, y):
     def loss(p):

@@ -76,3 +76,27 @@ def test_a_batch_cut_by_hand_is_cut_alike_in_micro_batches() -> None:
         got = al.parallelize(step, cluster="p3.16xlarge", planner=planner, num_microbatches=4, batch_argnums=1)(*args)
         for a, b in zip(jax.tree.leaves(got), want, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_what_sums_start_from_counts_once() -> None:
+    """Counts in the state that are not zero, a loop that begins at one, and a regulariser among gradients."""
+
+    def step(p: Any, counts: Any, x: Any, y: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h, norms = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), jnp.sum(w**2)), x, p)
+            total, _ = jax.lax.scan(lambda c, w: (c + jnp.sum(h * w[0]), None), 1.0, p)
+            return jnp.mean(h**2) + jnp.sum(norms) + total
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return p - 0.1 * grads, counts.at[y].add(1.0), value
+
+    x = jax.random.normal(jax.random.key(0), (8, 6))
+    args = (jnp.stack([jnp.eye(6)] * 4) * 0.5, jnp.arange(6.0) + 1, x, jnp.arange(8) % 6)
+    check_claims(trace(step, args, batch_argnums=(2, 3)), jax.tree.leaves(args), 2)
+    want = jax.tree.leaves(jax.jit(step)(*args))
+    for planner in (planners.Megatron(tensor=4), planners.Pipeline(num_stages=2)):
+        parallel = al.parallelize(
+            step, cluster="p3.16xlarge", planner=planner, num_microbatches=2, batch_argnums=(2, 3)
+        )
+        for a, b in zip(jax.tree.leaves(parallel(*args)), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)

@@ -44,7 +44,7 @@ def drawn(kind: str, seed: int) -> Checked | None:
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_claims_hold_of_what_is_drawn(kind: str, seed: int) -> None:
     drawn(kind, seed)
