@@ -106,7 +106,7 @@ class TracedFunction:
         request = self._request(target, check_microbatches(wanted))
         answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         plan = replace(answer.plan, request=request, batch=self.batch)
-        if plan.batch is not None:
+        if plan.batch is not None and plan.batch.assumed:
             _logger.info("%s: batch: %s", self.traced.name, plan.batch)
         return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
 
