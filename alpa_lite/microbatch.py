@@ -11,6 +11,7 @@ own size, literals included, and the update gets the mean over micro-batches of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ from alpa_lite.stacks import PartedProgram
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.merge import bodies_apart, merge
 from alpa_lite.step.relations import Kind, Refusal, Relation
+from alpa_lite.step.transfer import FOLLOWING
 from alpa_lite.trace import Traced
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
@@ -232,6 +234,13 @@ def _proven(
         again = _exact(traced, full, other, num_microbatches, runs)
         if not again.proof.refusals:
             return _cut_exactly(traced, again, num_microbatches, loop_parts)
+    if refusals and any(r.text in FOLLOWING for r in refusals):
+        # The step looks at its batch size: the full batch's own program may be exact at the size of a micro-batch.
+        with suppress(TraceError):
+            own = from_larger(traced, loop_parts, _microbatch_size(traced, num_microbatches))
+            again = _exact(traced, *own, num_microbatches, {})
+            if not again.proof.refusals:
+                return _cut_exactly(traced, again, num_microbatches, loop_parts)
     if refusals:
         raise NonAdditiveError(_sentence(refusals[0]))
     return _cut_exactly(traced, exact, num_microbatches, loop_parts)

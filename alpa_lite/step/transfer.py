@@ -131,6 +131,10 @@ class Transferred:
 Transfer = Callable[[Site], Transferred]
 _TRANSFERS: dict[str, Transfer] = {}
 
+OTHER_DTYPE = "has another dtype at another batch size"
+OTHER_PARAMETER = "has a parameter that follows the batch size"
+FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER))
+"""What is told of ops that are not the same at both sizes."""
 MIXES = "mixes the samples of the batch"
 AGAIN = "uses a sum over the batch again per sample"
 ORDERS = "combines arrays whose samples are in different orders"
@@ -156,9 +160,9 @@ def transfer(site: Site) -> Transferred:
     if any(r.kind is Kind.RUNNING for r in site.operands):
         return site.refused("reads the running value of a loop over samples")
     if not _same_dtypes(site):
-        return site.refused("has another dtype at another batch size")
+        return site.refused(OTHER_DTYPE)
     if not same_parameters(site):
-        return site.refused("has a parameter that follows the batch size")
+        return site.refused(OTHER_PARAMETER)
     return _TRANSFERS.get(site.op.primitive, by_rule)(site)
 
 

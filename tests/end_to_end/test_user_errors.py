@@ -86,7 +86,7 @@ def test_a_batch_that_data_parallelism_needs_and_cannot_find() -> None:
 
 def test_micro_batches_that_fail_tell_which_batch_was_assumed() -> None:
     def step(p: Any, table: Any, x: Any, labels: Any) -> Any:
-        return _step(p, x * table[labels][:, None], x[:, :4])
+        return _step(p, x * (table * p["w1"][0, 0])[labels][:, None], x[:, :4])
 
     given = (PARAMS, jnp.ones(16), X, jnp.zeros(16, jnp.int32))
     with _raises(errors.NonAdditiveError, "dim 0 of table, x, labels (assumed; name others with batch_argnums)"):
