@@ -294,7 +294,7 @@ def tile(site: Site) -> Transferred:
     return one(samples(dim, None if source.blocks is None else source.blocks * int(reps[dim])))
 
 
-@register_transfer("optimization_barrier")
+@register_transfer("optimization_barrier", "device_put")
 def barrier(site: Site) -> Transferred:
     """Values pass by themselves."""
     return Transferred(results=tuple(site.operands))
