@@ -20,7 +20,13 @@ def same_while_guard(op: Op) -> bool:
         return False
     condition, body = op.bodies
     names: dict[object, int] = {}
-    numbers = [_numbered(graph, i, names) for graph, i in zip((condition, body), wiring.inputs, strict=True)]
+    carried = set(wiring.carried.values())
+    # Both bodies may take one value in as a constant each.
+    operands = [("carried", i) if i in carried else ("constant", v) for i, v in enumerate(op.operands)]
+    numbers = [
+        _numbered(graph, [operands[i] for i in inputs], names)
+        for graph, inputs in zip((condition, body), wiring.inputs, strict=True)
+    ]
     any_of = condition.producer[condition.outputs[0]]
     if any_of is None or condition.ops[any_of].primitive != "reduce_or":
         return False
@@ -50,16 +56,16 @@ def _guards(body: Graph, numbers: dict[int, int], which: int, guard: int) -> boo
     return True
 
 
-def _numbered(graph: Graph, operands: Sequence[int], names: dict[object, int]) -> dict[int, int]:
+def _numbered(graph: Graph, inputs: Sequence[object], names: dict[object, int]) -> dict[int, int]:
     """A number for each value: equal for values that are computed alike from the same operands of the loop.
 
-    `operands`: of each input the number of the operand; `names`: the numbers so far, which both bodies share.
+    `inputs`: what stands for each input; `names`: the numbers so far, which both bodies share.
     """
 
     def name(made: object) -> int:
         return names.setdefault(made, len(names))
 
-    numbers = {v: name(("operand", i)) for v, i in zip(graph.inputs, operands, strict=True)}
+    numbers = {v: name(operand) for v, operand in zip(graph.inputs, inputs, strict=True)}
     literals = (v for v in graph.values if v.literal is not None)
     numbers |= {v.id: name(("literal", repr(v.literal), v.dtype)) for v in literals}
     for op in graph.ops:

@@ -294,10 +294,13 @@ def loops(rng: Random) -> Fun:
 
 @draw
 def branches(rng: Random) -> Fun:
-    kind = rng.choice(["state decides", "sums", "data decide", "one by one", "in step", "counting"])
+    kind = rng.choice(["state decides", "sums", "data decide", "one by one", "to a bound", "in step", "counting"])
 
     def fun(p: Any, x: Any, y: Any) -> Any:
         h = hidden(p, x)
+
+        def halved(row: Any) -> Any:
+            return row * jnp.clip(p[3], 0.3, 0.6)
 
         def halve(row: Any) -> Any:
             return lax.while_loop(lambda r: jnp.sum(r**2) > 0.5, lambda r: r / 2, row)
@@ -307,6 +310,9 @@ def branches(rng: Random) -> Fun:
             "sums": lambda: lax.cond(p[0] > 0, jnp.sum, lambda h: jnp.zeros(()), h),
             "data decide": lambda: lax.cond(jnp.mean(h) > 0, jnp.sin, jnp.cos, h),
             "one by one": lambda: jax.vmap(halve)(lax.stop_gradient(h)),
+            "to a bound": lambda: jax.vmap(
+                lambda row: lax.while_loop(lambda r: jnp.sum(r**2) > p[2] ** 2 + 0.1, halved, row)
+            )(lax.stop_gradient(h)),
             "in step": lambda: lax.while_loop(lambda c: c[0] < p[1] + 3, lambda c: (c[0] + 1, c[1] / 2), (0.0, h)),
             "counting": lambda: lax.fori_loop(0, x.shape[0], lambda i, c: c * 1.1 + p[0], 1.0) + jnp.sum(h),
         }[kind]()
