@@ -162,9 +162,10 @@ def at_two_sizes(
 
 def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
     loops = over_samples(traced, loop_parts)
-    full, other = full_in_parts(traced, loop_parts, loops), extrapolated(traced, loop_parts)[1]
-    check_same_structure(full.program.graph, other.graph)
-    return full, in_parts(traced, other, loop_parts)
+    full = full_in_parts(traced, loop_parts, loops)
+    other = in_parts(traced, extrapolated(traced, loop_parts)[1], loop_parts)
+    check_same_structure(full.program.graph, other.program.graph)
+    return full, other
 
 
 def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:

@@ -124,8 +124,9 @@ def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgr
     programs = {batch: full_program(traced, loop_parts, loops)}
     for times in (2, 3):
         programs[times * batch] = program_of(traced, traced.at_batch_size(times * batch), loop_parts, loops)
-    made = in_parts(traced, at_size(size, programs), loop_parts)
-    return full_in_parts(traced, loop_parts, loops), made
+    full, made = full_in_parts(traced, loop_parts, loops), in_parts(traced, at_size(size, programs), loop_parts)
+    check_same_structure(full.program.graph, made.program.graph)
+    return full, made
 
 
 def batch_of_one(traced: Traced, own: PartedProgram, loop_parts: int) -> dict[Graph, dict[int, int | None]]:
