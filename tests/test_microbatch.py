@@ -22,8 +22,9 @@ from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
 
-#: Draws, and positions used as numbers, count from the start of the batch; this plain executor cannot shift them.
+#: What depends on which micro-batch it is, as draws, positions, and what counts once do: this plain executor cannot tell.
 POSITIONAL = {
+    "totals_that_start_from_one",
     "weighted_by_position",
     "rows_by_numpy_arange",
     "mask_in_outputs",
