@@ -22,7 +22,7 @@ from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.trace import trace
 from tests.end_to_end.programs import PARAMS, PROGRAMS, X, Y, descend, forward, squared
 
-#: What depends on which micro-batch it is, as draws, positions, and what counts once do: this plain executor cannot tell.
+#: What depends on which micro-batch it is (draws, positions, what counts once) is beyond this plain executor.
 POSITIONAL = {
     "totals_that_start_from_one",
     "weighted_by_position",
