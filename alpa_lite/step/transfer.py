@@ -245,7 +245,7 @@ def through_factor(site: Site) -> Transferred:
     kind = rule.kinds[factor]
     if kind is FactorKind.PASS and not rule.has_halo(factor):
         return _passed(site, rule, factor, runs)
-    combined = _COMBINED_BY.get(rule.reduction)
+    combined = _COMBINED_BY.get(rule.reduction) if _orders(site) else None
     held = any(factor in factors for dims in rule.results for factors in dims)
     if kind is FactorKind.REDUCTION and combined is not None and not held and not rule.has_halo(factor):
         return Transferred(results=(combined,) * len(site.op.results))
@@ -253,6 +253,13 @@ def through_factor(site: Site) -> Transferred:
 
 
 _COMBINED_BY = {"sum": SUM, "max": MAX, "or": MAX, "min": MIN, "and": MIN}
+
+
+def _orders(site: Site) -> bool:
+    """False for `or` and `and` of whole numbers: they work bit by bit, and are no maximum or minimum."""
+    rule = rule_of_op(site.full, site.op.id)
+    by_bits = site.op.primitive in ("or", "and") or rule.reduction in ("or", "and")
+    return not by_bits or site.result().dtype == "bool"
 
 
 class _NotWhole(Exception):
@@ -331,7 +338,7 @@ def of_reduced(site: Site) -> Transferred:
     if kinds == {Kind.SUM}:
         return _of_sums(site)
     for kind, found, forbidden in ((Kind.MAX, MAX, _LEAST), (Kind.MIN, MIN, _LARGEST)):
-        if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden:
+        if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden and _orders(site):
             return Transferred(results=(found,) * len(site.op.results))
     what = "a sum" if kinds == {Kind.SUM} else "an extreme"
     return site.refused(f"makes something else of {what} over the batch")
@@ -364,7 +371,7 @@ def of_running(site: Site) -> Transferred:
     others_same = all(r.is_same for r in site.operands if r.kind is not Kind.RUNNING)
     primitive = site.op.primitive
     if len(running) == 1 and others_same:
-        if primitive in _TERMS and (primitive != "sub" or site.operands[0].kind is Kind.RUNNING):
+        if primitive in _TERMS and _orders(site) and (primitive != "sub" or site.operands[0].kind is Kind.RUNNING):
             total = (running[0].total[0], _TERMS[primitive])
             if running[0].total[1] in ("", total[1]) and site.value(0).dtype == site.result().dtype:
                 return Transferred(results=(Relation(Kind.RUNNING, total=total),))

@@ -76,3 +76,17 @@ def test_the_order_of_the_lattice() -> None:
     assert join(INVARIANT, SUM, WHY).kind is Kind.MIXED
     assert join(MAX, MIN, WHY).kind is Kind.MIXED
     assert join(samples(0, None), samples(0, 2), WHY) == samples(0, 2)
+
+
+@pytest.mark.parametrize("over", ["reduction", "loop"])
+def test_or_of_whole_numbers_is_no_maximum(over: str) -> None:
+    """It works bit by bit: 1 | 2 is 3."""
+
+    def step(p: Any, x: Any) -> Any:
+        bits = (x * p[0]).astype(jnp.int32)
+        if over == "reduction":
+            return p, jax.lax.reduce(bits, jnp.int32(0), jnp.bitwise_or, (0,))
+        return p, jax.lax.scan(lambda c, row: (c | row, None), jnp.int32(0), bits)[0]
+
+    args = (jnp.ones(1), 2.0 ** jnp.arange(8))
+    assert check_claims(trace(step, args, batch_argnums=1), jax.tree.leaves(args), 2).proof.refusals
