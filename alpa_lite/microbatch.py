@@ -119,9 +119,9 @@ def split_step(
     for size in sizes:
         try:
             full, other = at_two_sizes(traced, size, loop_parts, likely=likely)
-        except Exception as error:
+        except TraceError as error:
             if num_microbatches > 1:
-                raise _as_trace_error(error, traced, size) from error
+                raise
             problem = f"The batch was lost: {error}"
             continue
         verify(full.program.graph)
@@ -150,11 +150,11 @@ def at_two_sizes(
         if size == 1 and not traces_alike(traced, size):
             return _of_one_sample(traced, loop_parts)
         full, other = _traced_at(traced, size, loop_parts)
-    except Exception as error:
+    except TraceError as error:
         try:
             return from_larger(traced, loop_parts, size)
-        except Exception:  # the user's function may raise anything at another size; the first error says most
-            raise error from None
+        except TraceError:
+            raise error from None  # the first says most
     if size > 1:
         known |= {batch: full, size: other}
     return full, other
@@ -186,7 +186,7 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     if traced.batch_size == 1:
         try:
             known, problem = batch_of_one(traced, full, loop_parts), ""
-        except Exception as error:  # the user's function may raise anything at another size
+        except TraceError as error:
             problem = f"{problem} {error}"
     batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
     loop = loop_ops(graph, batch)
@@ -387,13 +387,3 @@ def _probe_sizes(size: int) -> tuple[int, ...]:
     """Other batch sizes at which to see what follows the batch; JAX may choose other algorithms at some of them."""
     smaller = [size // p for p in range(2, size) if size % p == 0]
     return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))
-
-
-def _as_trace_error(error: Exception, traced: Traced, size: int) -> Exception:
-    if isinstance(error, (TraceError, NonAdditiveError)):
-        return error
-    return TraceError(
-        f"{traced.name} cannot be traced at a micro-batch of {size} samples instead of {traced.batch_size}: "
-        f"{type(error).__name__}: {error}. Micro-batching needs a step that works at any batch size; "
-        "use num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
-    )

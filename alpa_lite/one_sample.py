@@ -83,7 +83,7 @@ def traces_alike(traced: Traced, size: int) -> bool:
     """Whether JAX writes the same equations at the full batch and at another size, on arrays of as many dims."""
     try:
         return _alike(traced.jaxpr, traced.at_batch_size(size))
-    except Exception:  # the user's function may raise anything at another size
+    except TraceError:
         return False
 
 

@@ -60,7 +60,7 @@ class Traced:
     _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def at_batch_size(self, size: int) -> Any:
-        """The jaxpr of the step with another leading size of its batch."""
+        """The jaxpr of the step at another batch size; `TraceError` where the function raises anything there."""
         if size == self.batch_size:
             return self.jaxpr
         if size not in self._cache:
@@ -68,7 +68,16 @@ class Traced:
                 leaf if dim is None else resized(leaf, dim, size, self.batch_size)
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
-            self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
+            try:
+                self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
+            except TraceError:
+                raise
+            except Exception as error:  # the user's function may raise anything at a size that it was not written for
+                raise TraceError(
+                    f"{self.name} cannot be traced at {size} samples instead of {self.batch_size}: "
+                    f"{type(error).__name__}: {error}. Micro-batching needs a step that works at any batch size; use "
+                    "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
+                ) from error
         return self._cache[size]
 
     def require_batch(self) -> int:
@@ -211,7 +220,7 @@ def _name_of(fun: Callable[..., Any]) -> str:
 def _works_at_other_sizes(traced: Traced) -> bool:
     try:
         traced.at_batch_size(2 * traced.require_batch())
-    except Exception:  # the user's function may raise anything at another size
+    except TraceError:
         return False
     return True
 

@@ -275,7 +275,7 @@ def test_a_batch_size_written_into_the_step_is_followed_through_it() -> None:
     loop = next(op for op in found.graph.ops if op.primitive == "scan")
     assert found.batch_dims[loop.results[0]] == 0
     assert [op.id for op in found.graph.ops if found.phases[op.id] is Phase.UPDATE]
-    with pytest.raises(TraceError, match="cannot be traced at a micro-batch of 8 samples"):
+    with pytest.raises(TraceError, match="cannot be traced at 8 samples"):
         split_step(traced, 2)
 
 

@@ -71,7 +71,7 @@ def test_a_step_with_its_batch_size_written_into_it_is_split_all_the_same(planne
 
     arguments = (programs.PARAMS, programs.X, programs.Y)
     program = programs.Program(step=step, args=arguments, batch_argnums=(1, 2))
-    with pytest.raises(al.errors.TraceError, match="cannot be traced at a micro-batch of 8 samples"):
+    with pytest.raises(al.errors.TraceError, match="cannot be traced at 8 samples"):
         parallel(program, planner, 2).trace(*arguments).plan()
     parallelised = parallel(program, planner)
     assert_same(parallelised(*arguments), jax.jit(step)(*arguments))
