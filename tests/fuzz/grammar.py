@@ -211,7 +211,7 @@ def build(program: Program) -> Built:
         return jnp.asarray(rng.normal(size=dims) * scale, jnp.float32)
 
     net = {
-        f"{letter}_{i}": array(shape)
+        f"{letter}_{i}": array(shape).astype(piece.dtype)
         for i, (_, _, piece) in enumerate(program.pieces())
         for letter, shape in re.findall(r"(\w)=(\S+)", piece.params.replace(" * ", "*"))
     }

@@ -34,6 +34,7 @@ class Piece:
         state: parts of the state that the piece needs: ``"name=shape"``, where the shape "net" means one like the
             parameters.
         tolerance: relative difference that rounding may make.
+        dtype: of the parameters.
     """
 
     code: str
@@ -41,6 +42,7 @@ class Piece:
     label: str = ""
     state: str = ""
     tolerance: float = 0.0
+    dtype: str = "float32"
 
 
 HIDDEN = {
@@ -211,6 +213,25 @@ HIDDEN = {
         params="a=D,D",
         tolerance=5e-2,
     ),
+    "half_precision_parameters": Piece(
+        code="h = jnp.tanh(h.astype(jnp.bfloat16) @ $a + $b).astype(jnp.float32)",
+        params="a=D,D b=D",
+        tolerance=5e-2,
+        dtype="bfloat16",
+    ),
+    "bits_of_features": Piece(
+        code="c = jnp.bitwise_or.reduce((h > 0).astype(jnp.int32) << jnp.arange(D), axis=1)\n"
+        "h = h * (1 + c / 64)[:, None]"
+    ),
+    "parity_of_features": Piece(code="h = h * jnp.where(jnp.logical_xor.reduce(h > x, axis=1), 1.5, 1.0)[:, None]"),
+    "bits_of_all_labels": Piece(code="c = jnp.bitwise_xor.reduce(1 << y)\nh = h * (1 + (c >> y & 1))[:, None]"),
+    "bits_in_a_scan": Piece(
+        code="def layer(c, v):\n"
+        "    return (jnp.tanh(c[0] @ v), c[1] << 1 | (c[0] > 0).any(1)), None\n"
+        "(h, c), _ = jax.lax.scan(layer, (h, jnp.zeros(n, jnp.int32)), $a)\n"
+        "h = h * (1 + c)[:, None]",
+        params="a=2,D,D",
+    ),
     "positions": Piece(code="h = h * (1 + jnp.arange(n) % 3)[:, None]"),
     "linspace": Piece(code="h = h + jnp.linspace(0.0, 1.0, n)[:, None]"),
     "encoded_with_data": Piece(
@@ -334,6 +355,18 @@ HIDDEN = {
     "means_of_classes": Piece(code="h = h - (jax.nn.one_hot(y, D).T @ h)[y] / n", label="mixed"),
     "cond_on_a_mean": Piece(code="h = jax.lax.cond(h.mean() > 0.05, lambda h: 2 * h, lambda h: h, h)", label="mixed"),
     "reshaped_across": Piece(code="h = h * h.reshape(D, n).T", label="mixed"),
+    "bits_of_samples": Piece(
+        code="c = jnp.bitwise_or.reduce(1 << (jnp.arange(n)[:, None] + D) % 7 * (h > 0), axis=0)\nh = h * (1 + c / 64)",
+        label="mixed",
+    ),
+    "parity_of_samples": Piece(
+        code="h = h * jnp.where(jnp.logical_xor.reduce(h > 0, axis=0), 1.5, 1.0)", label="mixed"
+    ),
+    "bits_of_samples_in_a_scan": Piece(
+        code="c, _ = jax.lax.scan(lambda c, v: (c & ~(1 << v.argmax()), None), 255, h)\n"
+        "h = h * (1 + (c >> jnp.arange(D) & 1))",
+        label="mixed",
+    ),
     "pairs": Piece(code="h = h * h.reshape(n // 2, 2, D)[:, ::-1].reshape(n, D)", label="pairs"),
     "means_of_pairs": Piece(code="h = h + jnp.repeat(h.reshape(-1, 2, D).mean(1), 2, axis=0)", label="pairs"),
     "strided": Piece(code="h = h * jnp.repeat(h[::2] - h[1::2], 2, axis=0)", label="pairs"),
@@ -479,6 +512,27 @@ METRICS = {
     "pairs": Piece(code="h @ h.T,", label="unknown"),
     "running": Piece(code="jnp.cumsum(h, axis=0),", label="unknown"),
     "product": Piece(code="(1 + 0.1 * h).prod(),", label="unknown"),
+    "bits": Piece(
+        code="jnp.bitwise_or.reduce(1 << h.argmax(1)), jnp.bitwise_and.reduce(~(1 << h.argmax(1))), "
+        "jnp.bitwise_xor.reduce((h > 0).astype(jnp.uint8) << jnp.arange(D, dtype=jnp.uint8), axis=0)",
+        label="unknown",
+    ),
+    "bits_by_a_scan": Piece(
+        code="jax.lax.scan(lambda c, v: (c | 1 << v.argmax(), None), 1, h)[0], "
+        "jax.lax.scan(lambda c, v: (c ^ (v[0] > 0), None), True, h)[0]",
+        label="unknown",
+    ),
+    "flags_by_a_scan": Piece(
+        code="jax.lax.scan(lambda c, v: (c | (v > 0.8).any(), None), False, h)[0], "
+        "jax.lax.scan(lambda c, v: (c & (v > -0.8).all(), None), True, h)[0]",
+        label="unknown",
+    ),
+    "whole_numbers": Piece(code="(h * 10).astype(jnp.int32).sum(0), (h * 10).astype(jnp.uint8).max(1)"),
+    "numbers_by_a_scan": Piece(
+        code="jax.lax.scan(lambda c, v: (c + v.argmax(), None), 3, h)[0], "
+        "jax.lax.scan(lambda c, v: (jnp.minimum(c, v.argmax()), None), 9, h)[0]",
+        label="unknown",
+    ),
 }
 """What the step returns beside: tuples of arrays."""
 
@@ -596,6 +650,9 @@ STATES = {
     "running_maximum": Piece(code="new['c'] = jnp.maximum(state['c'], abs(x).max(0))", state="c=D"),
     "average_of_parameters": Piece(
         code="new['a'] = jax.tree.map(lambda a, v: 0.9 * a + 0.1 * v, state['a'], p)", state="a=net"
+    ),
+    "labels_seen": Piece(
+        code="new['b'] = (state['b'].astype(jnp.int32) | jnp.bitwise_or.reduce(1 << y)).astype(jnp.float32)", state="b="
     ),
     "samples_seen": Piece(code="new['j'] = state['j'] + n", state="j=", label="unknown"),
     "decay_of_samples": Piece(code="new['d'] = state['d'] ** n", state="d=", label="unknown"),
