@@ -177,7 +177,7 @@ class _Builder:
         if empty and not eqn.effects and name != "broadcast_in_dim":
             # Nothing to compute, and nothing to hand from one program to the next.
             return [self.empty(aval, stack=stack, source=source) for aval in avals]
-        _refuse_order(eqn, source)
+        _refuse(eqn, source)
         return self.append(eqn.primitive, eqn.params, operands, avals, (), stack, source, effectful=bool(eqn.effects))
 
     def empty(self, aval: Any, *, stack: str, source: str) -> int:
@@ -387,7 +387,14 @@ def _is_over_dims(axes: Sequence[Any]) -> bool:
     return all(isinstance(axis, int) for axis in axes)
 
 
-def _refuse_order(eqn: Any, source: str) -> None:
+def _refuse(eqn: Any, source: str) -> None:
+    """Raises `TraceError` for an equation that cannot run on several devices, or anywhere."""
+    if eqn.primitive.name == "custom_lin":  # left where a derivative in forward mode is used, not transposed
+        raise TraceError(
+            f"{source}: a function with a custom_vjp is differentiated in forward mode (jax.jvp, jax.jacfwd or "
+            "jax.linearize), for which it has no rule; jax.jit cannot run this either. Use reverse mode, or write the "
+            "function with jax.custom_jvp."
+        )
     if eqn.effects and eqn.params.get("ordered"):
         raise TraceError(
             f"{source}: {eqn.primitive.name} with ordered=True keeps its place in the order of a program, but "

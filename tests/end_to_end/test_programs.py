@@ -107,6 +107,17 @@ def test_what_callbacks_return_is_shared_by_collectives_of_the_plan(
     assert handed_over(compiled) == plan
 
 
+def test_what_has_no_derivative_in_forward_mode_is_refused_with_its_line() -> None:
+    own = jax.custom_vjp(jnp.sin)
+    own.defvjp(lambda h: (jnp.sin(h), h), lambda h, g: (g * jnp.cos(h),))
+
+    def step(p: Any, x: Any) -> Any:
+        return p, jax.jvp(lambda x: own(x), (x,), (x,))[1]
+
+    with pytest.raises(al.errors.TraceError, match=r"test_programs\.py.*custom_vjp.*forward mode"):
+        al.plan(step, *PROGRAMS["printed_once"].args[:2], cluster=eager_cluster())
+
+
 def test_ordered_callbacks_are_refused() -> None:
     def step(p: Any, x: Any) -> Any:
         jax.debug.print("{x}", x=x, ordered=True)

@@ -106,6 +106,10 @@ def compare(
     except al.AlpaLiteError as error:
         kind = "refused" if isinstance(error, al.errors.TraceError) else "crashed"
         kind = "unplanned" if type(error) in (al.errors.PlanError, al.errors.InfeasibleError) else kind
+        try:
+            jax.jit(step).lower(*args)
+        except Exception:
+            kind = "unusable"
         return Outcome(kind=kind, detail=f"{type(error).__name__}: {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
