@@ -24,7 +24,8 @@ SMALL = 2e-5
 """Relative differences that are not asked about any further."""
 RELATIVE = 1e-4
 ROUNDINGS = 20.0
-NUDGE = 3e-7
+NUDGE = 2.5
+"""Of the rounding of a dtype: how far arguments are moved to see what rounding does to results."""
 COMPARABLE = 1e-2
 """Where `jax.jit` in float32 is farther than this from float64, the two do not compute the same: draws differ with the
 dtype. There results are compared directly."""
@@ -136,7 +137,8 @@ def _is_unstable(step: Callable[..., Any], args: Sequence[Any], calls: int, got:
     def nudged(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return leaf * jnp.asarray(1 + NUDGE * rng.normal(size=leaf.shape), leaf.dtype)
+        move = NUDGE * jnp.finfo(leaf.dtype).eps * rng.normal(size=leaf.shape)
+        return leaf * jnp.asarray(1 + move, leaf.dtype)
 
     errors = [difference(a, b) for a, b in zip(got, want, strict=True)]
     moved = [0.0] * len(want)
