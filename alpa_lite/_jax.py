@@ -23,6 +23,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 from jax.sharding import Sharding
 
+from cost_models.text import printable
+
 try:
     from jax._src.api_util import InternalFloatingPointError as InvalidNumbersError
     from jax._src.config import trace_context as _trace_context
@@ -80,7 +82,7 @@ def source_line(eqn: Any) -> str:
 
     Of code that calls a library of layers or optimizers it is the line of the call, not one of the library.
     """
-    line = source_info_util.summarize(eqn.source_info)
+    line = printable(source_info_util.summarize(eqn.source_info))
     if line.startswith(_OWN_FOLDER):
         return ""
     if not in_a_library(line):
@@ -91,7 +93,7 @@ def source_line(eqn: Any) -> str:
         inner = itertools.takewhile(lambda frame: not frame.startswith(_OWN_FOLDER), frames)
         caller = next((frame for frame in inner if not in_a_library(frame)), None)
         if caller is not None:
-            return caller
+            return printable(caller)
     return line
 
 
@@ -107,7 +109,7 @@ def in_a_library(line: str) -> bool:
 
 def name_stack(eqn: Any) -> str:
     """Name stack of an equation, relative to the equation that encloses it."""
-    return str(eqn.source_info.name_stack)
+    return printable(str(eqn.source_info.name_stack))
 
 
 _extended: dict[str, Any] = {}

@@ -22,31 +22,33 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
+from cost_models.text import parse_json
 
 CHECKSUM = "checksum"
 """The entry of a file that holds the digest of all others."""
 
-MAX_BYTES = 256 * 2**20
-"""The largest file that is read: no plan is as large."""
+MAX_BYTES, MAX_VALUES = 16 * 2**20, 1_500_000
+"""The largest file that is read: a plan has about 100 bytes and 7 values for each op of its step."""
 
 _MAX_WHOLE = 2**63
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
-def write_file(data: Mapping[str, Any], path: str | Path) -> None:
-    """Write plain data with a checksum."""
-    Path(path).write_text(json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False))
+def to_text(data: Mapping[str, Any]) -> bytes:
+    """Plain data with a checksum, as the text of a file. Raises `PlanError` for what `from_text` would not take."""
+    text = json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False).encode()
+    try:
+        parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
+    except ValueError as error:
+        raise PlanError(f"This plan cannot be saved: {error}.") from error
+    return text
 
 
-def read_file(path: str | Path) -> Any:
+def from_text(text: bytes, path: str | Path) -> Any:
     """The plain data of a file, whose checksum, if it has one, must be right. Raises `PlanError` in a sentence."""
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
-        data = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
+    except ValueError as error:
         raise PlanError(f"{path} cannot be read as a plan: {error}. Give a file that plan.save wrote.") from error
     if not isinstance(data, dict) or CHECKSUM not in data:
         return data
@@ -57,6 +59,16 @@ def read_file(path: str | Path) -> Any:
             f'as plan.save wrote it. If you changed it on purpose, remove its entry "{CHECKSUM}".'
         )
     return data
+
+
+def read_file(path: str | Path) -> Any:
+    """The plain data of a file. Raises `PlanError` for one that cannot be read, and as `from_text`."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read as a plan: {error}. Give a file that plan.save wrote.") from error
+    return from_text(text, path)
 
 
 def _digest(data: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alpa_lite.codec import decode, encode, hints_of, read_file, write_file
+from alpa_lite.codec import decode, encode, hints_of, read_file, to_text
 from alpa_lite.errors import MismatchError, PlanError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
@@ -164,7 +164,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, with a checksum."""
-        write_file(self.to_json(), path)
+        Path(path).write_bytes(to_text(self.to_json()))
 
     @staticmethod
     def load(path: str | Path) -> Plan:

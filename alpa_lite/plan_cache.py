@@ -2,8 +2,11 @@
 
     key      sha256 of the step, the arguments' names, the cluster, the planner with its options, the cost model, the
              number of micro-batches, the versions of what plans, and its own source                       `key_of`
-    value    the plan as `Plan.save` writes it; it must belong to the step that asks                       `planned`
-    folder   the user's caches, bounded in size; what was not asked for longest goes first                 `_store`
+    value    the plan as `Plan.save` writes it, after its key; it must belong to the step that asks         `planned`
+    folder   the user's caches, bounded in size; what was not asked for longest goes first             `_make_room`
+
+A file counts as one of the cache if it has the name and the first bytes that this module writes and belongs to the
+user; all others are neither read nor removed.
 
 What has no content to compare (planners and cost models of the user's, rules that the user registered) is planned each
 time. So are plans that are chosen by running them, and those that were interrupted. A cache that cannot be read or
@@ -16,6 +19,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,7 +33,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite import codec
+from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.ir import Graph
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.plan import FORMAT, INTERRUPTED, Plan, fingerprint
@@ -36,13 +42,20 @@ from alpa_lite.planners.auto import Auto
 from alpa_lite.planners.planner import Planner, PlanRequest
 from alpa_lite.planners.replay import Replay
 from alpa_lite.rules.registry import only_own_rules
-from alpa_lite.runtime.fingerprint import cache_folder
+from alpa_lite.runtime.fingerprint import cache_folder, make_private
 
 VARIABLE = "ALPA_LITE_CACHE"
 """The environment variable that gives another folder, or "off"; options of functions go before it."""
 
 MAX_BYTES = 256 * 2**20
 """What the files of a folder may take together."""
+
+_MARK, _KEY, _WORDS = "kept", "key", "a plan that alpa_lite keeps"
+"""The first two entries of a file: what it is, and of which key."""
+
+_SUFFIX = ".json"
+_NAME = re.compile(r"[0-9a-f]{64}(\.json|\.\w{8}\.tmp)")
+_KEY_BYTES = 256  # more than the first two entries take
 
 _OWN = ("alpa_lite", "cost_models")
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba", "pulp", "networkx")
@@ -69,14 +82,13 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     key = key_of(planner, request) if folder is not None else None
     if folder is None or key is None:
         return Answer(plan=_made(planner, request), cached=False)
-    path = folder / f"{key}.json"
-    known = _load(path, request)
+    known = _load(folder, key, request)
     if known is not None:
         request.progress(f"from the cache: this plan took {known.solver.seconds:.1f} s to find")
         return Answer(plan=known, cached=True)
     plan = _made(planner, request)
     if plan.solver.status != INTERRUPTED:
-        _store(path, plan)
+        _store(folder, key, plan)
     return Answer(plan=plan, cached=False)
 
 
@@ -185,10 +197,14 @@ def own_digest() -> str:
     return digest.hexdigest()
 
 
-def _load(path: Path, request: PlanRequest) -> Plan | None:
-    """The plan of a file, if it belongs to the step; noted as asked for."""
+def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
+    """The plan that is kept under a key, if it belongs to the step; noted as asked for."""
+    path = folder / f"{key}{_SUFFIX}"
     try:
-        plan = Plan.load(path)
+        data = codec.from_text(_own_text(path, codec.MAX_BYTES + 1) or b"", path)
+        if (data.pop(_MARK), data.pop(_KEY)) != (_WORDS, key):
+            return None
+        plan = Plan.from_json(data)
         plan.verify(request.step_at(plan.num_microbatches, plan.loop_parts), request.cluster)
         os.utime(path)
     except Exception:  # a file that was damaged may fail in any way, and is written anew
@@ -196,20 +212,53 @@ def _load(path: Path, request: PlanRequest) -> Plan | None:
     return plan
 
 
-def _store(path: Path, plan: Plan) -> None:
+def _store(folder: Path, key: str, plan: Plan) -> None:
     """Write a plan so that others see all of it or nothing, and let old ones go."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(number)
+    with suppress(OSError, PlanError):
+        text = codec.to_text({_MARK: _WORDS, _KEY: key, **plan.to_json()})
+        make_private(folder)
+        number, name = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".tmp")
         try:
-            plan.save(name)
-            os.replace(name, path)
+            with os.fdopen(number, "wb") as file:
+                file.write(text)
+            os.replace(name, folder / f"{key}{_SUFFIX}")
         except BaseException:
             os.unlink(name)
             raise
-        left = MAX_BYTES
-        for file in sorted(path.parent.iterdir(), key=lambda f: f.stat().st_mtime, reverse=True):
-            left -= file.stat().st_size
-            if left < 0:
-                file.unlink()
+        _make_room(folder)
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the plans that were not asked for longest, where all take more than `MAX_BYTES`.
+
+    Whatever else is in the folder does not count and is not touched.
+    """
+    left = MAX_BYTES
+    found = [(path, path.stat()) for path in folder.iterdir() if _is_ours(path)]
+    for path, known in sorted(found, key=lambda each: each[1].st_mtime, reverse=True):
+        left -= known.st_size
+        if left < 0 and _is_ours(path):
+            path.unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this cache wrote a file: for its name and first bytes, no other program did."""
+    with suppress(OSError):
+        return _NAME.fullmatch(path.name) is not None and _own_text(path, _KEY_BYTES) is not None
+    return False
+
+
+def _own_text(path: Path, size: int) -> bytes | None:
+    """The first `size` bytes of a file that this cache wrote for this user; None for another. Raises `OSError`."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(number, "rb") as file:
+        known = os.fstat(number)
+        if not stat.S_ISREG(known.st_mode) or (hasattr(os, "getuid") and known.st_uid != os.getuid()):
+            return None
+        text = file.read(size)
+    return text if text.startswith(_beginning(path.name.partition(".")[0])) else None
+
+
+def _beginning(key: str) -> bytes:
+    """The first bytes of the file of a key, as `to_text` writes them."""
+    return json.dumps({_MARK: _WORDS, _KEY: key})[:-1].encode()

@@ -6,7 +6,7 @@ No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from alpa_lite.batch import (
 )
 from alpa_lite.errors import BatchError, TraceError
 from alpa_lite.garbage import rare_collection
+from cost_models.text import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def trace(
     dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
     tree = (dynamic, dict(kwargs or {}))
     paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
-    names = tuple(leaf_name(fun, path) for path, _ in paths)
+    names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
     box: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def trace(
         arguments, keywords = jax.tree.unflatten(in_tree, given)
         full = [args[i] if i in static else arguments[i] for i in range(len(args))]
         out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
-        box["names"] = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in out_paths)
+        box["names"] = unique(_path(path) for path, _ in out_paths)
         _check_outputs(fun, box["names"], [leaf for _, leaf in out_paths])
         box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
@@ -214,7 +215,7 @@ def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Seque
 
 
 def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
+    return printable(getattr(fun, "__name__", type(fun).__name__))
 
 
 def _works_at_other_sizes(traced: Traced) -> bool:
@@ -237,8 +238,24 @@ def _owner(path: tuple[Any, ...]) -> int | str:
 def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
     owner = argument_name(fun, _owner(path))
-    tail = jax.tree_util.keystr(path[2:], simple=True, separator="/")
+    tail = _path(path[2:])
     return f"{owner}/{tail}" if tail else owner
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Names, of which equal ones are numbered from the second on: `{"a/b": x, "a": {"b": y}}` has two `a/b`."""
+    found: dict[str, None] = {}
+    for name in names:
+        number, numbered = 1, name
+        while numbered in found:
+            number += 1
+            numbered = f"{name}#{number}"
+        found[numbered] = None
+    return tuple(found)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return printable(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def argument_name(fun: Callable[..., Any], owner: int | str) -> str:

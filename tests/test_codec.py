@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite import codec
-from alpa_lite.codec import CHECKSUM, decode, encode, read_file, write_file
+from alpa_lite.codec import CHECKSUM, decode, encode, read_file, to_text
 from alpa_lite.errors import PlanError
+from cost_models.text import printable
 
 
 class Colour(StrEnum):
@@ -127,13 +128,17 @@ def test_long_junk_is_cut_in_messages() -> None:
 def test_files_keep_their_content(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("file") / "file.json"
     data.pop(CHECKSUM, None)
-    write_file(data, path)
+    try:
+        path.write_bytes(to_text(data))
+    except PlanError:
+        assert any(printable(text) != text for text in (*data, *data.values()) if isinstance(text, str))
+        return
     assert read_file(path) == data
 
 
 def test_a_changed_file_is_refused_unless_its_checksum_is_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    write_file({"a": 1, "b": [0.1, "ü"]}, path)
+    path.write_bytes(to_text({"a": 1, "b": [0.1, "ü"]}))
     data = json.loads(path.read_text())
     path.write_text(json.dumps(dict(reversed(data.items())), indent=4))
     assert read_file(path) == {"a": 1, "b": [0.1, "ü"]}  # form is no content
@@ -154,7 +159,7 @@ def test_what_is_no_json_is_a_sentence(text: bytes, tmp_path: Path) -> None:
 
 def test_files_without_end_are_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_BYTES", 2**20)
-    with pytest.raises(PlanError, match="more than 1 MiB"):
+    with pytest.raises(PlanError, match="more than 1024 KiB"):
         read_file("/dev/zero")
     with pytest.raises(PlanError, match="cannot be read"):
         read_file("/nowhere/at/all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import alpa_lite as al
-from alpa_lite import plan_cache
-from alpa_lite.planners import Auto, DataParallel, Hybrid, Planner, PlanRequest
+from alpa_lite import codec, plan_cache
+from alpa_lite.planners import Auto, DataParallel, Hybrid, Megatron, Planner, PlanRequest
 from alpa_lite.progress import Progress
 
 WIDTH, BATCH = 64, 32
@@ -153,6 +154,62 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     _planned(tmp_path, steps[2])
     assert len(list(tmp_path.iterdir())) == 2
     assert [_planned(tmp_path, step).cached for step in (steps[2], steps[0], steps[1])] == [True, True, False]
+
+
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _planned(tmp_path)
+    (own,) = tmp_path.iterdir()
+    others = {
+        "dataset.bin": b"0" * 10_000,
+        "thesis.tex": b"chapter one",
+        f"{'0' * 64}": b"a blob of another cache",
+        f"{'1' * 64}.json": b"{}",
+        f"{'2' * 64}.json": own.read_bytes(),  # a copy, for its name not one that was written
+        f"{'3' * 64}.abcd1234.tmp": b"",
+        f"{own.stem}.json.bak": own.read_bytes(),
+    }
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / f"{'4' * 64}.json").mkdir()
+    (tmp_path / f"{'5' * 64}.json").symlink_to(tmp_path / "thesis.tex")
+    os.mkfifo(tmp_path / f"{'6' * 64}.json")
+    there = {path.name for path in tmp_path.iterdir()} - {own.name}
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 1.5 * own.stat().st_size)
+    os.utime(own, (2, 2))
+    _planned(tmp_path, step_with(0.2))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert own.name not in left and there < left and len(left) == len(there) + 1
+    assert all((tmp_path / name).read_bytes() == content for name, content in others.items())
+
+
+def test_plans_belong_to_their_keys(tmp_path: Path) -> None:
+    """One that somebody stored under another key is not taken, with a right checksum or not."""
+    megatron, wanted = tmp_path / "megatron", tmp_path / "wanted"
+    _planned(megatron, planner=Megatron(tensor=8))
+    _planned(wanted, planner=DataParallel())
+    (stored,), (path,) = megatron.iterdir(), wanted.iterdir()
+    path.write_bytes(stored.read_bytes())
+    assert not _planned(wanted, planner=DataParallel()).cached
+    data = codec.from_text(stored.read_bytes(), stored)
+    path.write_bytes(codec.to_text({**data, "key": path.stem}))
+    assert _planned(wanted, planner=DataParallel()).cached  # who may write this user's files can say anything
+    path.write_bytes(stored.read_bytes().replace(stored.stem.encode(), path.stem.encode()))
+    assert not _planned(wanted, planner=DataParallel()).cached
+
+
+def test_plans_of_other_users_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _planned(tmp_path)
+    me = os.getuid()
+    monkeypatch.setattr(plan_cache.os, "getuid", lambda: me + 1)
+    assert not _planned(tmp_path).cached
+
+
+def test_folders_are_for_the_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "caches" / "plans"
+    _planned(folder)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder.parent, folder)] == [0o700, 0o700]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()] == [0o600]
 
 
 def test_interrupted_plans_are_not_kept(tmp_path: Path) -> None:

@@ -201,6 +201,10 @@ class _Builder:
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
         name, params = eqn.primitive.name, _jax.params_of(eqn)
+        if name == "scan" and params["length"] == 0:  # what it carries is what it began with
+            first, num_carry = params["num_consts"], params["num_carry"]
+            rest = [self.empty(v.aval, stack=stack, source=source) for v in eqn.outvars[num_carry:]]
+            return [*operands[first : first + num_carry], *rest]
         if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
             return self.scan_in_parts(eqn, operands, stack=stack, source=source)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:

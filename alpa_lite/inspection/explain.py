@@ -42,6 +42,7 @@ from alpa_lite.inspection.units import (
 from alpa_lite.intra_op.placed import Key
 from alpa_lite.plan import CollectiveUse, Plan, StagePlan
 from alpa_lite.planners.reprice import Repricing
+from cost_models.text import printable
 
 _NUMBERED = re.compile(r"^(?P<what>stage|layer|op)\s+(?P<number>\d+)$")
 _MAX_COLLECTIVES = 12
@@ -102,20 +103,22 @@ def explain(plan: Plan, subject: str) -> str:
 
 def explanation(plan: Plan, subject: str) -> Explanation:
     """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    wanted = printable(subject)  # as names in plans are
     if plan.request is None:
-        return _explanation(plan, subject.strip())
-    with plan.request.progress.during("explain", f"explaining {subject}"):
-        return _explanation(plan, subject.strip())
+        return _explanation(plan, wanted)
+    with plan.request.progress.during("explain", f"explaining {wanted}"):
+        return _explanation(plan, wanted)
 
 
 def _explanation(plan: Plan, wanted: str) -> Explanation:
     repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
-    if (match := _NUMBERED.match(wanted)) is not None:
+    if (match := _NUMBERED.match(wanted.strip())) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
         return _noted(plan, explained(plan, int(match["number"]), repricing))
     arguments = arguments_of(plan)
     if (group := _find_group(arguments, wanted)) is not None:
         return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
+    wanted = wanted.strip()
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
     keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
     if uses or keys:

@@ -33,7 +33,8 @@ def page_data(
     """The data of a plan's page: `lanes` of tasks, one above the other, and `memory` on the clock of the first."""
     predicted = predicted_timeline(plan)
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
-    spans: dict[str, Sequence[Any]] = {name: _shown(found) for name, found in listed.items() if found}
+    shown = {name: _shown(found or ()) for name, found in listed.items()}
+    spans: dict[str, Sequence[Any]] = {name: found for name, found in shown.items() if found}
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
     tick = longest / TICKS
     return {

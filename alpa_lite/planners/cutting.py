@@ -131,7 +131,7 @@ def _trips(step: StepGraph) -> dict[int, tuple[float, int]]:
     for op in step.graph.ops:
         if step.phases[op.id] is Phase.FORWARD:
             wiring = wiring_of(op)
-            cuttable = wiring is not None and wiring.scanned and 1 <= wiring.trips <= MAX_TRIPS
+            cuttable = wiring is not None and wiring.scanned and wiring.trips <= MAX_TRIPS
             count = int(wiring.trips) if wiring is not None and cuttable else 1
             found[op.id] = flops[op.id] / count, count
     return found

@@ -18,6 +18,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.graph.ir import Value
 from alpa_lite.graph.phases import StepGraph
 from alpa_lite.sharding import Spec, divides
+from cost_models.text import printable
 
 AXES = ("x", "replica", "data", "model")
 
@@ -41,7 +42,10 @@ def pinned_axes(pins: Pins) -> frozenset[str]:
 
 def pinned_specs(step: StepGraph, pins: Pins) -> dict[int, Spec]:
     """The spec of each input of a step's graph that is pinned, rows of stacked arguments included."""
-    names = {v: step.graph.values[v].name.split("[")[0] for v in step.graph.inputs}
+    names = {v: step.graph.values[v].name for v in step.graph.inputs}
+    for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
+        if part.rows is not None:  # `name[first:last]`
+            names[v] = names[v].rpartition("[")[0]
     found: dict[int, Spec] = {}
     for pin, dims in pins.items():
         name = _named(pin, names.values())
@@ -132,7 +136,7 @@ def _of_result(name: str, value: Value, pin: Sequence[Any], axes: Axes) -> Spec:
 
 
 def _named(pin: str, names: Iterable[str]) -> str:
-    known = dict.fromkeys(filter(None, names))
+    pin, known = printable(pin), dict.fromkeys(filter(None, names))
     matches = [name for name in known if name == pin] or [name for name in known if name.endswith("/" + pin)]
     if len(matches) == 1:
         return matches[0]

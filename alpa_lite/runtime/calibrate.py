@@ -23,7 +23,7 @@ import jax
 
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.agreement import agreed_number
-from alpa_lite.runtime.fingerprint import fingerprint, path_for
+from alpa_lite.runtime.fingerprint import fingerprint, make_private, path_for
 from alpa_lite.runtime.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
 from alpa_lite.runtime.probes import (
     QUICK,
@@ -107,7 +107,7 @@ class Calibration:
         if jax.process_index() > 0:
             return target
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private(target.parent)
             target.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise ExecutionError(

@@ -40,6 +40,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "alpa_lite"
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder, and those above it, for this user alone. One that is there stays as it is."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def path_for(devices_fingerprint: str) -> Path:
     """The file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
     digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]

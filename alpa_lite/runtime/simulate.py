@@ -247,8 +247,8 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _Clock) -> list
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
-    following = (*program.instructions[1:], None)
-    for instruction, after, time in zip(program.instructions, following, clock.times, strict=True):
+    following = (*program.instructions[1:], None)  # one too many where there are none
+    for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)
         for buffer in instruction.writes:
