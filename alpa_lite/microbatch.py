@@ -29,7 +29,6 @@ from alpa_lite.graph.phases import (
     assign_phases,
     batch_dims,
     body_scopes,
-    check_same_structure,
     effects_before,
     loop_ops,
     loop_without_batch,
@@ -41,12 +40,12 @@ from alpa_lite.one_sample import (
     extrapolated,
     from_larger,
     full_in_parts,
-    in_parts,
     likely_in_parts,
     over_samples,
     program_of,
     seen_in_parts,
     traces_alike,
+    with_other_in_parts,
 )
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.stacks import PartedProgram
@@ -161,19 +160,14 @@ def at_two_sizes(
 
 
 def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
-    loops = over_samples(traced, loop_parts)
-    full = full_in_parts(traced, loop_parts, loops)
-    other = in_parts(traced, extrapolated(traced, loop_parts)[1], loop_parts)
-    check_same_structure(full.program.graph, other.program.graph)
-    return full, other
+    made = extrapolated(traced, loop_parts)[1]
+    return with_other_in_parts(traced, made, loop_parts, over_samples(traced, loop_parts))
 
 
 def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
     loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
     program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
-    full, other = full_in_parts(traced, loop_parts, loops), in_parts(traced, program, loop_parts)
-    check_same_structure(full.program.graph, other.program.graph)
-    return full, other
+    return with_other_in_parts(traced, program, loop_parts, loops)
 
 
 def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:

@@ -43,10 +43,30 @@ def full_program(traced: Traced, loop_parts: int, over_samples: frozenset[int]) 
 
 
 @kept
-def full_in_parts(traced: Traced, loop_parts: int, over_samples: frozenset[int]) -> PartedProgram:
-    """The same with its stacked arrays in parts."""
-    program = full_program(traced, loop_parts, over_samples)
-    return in_parts(traced, program, loop_parts)
+def full_in_parts(
+    traced: Traced, loop_parts: int, over_samples: frozenset[int], of_samples: frozenset[int] = frozenset()
+) -> PartedProgram:
+    """The same with its stacked arrays in parts; see `in_parts`."""
+    return in_parts(traced, full_program(traced, loop_parts, over_samples), loop_parts, of_samples)
+
+
+def with_other_in_parts(
+    traced: Traced, other: GraphWithEquations, loop_parts: int, over_samples: frozenset[int]
+) -> tuple[PartedProgram, PartedProgram]:
+    """The program at the full batch and that at another size, with their stacked arrays in the same parts.
+
+    Raises `TraceError` where they are not one program at two sizes.
+    """
+    of_samples = _rows_of_samples(full_program(traced, loop_parts, over_samples), other)
+    parted = full_in_parts(traced, loop_parts, over_samples, of_samples if loop_parts else frozenset())
+    return parted, in_parts(traced, other, loop_parts, of_samples)
+
+
+def _rows_of_samples(one: GraphWithEquations, two: GraphWithEquations) -> frozenset[int]:
+    """The values whose leading dim differs between two programs. Raises `TraceError` where more than shapes does."""
+    check_same_structure(one.graph, two.graph)
+    pairs = zip(one.graph.values, two.graph.values, strict=True)
+    return frozenset(v.id for v, w in pairs if v.shape[:1] != w.shape[:1])
 
 
 @kept
@@ -68,10 +88,11 @@ def likely_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram
     return replace(next(iter(known.values())), program=program)
 
 
-def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int) -> PartedProgram:
-    """A program with its stacked arrays in parts, if loops were cut."""
+def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_samples: frozenset[int]) -> PartedProgram:
+    """A program with its stacked arrays in parts, if loops were cut; `of_samples`: values whose rows are samples."""
     if loop_parts > 0:
-        return part_stacks(program, [dim is not None for dim in traced.batch_leaves], loop_parts)
+        batched = {v for v, dim in zip(program.graph.inputs, traced.batch_leaves, strict=False) if dim is not None}
+        return part_stacks(program, of_samples | batched, loop_parts)
     return PartedProgram(
         program=program,
         input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
@@ -124,17 +145,16 @@ def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgr
     programs = {batch: full_program(traced, loop_parts, loops)}
     for times in (2, 3):
         programs[times * batch] = program_of(traced, traced.at_batch_size(times * batch), loop_parts, loops)
-    full, made = full_in_parts(traced, loop_parts, loops), in_parts(traced, at_size(size, programs), loop_parts)
-    check_same_structure(full.program.graph, made.program.graph)
-    return full, made
+    return with_other_in_parts(traced, at_size(size, programs), loop_parts, loops)
 
 
 def batch_of_one(traced: Traced, own: PartedProgram, loop_parts: int) -> dict[Graph, dict[int, int | None]]:
     """Per graph and body of a step traced at one sample, the batch dims of the values that larger batches have too."""
     programs = extrapolated(traced, loop_parts)
-    made, larger = (in_parts(traced, programs[size], loop_parts) for size in (1, _SHOWING[0]))
+    pair = programs[1], programs[_SHOWING[0]]
+    of_samples = _rows_of_samples(*pair)
+    made, larger = (in_parts(traced, program, loop_parts, of_samples) for program in pair)
     one, two = made.program.graph, larger.program.graph
-    check_same_structure(one, two)
     dims = {one: batch_dims(one, two)}
     dims |= {body: scope.batch_dims for body, scope in body_scopes(one, one, two).items()}
     places = {part: v for v, part in zip(one.inputs, made.input_parts, strict=True)}

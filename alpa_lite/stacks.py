@@ -43,12 +43,12 @@ class PartedProgram:
     output_parts: tuple[Part, ...]
 
 
-def part_stacks(program: GraphWithEquations, batched: Sequence[bool], num_parts: int) -> PartedProgram:
+def part_stacks(program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> PartedProgram:
     """The program with its stacked arrays in about `num_parts` parts (`parts_of`).
 
-    batched    for each of the first inputs whether it holds the batch; such inputs are never cut
+    of_samples   inputs that hold the batch, and other values whose rows are samples; such are never cut
     """
-    return _Rewriter(Parting(program, batched, num_parts)).rewritten()
+    return _Rewriter(Parting(program, of_samples, num_parts)).rewritten()
 
 
 class _Kind(NamedTuple):

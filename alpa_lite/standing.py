@@ -7,7 +7,7 @@ parted       what such values are computed from, or combined with element by ele
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate
@@ -39,20 +39,19 @@ class Standing(IntEnum):
 class Parting:
     """What of a program comes in parts.
 
-    `batched`: for each of the first inputs whether it holds the batch; such inputs are never cut. `num_parts`: how
-    many parts to make (`parts_of`).
+    `of_samples`: values that are never cut, since samples are no layers. `num_parts`: how many parts to make
+    (`parts_of`).
     """
 
-    def __init__(self, program: GraphWithEquations, batched: Sequence[bool], num_parts: int) -> None:
+    def __init__(self, program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> None:
         """Find the inputs to split, and what follows from them."""
         self.program, self.graph, self.num_parts = program, program.graph, num_parts
-        inputs = self.graph.inputs
-        self.eligible = {v for i, v in enumerate(inputs) if i >= len(batched) or not batched[i]}
+        self.of_samples = of_samples
         self.known_bounds: dict[int, list[tuple[int, int]]] = {}
         self.seeds = self._seeds()
         lengths = {self.graph.values[v].shape[0] for v in self.seeds}
         #: Values as long as what comes in parts.
-        self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths}
+        self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths} - of_samples
         self.known: dict[int, Standing] = {}
         self.part_equations: dict[tuple[object, ...], Equation | None] = {}
         reducing = ((op.id, self._leading_reduction(op)) for op in self.graph.ops)
@@ -88,7 +87,8 @@ class Parting:
             inside = all(self.part_with(length, rows) is not None for rows in found)
             return inside and len({row for rows in found for row in range(*rows)}) == length > 1
 
-        return {v for v, found in read.items() if in_parts(self.graph.values[v].shape[0], found)}
+        found = {v for v, rows in read.items() if in_parts(self.graph.values[v].shape[0], rows)}
+        return found - self.of_samples
 
     def _split_inputs(self) -> set[int]:
         """The inputs that some part is asked of: by rows that are read, by outputs, by reductions."""
@@ -120,7 +120,7 @@ class Parting:
             return Standing.WHOLE
         producer = self.graph.producer[value.id]
         if producer is None:
-            return Standing.FITS if value.id in self.eligible else Standing.WHOLE
+            return Standing.FITS
         op = self.graph.ops[producer]
         if joins_rows(op):
             fits = {stop for _, stop in self.bounds(value.shape[0])} <= set(self.piece_ends(op))

@@ -103,8 +103,9 @@ def _parts(step: Callable[..., Any], num_parts: int, *args: Any, batched: int = 
     leaves, tree = jax.tree.flatten(args)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     closed = jax.make_jaxpr(lambda *flat: jax.tree.leaves(step(*jax.tree.unflatten(tree, flat))))(*leaves)
-    marks = [i >= len(leaves) - batched for i in range(len(leaves))]
-    return part_stacks(from_jaxpr(closed, names, num_parts=num_parts), marks, num_parts)
+    program = from_jaxpr(closed, names, num_parts=num_parts)
+    data = frozenset(program.graph.inputs[len(leaves) - batched : len(leaves)])
+    return part_stacks(program, data, num_parts)
 
 
 def _take(leaf: Any, rows: tuple[int, int] | None) -> Any:

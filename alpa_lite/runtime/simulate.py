@@ -277,9 +277,9 @@ def _taken_over(
     """What a task writes into the memory of what it is the last to read, of the same form."""
     if instruction.kind != "RUN" or after is None or after.kind != "FREE":
         return frozenset()
-    task, values = program.tasks[instruction.task], step.graph.values
+    task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
     read = zip(instruction.reads, task.inputs, strict=False)
-    dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in after.reads)
+    dying = Counter((values[p.value].shape, values[p.value].dtype, p.spec) for b, p in read if b in freed)
     found = set[Buffer]()
     for buffer, port in zip(instruction.writes, task.outputs, strict=False):
         form = (values[port.value].shape, values[port.value].dtype, port.spec)

@@ -82,8 +82,10 @@ EXTREMES: dict[str, Extreme] = {
         args=(_floats(0, 4, 4), _floats(ROWS, 4)),
     ),
     "names": Extreme(step=_trained, args=(dict.fromkeys(ODD_NAMES, _floats(4, 4)), _floats(ROWS, 4))),
-    "many parameters": Extreme(step=_summed, args=([_floats(1)] * 10_000, _floats(ROWS, 4))),
+    "many parameters": Extreme(step=_summed, args=([_floats(1)] * 500, _floats(ROWS, 4))),
 }
+
+VERY_MANY = Extreme(step=_summed, args=([_floats(1)] * 10_000, _floats(ROWS, 4)))
 
 _HOST = al.cluster("p3.16xlarge")
 CLUSTERS = {"one device": replace(_HOST, devices_per_host=1), "eight devices": _HOST}
