@@ -209,7 +209,8 @@ def _others_on_its_devices(plan: Plan, number: int) -> list[str]:
 def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
     homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
     if not homes:
-        raise PlanError(f"There is no op {number} in this plan: its ops are {show_numbers(_op_numbers(plan))}.")
+        there = show_numbers(_op_numbers(plan))
+        raise PlanError(f"There is no op {number} in this plan: {f'its ops are {there}' if there else 'it has none'}.")
     layer = plan.op_layers[number] if number < len(plan.op_layers) else None
     where = f"It belongs to layer {layer}." if layer is not None else "It is repeated wherever its result is read."
     sentences = [where]

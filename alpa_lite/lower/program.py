@@ -79,7 +79,7 @@ class Program:
     num_microbatches: int
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.instructions))
+        return "\n".join(map(str, self.instructions)) or "no instructions"
 
     def _repr_html_(self) -> str:
         from alpa_lite.inspection.notebook import program_html
