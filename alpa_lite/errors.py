@@ -21,9 +21,15 @@
 
 from typing import Any, TypeVar
 
+from cost_models.text import message
+
 
 class AlpaLiteError(Exception):
     """Base of everything that alpa_lite raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        """Messages quote what was given: none fills more than a screen, or says anything to a terminal."""
+        super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
 
 
 Kept = TypeVar("Kept", bound=Exception)

@@ -42,8 +42,6 @@ FORMAT = 5
 _LATER = ("batch",)
 """Fields that files of this format did not have from the beginning."""
 
-_LONGEST = 600  # characters of a sentence about a file, of which it may quote anything
-
 INTERRUPTED = "interrupted"
 """The status of a search that the user ended; its plan is the best so far."""
 
@@ -153,13 +151,8 @@ class Plan:
         try:
             plan = Plan(**{name: _decoded(name, hints[name], data[name]) for name in _decided() if name in data})
             check_plan(plan)
-        except PlanError as error:
-            text = str(error)
-            raise error if len(text) <= _LONGEST else PlanError(f"{text[:_LONGEST]}…") from error
         except RecursionError as error:
-            raise PlanError(
-                "The plan file nests too deeply. Give a file that plan.save of this version wrote."
-            ) from error
+            raise PlanError("The plan nests too deeply. Give data that to_json of this version made.") from error
         return plan
 
     def save(self, path: str | Path) -> None:

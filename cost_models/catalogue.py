@@ -11,7 +11,6 @@ value. A cluster names them or spells them out:
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from importlib import resources
@@ -21,6 +20,9 @@ from typing import Any, cast
 from cost_models.errors import ClusterError
 from cost_models.hardware import Device
 from cost_models.link import Link
+from cost_models.text import parse_json
+
+_MAX_BYTES, _MAX_VALUES = 2**20, 100_000
 
 #: Keys that say where values come from; they are passed over.
 COMMENT_KEYS = ("sources", "notes")
@@ -153,7 +155,7 @@ def read_shipped(folder: str, name: object) -> dict[str, Any]:
             f"There is no {what} named {name!r}.{_closest(str(name), known)} Known {folder}: {', '.join(known)}. "
             f"Give one of these names, or {instead}."
         )
-    text = (resources.files("cost_models") / folder / f"{name.lower()}.json").read_text(encoding="utf-8")
+    text = (resources.files("cost_models") / folder / f"{name.lower()}.json").read_bytes()
     return parse_object(f"{folder}/{name.lower()}.json", text)
 
 
@@ -164,19 +166,20 @@ def read_file(path: Path) -> dict[str, Any]:
         ClusterError: it cannot be read, or holds no JSON object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
         sentence = f"The cluster file {str(path)!r} cannot be read ({error}): give the path of a file."
         raise ClusterError(sentence) from error
     return parse_object(str(path), text)
 
 
-def parse_object(name: str, text: str) -> dict[str, Any]:
+def parse_object(name: str, text: bytes) -> dict[str, Any]:
     """The JSON object in `text`."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ClusterError(f"The cluster file {name!r} is not JSON ({error}): correct that line.") from error
+        data = parse_json(text, max_bytes=_MAX_BYTES, max_values=_MAX_VALUES)
+    except ValueError as error:
+        raise ClusterError(f"The cluster file {name!r} is not JSON that can be used ({error}): correct it.") from error
     if not isinstance(data, dict):
         raise ClusterError(f"The cluster file {name!r} holds no JSON object: start from Cluster.to_json().")
     return cast("dict[str, Any]", data)

@@ -36,6 +36,9 @@ from cost_models.link import Link as Link
 
 #: What a library that runs collectives may have (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
+MOST_DEVICES = 2**17
+"""Of a cluster that can be described: hundreds of thousands are no job of one program."""
+
 _LINKS = ("intra_host", "intra_domain", "inter_host")
 _LEFT_OUT_AT_DEFAULT = ("hosts_per_domain", "intra_domain", "algorithms", "groups")
 
@@ -107,6 +110,10 @@ class Cluster:
         for what in ("num_hosts", "devices_per_host", "hosts_per_domain"):
             advice = "describe at least one host with one device"
             require_count(f"Cluster.{what}", getattr(self, what), advice=advice, error=ClusterError)
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(
+                f"The cluster has {self.num_devices} devices, of at most {MOST_DEVICES}: describe a part of it."
+            )
         if self.shared_processor not in (True, False):
             raise ClusterError(f"Cluster.shared_processor is {self.shared_processor!r}, but true or false is needed.")
         if not 0 < self.device_share <= 1:

@@ -7,9 +7,15 @@ ValueError
 
 from __future__ import annotations
 
+from cost_models.text import message
+
 
 class CostModelError(ValueError):
     """A quantity was given that has no cost; the sentence says what was given, what is needed and what to do."""
+
+    def __init__(self, *args: object) -> None:
+        """Messages quote what was given: none fills more than a screen, or says anything to a terminal."""
+        super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
 
 
 class ClusterError(CostModelError):

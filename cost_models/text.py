@@ -1,6 +1,7 @@
 """Text that strangers wrote: names on their way to a terminal, and JSON on its way into a program.
 
 printable    a name without characters that a terminal obeys or cannot write
+message      the same of a message, on a screen at most
 parse_json   the data of a JSON text whose size, depth and names are bounded before anything is made of it
 """
 
@@ -13,6 +14,12 @@ from typing import Any, NoReturn
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line separators, marks that turn the direction of writing, and lone halves of characters."""
 
+LONGEST_TEXT = 4096
+"""Characters of a string in a file; paths are not longer."""
+
+LONGEST_MESSAGE = 3000
+"""Characters of a message: about a screen."""
+
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NESTING = re.compile(r"[\[{]+|[\]}]+")
 
@@ -22,12 +29,19 @@ def printable(text: str, *, keep: str = "") -> str:
     return _OBEYED.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
+def message(text: str) -> str:
+    """What an error says: printable lines, the middle left out where there is more than a screen of them."""
+    text = printable(text, keep="\n")
+    half = LONGEST_MESSAGE // 2
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
+
+
 def parse_json(text: bytes, *, max_bytes: int, max_values: int, max_depth: int = 64) -> Any:
     """The data of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, larger or deeper than that, or has a string that a terminal cannot show as it is. The
-            message, without a full stop, is shorter than a line.
+        ValueError: it is no JSON, larger or deeper than that, or has a string that is longer than `LONGEST_TEXT` or
+            that a terminal cannot show as it is. The message, without a full stop, is shorter than a line.
     """
     if len(text) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 10} KiB")
@@ -40,9 +54,7 @@ def parse_json(text: bytes, *, max_bytes: int, max_values: int, max_depth: int =
         data = json.loads(decoded, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from error
-    # Characters like these stand in the text itself, or as an escape.
-    if "\\" in decoded or _OBEYED.search(decoded.translate(_LAYOUT)):
-        _check_strings(data)
+    _check_strings(data)
     return data
 
 
@@ -60,9 +72,6 @@ def _check_sizes(bare: str, max_values: int, max_depth: int) -> None:
         raise ValueError(f"it nests {deepest} deep, of at most {max_depth}")
 
 
-_LAYOUT = {ord(each): None for each in "\n\r\t"}
-
-
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -76,5 +85,7 @@ def _check_strings(data: Any) -> None:
             left += value.values()
         elif isinstance(value, list):
             left += value
+        elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+            raise ValueError(f"it has a text of {len(value)} characters, of at most {LONGEST_TEXT}")
         elif isinstance(value, str) and _OBEYED.search(value):
             raise ValueError(f"the text {ascii(value)[:40]} has characters that cannot be shown")

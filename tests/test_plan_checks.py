@@ -179,7 +179,7 @@ def _op(plan: Plan, **changes: Any) -> Plan:
 CONTRADICTIONS: dict[str, Any] = {
     "it has no stage": lambda p: replace(p, stages=()),
     "it has 0 micro-batches": lambda p: replace(p, num_microbatches=0),
-    "its cluster has 8000000000 devices": lambda p: replace(p, cluster=replace(p.cluster, num_hosts=10**9)),
+    "it has 16777216 micro-batches in 2 stages": lambda p: replace(p, num_microbatches=2**24),
     "cut into -1 parts": lambda p: replace(p, loop_parts=-1),
     "stage 0 has the layers 1 to 1": lambda p: _stage(p, layers=(1, 1)),
     "its stages have": lambda p: replace(p, num_layers=p.num_layers + 1),

@@ -19,6 +19,7 @@ from rich.console import Console
 from alpa_lite.cli.blame import blamed
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
+from cost_models.text import message
 
 VERSION = 1
 """Of what `--json` prints; it grows when something that was there before goes or means something else."""
@@ -165,7 +166,7 @@ class Screen(Console):
 
 def complain(error: object) -> None:
     """A sentence for people, where it does not get between the data."""
-    print(error, file=sys.stderr)
+    print(message(str(error)), file=sys.stderr)
 
 
 class OutputError(AlpaLiteError, OSError):

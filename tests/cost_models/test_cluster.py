@@ -122,7 +122,7 @@ def test_a_file_of_ones_own(cluster: Cluster, tmp_path: Path):
     ("text", "sentence"),
     [
         (None, "cannot be read .* give the path of a file"),
-        ("{", "is not JSON .*: correct that line"),
+        ("{", "is not JSON .*: correct it"),
         ("[]", "holds no JSON object"),
         ("{}", "The cluster lacks device, devices_per_host, inter_host, intra_host, name, num_hosts: add them"),
     ],
