@@ -11,6 +11,7 @@ from typing import Any
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, -(2**31), 10**18, 10**30, 0.5, -0.5, 1e308, 1e-308),
     *(math.inf, -math.inf, math.nan, "", "x", "0", "-1", "inf", "nan", "__class__", "../../etc", "\0", "é" * 99),
+    *(2**24, 2**53, 10**400, "\x1b[2J", "\ud800", "\u202e", "a\nb", "x" * 10**5),
     *([], {}, [[]], [None], {"": None}, {"x": {"x": {}}}, [0] * 1000, "9" * 5000),
 )
 
@@ -25,6 +26,14 @@ def mutated(data: Any, chance: random.Random, *, changes: int = 1, subtle: bool 
         container, key = chance.choice(places)
         change = chance.choice(_SUBTLE if subtle else _ANY)
         change(container, key, places, chance)
+    return data
+
+
+def nested(depth: int) -> Any:
+    """Lists in lists, as deep as that."""
+    data: Any = 1
+    for _ in range(depth):
+        data = [data]
     return data
 
 
