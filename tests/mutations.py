@@ -90,7 +90,9 @@ def _nudge(container: Any, key: Any, places: list[Place], chance: random.Random)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         _elsewhere(container, key, places, chance)
         return
-    container[key] = chance.choice((value + 1, value - 1, -value, value * 2, value * 10**12, value / 2, str(value)))
+    container[key] = chance.choice(
+        (value + 1, value - 1, -value, value * 2, value * 10**12, value / 2 if abs(value) < 1e300 else 0, str(value))
+    )
 
 
 def _elsewhere(container: Any, key: Any, places: list[Place], chance: random.Random) -> None:

@@ -51,7 +51,10 @@ CLUSTERS = {
     "a large file": (b" " * 2**25, "more than 1024 KiB"),
 }
 PINS = {
-    "aliases of aliases": (b"a: &a [x, x]\n" + b"".join(b"b%d: &b%d [*a, *a]\n" % (i, i) for i in range(9)), "no argument"),
+    "aliases of aliases": (
+        b"a: &a [x, x]\n" + b"".join(b"b%d: &b%d [*a, *a]\n" % (i, i) for i in range(9)),
+        "no argument",
+    ),
     "a list of itself": (b"a: &a [*a]\n", "a list"),
     "nesting": (b"a: " + b"[" * 10**5, "nests too deeply"),
     "an escape": (b'"\\e[2J": [x]\n', "no argument"),
