@@ -187,21 +187,35 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     if not known:
         # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
         loop |= loop_without_batch(graph)
-    step = StepGraph(
+    step = _step(
+        traced,
+        full,
         graph=graph,
-        full_shapes=tuple(v.shape for v in graph.values),
         batch_dims=batch,
-        phases=assign_phases(graph, loop | effects_before(graph, loop), batch),
+        loop=loop | effects_before(graph, loop),
         num_microbatches=1,
-        batch_size=traced.batch_size,
         bodies=bodies,
         batch_problem=problem,
-        input_parts=full.input_parts,
-        output_parts=full.output_parts,
-        aliases=_aliases(traced, full),
         loop_parts=loop_parts,
     )
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
+
+
+def _step(traced: Traced, full: PartedProgram, *, graph: Graph, loop: set[int], **more: Any) -> StepGraph:
+    """The step of which `graph` is the program at the size of a micro-batch, `full` that at the full batch.
+
+    loop: ops that run once per micro-batch; more: other fields.
+    """
+    return StepGraph(
+        graph=graph,
+        full_shapes=tuple(v.shape for v in full.program.graph.values),
+        phases=assign_phases(graph, loop, more["batch_dims"]),
+        batch_size=traced.batch_size,
+        input_parts=full.input_parts,
+        output_parts=full.output_parts,
+        aliases=_aliases(traced, full),
+        **more,
+    )
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
@@ -274,17 +288,14 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
     merged = merge(full.program, other.program, proof.marks)
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
-    step = StepGraph(
+    step = _step(
+        traced,
+        full,
         graph=merged.graph,
-        full_shapes=tuple(v.shape for v in whole.values),
         batch_dims=batch,
-        phases=assign_phases(merged.graph, loop, batch),
+        loop=loop,
         num_microbatches=num_microbatches,
-        batch_size=traced.batch_size,
         bodies=body_scopes(merged.graph, whole, small),
-        input_parts=full.input_parts,
-        output_parts=full.output_parts,
-        aliases=_aliases(traced, full),
         loop_parts=loop_parts,
         combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
         runs={v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)},
@@ -344,22 +355,18 @@ def _cut(
     whole, small = full.program.graph, other.program.graph
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
-    early = effects_before(whole, loop)
     averaged = num_microbatches > 1
     if averaged:
         _refuse_effects(full, other)
     chosen = other.program if averaged else bodies_apart(full.program, other.program)
-    step = StepGraph(
+    step = _step(
+        traced,
+        full,
         graph=chosen.graph,
-        full_shapes=tuple(v.shape for v in whole.values),
         batch_dims=batch,
-        phases=assign_phases(chosen.graph, loop | early, batch),
+        loop=loop | effects_before(whole, loop),
         num_microbatches=num_microbatches,
-        batch_size=traced.batch_size,
         bodies=body_scopes(chosen.graph, whole, small),
-        input_parts=full.input_parts,
-        output_parts=full.output_parts,
-        aliases=_aliases(traced, full),
         loop_parts=loop_parts,
         averaged=averaged,
     )
