@@ -34,10 +34,10 @@ from alpa_lite.runtime.donation import donations
 from alpa_lite.runtime.exchange import Blanks, warm
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.hang import explanation
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.leaves import Leaves
 from alpa_lite.runtime.order import participants, verify_order
 from alpa_lite.runtime.placing import Alone, InJob
-from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.runtime.turns import in_turn

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.runtime.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
 from tests.distributed.launched import ROOT
 
 pytest.importorskip("orbax.checkpoint")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from alpa_lite.inspection.doctor import virtual_cpu_environment
-from alpa_lite.runtime.agreement import agreed_data, agreed_number
+from alpa_lite.runtime.job.agreement import agreed_data, agreed_number
 
 PROGRAM = """
 import json, sys
@@ -19,7 +19,7 @@ number, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=number)
 import alpa_lite as al
 from alpa_lite.runtime import fingerprint
-from alpa_lite.runtime.agreement import agreed_data, agreed_number
+from alpa_lite.runtime.job.agreement import agreed_data, agreed_number
 fingerprint.cache_folder = lambda: Path(folder) / str(number)
 assert agreed_number(0.1 + number) == 0.1
 assert agreed_data({"text": "x" * (5 + 7 * number)}) == {"text": "xxxxx"}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.launch import ENDED, NUM_PROCESSES, PROCESS_ID, _Job, launch
+from alpa_lite.runtime.job.launch import ENDED, NUM_PROCESSES, PROCESS_ID, _Job, launch
 
 NUMBER = f"import os, sys, time\nme = int(os.environ[{PROCESS_ID!r}])\n"
 
@@ -145,7 +145,7 @@ def test_what_a_process_started_ends_with_it(program: Any) -> None:
 def test_ending_the_launcher_ends_all(number: int, program: Any, tmp_path: Path, default_interrupt: None) -> None:
     """When it is killed it can do nothing; processes that called `initialize` see their end of its pipe closed."""
     path = program(
-        "from alpa_lite.runtime.start import _end_with_launcher\n_end_with_launcher()\n"
+        "from alpa_lite.runtime.job.start import _end_with_launcher\n_end_with_launcher()\n"
         "print(os.getpid(), flush=True)\ntime.sleep(60)"
     )
     command = [sys.executable, "-m", "alpa_lite.cli", "launch", "--processes", "2", path]

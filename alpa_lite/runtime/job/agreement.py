@@ -25,7 +25,7 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, MismatchError
-from alpa_lite.runtime.ending import Roll, came_to_end, say
+from alpa_lite.runtime.job.ending import Roll, came_to_end, say
 
 FIRST_WORD_SECONDS = 30.0
 """After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""

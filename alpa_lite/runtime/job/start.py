@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.ending import SHUTDOWN_SECONDS, Vigil, roll
-from alpa_lite.runtime.launch import COORDINATOR, ENDED, LAUNCHER, NUM_PROCESSES, PROCESS_ID
-from alpa_lite.runtime.launched import leave, summary
+from alpa_lite.runtime.job.ending import SHUTDOWN_SECONDS, Vigil, roll
+from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, LAUNCHER, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.job.launched import leave, summary
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""

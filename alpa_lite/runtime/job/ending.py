@@ -24,7 +24,7 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.runtime.flight import awaited
-from alpa_lite.runtime.launch import COORDINATOR, ENDED
+from alpa_lite.runtime.job.launch import COORDINATOR, ENDED
 
 LAST_WORDS_SECONDS = 4.0
 """So long the first process waits for the others' answers to a roll call."""
