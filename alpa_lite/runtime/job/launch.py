@@ -1,11 +1,11 @@
 """Several processes on this machine, as if each were on another: started, listened to, and ended together.
 
     start     each gets the address of a coordinator on loopback and its number, as variables that `initialize` reads
-    listen    what they print comes out line by line, with the number of the process before it
+    listen    what they print comes out line by line, with the number of the process before it       `output`
     end       the first one that fails ends the others: SIGTERM, and SIGKILL after some seconds
 
 Each process leads a group of its own, so that Ctrl-C reaches the launcher alone, and what a process has started ends
-with it. Should the launcher be killed, a pipe of which it has the other end tells the processes (`start.initialize`).
+with it. Should the launcher be killed, a process beside it ends the others (`orphans`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.job.orphans import DONE
+from alpa_lite.runtime.job.output import Listeners, Target
 
-COORDINATOR, NUM_PROCESSES, PROCESS_ID, LAUNCHER = (
+COORDINATOR, NUM_PROCESSES, PROCESS_ID, REGISTER = (
     "ALPA_LITE_COORDINATOR",
     "ALPA_LITE_NUM_PROCESSES",
     "ALPA_LITE_PROCESS_ID",
-    "ALPA_LITE_LAUNCHER",
+    "ALPA_LITE_REGISTER",
 )
-"""Environment variables of a launched process; the last holds the number of the end of a pipe."""
+"""Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers."""
 
 GRACE_SECONDS = 5.0
 """What a process gets between SIGTERM and SIGKILL."""
 
 ENDED = 143
-"""Exit code of a process that ends because its launcher is gone or another process of the job failed."""
+"""Exit code of a process that ends because another process of the job failed."""
+
+HUNG = 124
+"""Exit code of a process that ends because it hangs, or because another process of its job does."""
 
 _CAUSE_SECONDS = 5.0
-"""So long after such a one the launcher waits for the one that failed by itself: it may still tell the others why."""
+"""So long after one with these codes the launcher waits for the others, which may still say what went wrong."""
 
 _LOOK_SECONDS = 0.05
 
@@ -65,9 +70,34 @@ class Launched:
 
 def free_port() -> int:
     """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+    with reserved_port() as found:
         return int(found.getsockname()[1])
+
+
+def reserved_port(port: int = 0) -> socket.socket:
+    """A socket that keeps a port of the loopback interface from others until it is closed; 0: any that is free.
+
+    The coordinator, which shares its port, can still listen there. Otherwise another job, or any connection from this
+    machine, could get the port before the first process has come so far.
+
+    Raises:
+        ExecutionError: the port is in use.
+    """
+    found = socket.socket()
+    try:
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            # Connections of an earlier job that are still remembered do not matter; somebody who listens does.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(("127.0.0.1", port))
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after it was found that nobody has it
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ExecutionError(
+            f"The coordinator cannot listen at 127.0.0.1:{port}: {error}. Give a port that is free, or none."
+        ) from error
+    return found
 
 
 def launch(
@@ -96,15 +126,15 @@ def launch(
     """
     if num_processes < 1:
         raise ExecutionError(f"{num_processes} processes were asked for: at least one is needed.")
-    streams = out or sys.stdout.buffer, err or sys.stderr.buffer
     base = dict(os.environ if environment is None else environment)
-    base |= {COORDINATOR: f"127.0.0.1:{port or free_port()}", NUM_PROCESSES: str(num_processes)}
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), *program]
-    job = _Job(streams, grace_seconds)
-    with _ended_by_sigterm():
+    with reserved_port(port or 0) as reserved, _ended_by_sigterm():
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        base |= {COORDINATOR: address, NUM_PROCESSES: str(num_processes), "PYTHONUNBUFFERED": "1"}
+        job = _Job(out or sys.stdout.buffer, err or sys.stderr.buffer, grace_seconds)
         try:
             for number in range(num_processes):
-                job.start(command, {**base, PROCESS_ID: str(number), "PYTHONUNBUFFERED": "1"})
+                job.start(command, {**base, PROCESS_ID: str(number)})
             failed = job.wait()
         finally:
             job.end()
@@ -114,94 +144,104 @@ def launch(
 class _Job:
     """The processes of one launch."""
 
-    def __init__(self, streams: tuple[BinaryIO, BinaryIO], grace_seconds: float) -> None:
-        self.streams, self.grace_seconds = streams, grace_seconds
+    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.targets = Target(out), Target(err)
+        self.listeners = Listeners(self.targets)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.listeners: list[threading.Thread] = []
-        self.lock = threading.Lock()
-        self.their_end, self.my_end = os.pipe()
+        orphans = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphans.py"))]
+        pipe, self.register = os.pipe()
+        with open(pipe, "rb") as registered:
+            self.orphans = subprocess.Popen(
+                [*orphans, str(os.getpid()), str(grace_seconds)],
+                stdin=registered,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """One more process."""
         try:
             process = subprocess.Popen(
                 list(command),
-                env={**environment, LAUNCHER: str(self.their_end)},
+                env={**environment, REGISTER: str(self.register)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(self.their_end,),
+                pass_fds=(self.register,),
                 start_new_session=True,
             )
         except OSError as error:
             raise ExecutionError(f"{command[0]!r} cannot be started: {error.strerror or error}.") from error
-        prefix = f"[{len(self.processes)}] ".encode()
+        name = str(len(self.processes))
         self.processes.append(process)
-        for source, target in zip((process.stdout, process.stderr), self.streams, strict=True):
-            listener = threading.Thread(target=self._listen, args=(source, target, prefix), daemon=True)
-            self.listeners.append(listener)
-            listener.start()
+        for source, target in zip((process.stdout, process.stderr), self.targets, strict=True):
+            assert source is not None
+            self.listeners.listen(source, target, name)  # pyright: ignore[reportArgumentType]
 
     def wait(self) -> int | None:
         """Until all have ended, or one has failed; its number."""
         until = None
         while True:
-            codes = [process.poll() for process in self.processes]
+            codes = [ended_with(process) for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
-            causes = [number for number in failed if codes[number] != ENDED]
+            causes = [number for number in failed if codes[number] not in (ENDED, HUNG)]
             until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
             if causes or (until is not None and (None not in codes or time.monotonic() > until)):
-                worst = max(causes or failed, key=[*self.codes()].__getitem__)
-                self._say(worst)
+                worst = max(causes or failed, key=lambda number: _as_shells_tell(codes[number] or 0))
+                self._say(worst, codes[worst] or 0)
                 return worst
             if None not in codes:
                 return None
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """End what still runs, and hear what was said last."""
+        """End what still runs, and hand on what was said last; a second signal cuts that short."""
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
-                # What a process has started may outlive it.
+                # What a process has started may outlive it. The number of one that has ended is its group's still.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, how)
-            try:
+                    os.killpg(process.pid, signal.SIGCONT)
+            with suppress(KeyboardInterrupt, SystemExit):  # once more: no time is left
                 self._await(seconds)
-            except KeyboardInterrupt:  # once more: no time is left
-                continue
-        for listener in self.listeners:
-            listener.join(timeout=1.0)
-        os.close(self.their_end)
-        os.close(self.my_end)
+        with suppress(BrokenPipeError):
+            os.write(self.register, DONE + b"\n")
+        os.close(self.register)
+        with suppress(KeyboardInterrupt, SystemExit):
+            self.listeners.finish()
+        for process in (*self.processes, self.orphans):
+            process.wait()
+        for target in self.targets:
+            if target.problem is not None and not isinstance(target.problem, BrokenPipeError):
+                self.targets[1].write(f"alpa-lite launch: output was lost: {target.problem}.\n".encode())
 
     def codes(self) -> Iterator[int]:
         """The exit codes as shells tell them."""
-        for process in self.processes:
-            code = process.returncode or 0
-            yield 128 - code if code < 0 else code
+        return (_as_shells_tell(process.returncode or 0) for process in self.processes)
 
     def _await(self, seconds: float | None) -> None:
+        """Wait until all have ended, for so many seconds at most. The numbers of those that have stay theirs."""
         until = None if seconds is None else time.monotonic() + seconds
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(None if until is None else max(0.0, until - time.monotonic()))
+        while None in map(ended_with, self.processes) and (until is None or time.monotonic() < until):
+            time.sleep(_LOOK_SECONDS)
 
-    def _say(self, number: int) -> None:
-        code = self.processes[number].returncode
+    def _say(self, number: int, code: int) -> None:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         others = ": the others are ended" if len(self.processes) > 1 else ""
-        self._write(self.streams[1], f"alpa-lite launch: process {number} {how}{others}.\n".encode())
+        self.targets[1].write(f"alpa-lite launch: process {number} {how}{others}.\n".encode())
 
-    def _listen(self, source: Any, target: BinaryIO, prefix: bytes) -> None:
-        for line in source:
-            self._write(target, prefix + (line if line.endswith(b"\n") else line + b"\n"))
-        source.close()
 
-    def _write(self, target: BinaryIO, text: bytes) -> None:
-        # Nobody may be reading any more (`| head`); the processes go on all the same.
-        with self.lock, suppress(OSError, ValueError):
-            target.write(text)
-            target.flush()
+def ended_with(process: subprocess.Popen[bytes]) -> int | None:
+    """The return code of a process that has ended, which stays to be waited for: so nobody else gets its number."""
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _as_shells_tell(code: int) -> int:
+    return 128 - code if code < 0 else code
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 import sys
-import threading
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.ending import SHUTDOWN_SECONDS, Vigil, roll
-from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, LAUNCHER, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.job.launched import leave, summary
 
 HEARTBEAT_SECONDS = 20
@@ -55,10 +54,10 @@ def initialize(
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
         options = {"cluster_detection_method": "deactivate", **options}
-        _end_with_launcher()
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
-    if process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
+    # The launcher has found the port free, and keeps it for the coordinator.
+    if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
     try:
         jax.distributed.initialize(
@@ -118,18 +117,3 @@ def _leave_when_failing() -> None:
         leave(130 if issubclass(kind, KeyboardInterrupt) else 1, summary(error))
 
     sys.excepthook = tell_and_leave
-
-
-def _end_with_launcher() -> None:
-    """A thread that ends this process when its launcher is gone, which nothing else would tell it of."""
-    with suppress(KeyError, ValueError, OSError):
-        pipe = int(os.environ.pop(LAUNCHER))
-        os.fstat(pipe)
-        threading.Thread(target=_await_end, args=(pipe,), daemon=True, name="alpa_lite watches its launcher").start()
-
-
-def _await_end(pipe: int) -> None:
-    with suppress(OSError):
-        while os.read(pipe, 1):
-            pass
-        os._exit(ENDED)
