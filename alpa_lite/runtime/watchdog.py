@@ -1,8 +1,9 @@
 """Notices a step that does not end while its caller waits for results, where no error can be raised.
 
 A thread looks at the launches now and then as long as there are some that are not done, and ends when there are none;
-the next step starts another. When nothing has ended for too long it says on stderr what hangs, and the next call raises
-the same (`Flight.raise_if_hung`). It holds the launches weakly: when the executor is dropped, the thread ends.
+the next step starts another. When nothing has ended for too long it says on stderr what hangs; then the process ends
+(`Flight.tell_hang`), or the next call raises the same (`Flight.raise_if_hung`). It holds the launches weakly: when the
+executor is dropped, the thread ends.
 """
 
 from __future__ import annotations
@@ -69,9 +70,8 @@ class Watchdog:
             if not pending:
                 self._thread = None
                 return False
-        if patience.is_over(frozenset(x.order for x in pending)) and not flight.hang:
-            text = flight.sentence(pending)
+        if not flight.hang and flight.is_hung(patience, pending):
             # Said first: who sees the hang, and perhaps ends the process for it, has the sentence on stderr.
-            self._say(text)
-            flight.hang = text
+            self._say(flight.sentence(pending))
+            flight.tell_hang(pending)
         return True

@@ -7,17 +7,23 @@
 
 With one process, that is what it said itself. The processes that take part must call these functions in the same order.
 While one of them is awaited for long, the others say so. JAX ends all of them when one has died; one that has come to
-its end (`ending`) is not waited for.
+its end (`ending`) is not waited for, nor one that hangs: that says nothing for long and is not at work (`activity`).
+
+What was said is removed when all have read it: who says something to all has read all that was said before, so when the
+first process has heard everybody it removes what is older. So the service holds the words of one agreement, and what
+the first process alone has said since then, which is little: each `TURN`-th time it hears the others as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +31,8 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, MismatchError
-from alpa_lite.runtime.job.ending import Roll, came_to_end, say
+from alpa_lite.runtime.job.activity import idle
+from alpa_lite.runtime.job.ending import Roll, came_to_end, end_hung, hang_timeout, say
 
 FIRST_WORD_SECONDS = 30.0
 """After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""
@@ -35,6 +42,10 @@ LOOK_SECONDS = 5.0
 
 PATIENCE_SECONDS = 6 * 3600.0
 """So long another process may take, as it may have to plan or to compile in the meantime."""
+
+
+TURN = 16
+"""The first process is not more agreements than this ahead of the others."""
 
 
 def agreed_number(value: float) -> float:
@@ -104,65 +115,110 @@ def _service_of(job: _jax.Job) -> _Service:
 
 
 class _Service:
-    """Numbers what is said, so that each key is used once."""
+    """What the sets of processes that meet have agreed upon."""
 
     def __init__(self, job: _jax.Job) -> None:
-        self._client, self._roll = job.client, Roll(job)
-        self._said, self._compared, self._asked = itertools.count(), itertools.count(), itertools.count()
-        self._met: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+        self._all = tuple(range(job.num_processes))
+        self._words = Words(job)
+        self._groups: dict[tuple[int, ...], _Group] = {}
 
     def said_by_first(self, value: Any) -> Any:
-        return self._first(f"said/{next(self._said)}", value)
+        return self._of(self._all).said_by_first(value)
 
     def compared(self, facts: Mapping[str, str]) -> str:
         """`differences` of the facts of all processes; the first one compares."""
-        key = f"facts/{next(self._compared)}"
-        self._set(f"{key}/{jax.process_index()}", dict(facts))
-        if jax.process_index() > 0:
-            return self._first(f"{key}/differ", None)
-        return self._first(f"{key}/differ", differences(self._of_all(key)))
+        return self._of(self._all).gathered(dict(facts), differences)
 
     def everywhere(self, value: Any) -> list[Any]:
-        key = f"any/{next(self._asked)}"
-        self._set(f"{key}/{jax.process_index()}", value)
-        return self._first(f"{key}/all", None if jax.process_index() else self._of_all(key))
+        return self._of(self._all).gathered(value, list)
 
     def meet(self, processes: tuple[int, ...]) -> None:
-        key = f"meet/{'-'.join(map(str, processes))}/{next(self._met[processes])}"
-        self._set(f"{key}/{jax.process_index()}", None)
-        if jax.process_index() == processes[0]:
-            self._of_all(key, processes)
-        self._first(f"{key}/all", None, processes[0])
+        self._of(processes).gathered(None, lambda _: None)
 
-    def _of_all(self, key: str, processes: Sequence[int] | None = None) -> list[Any]:
-        return [self._get(f"{key}/{i}", i) for i in processes or range(jax.process_count())]
+    def _of(self, processes: tuple[int, ...]) -> _Group:
+        if processes not in self._groups:
+            name = "all" if processes == self._all else hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
+            self._groups[processes] = _Group(name, processes, self._words)
+        return self._groups[processes]
 
-    def _first(self, key: str, value: Any, first: int = 0) -> Any:
-        """What the first process has under a key."""
-        if jax.process_index() != first:
-            return self._get(key, first)
-        self._set(key, value)
+
+class _Group:
+    """Numbers what some processes say to each other, so that each key is used once, and removes what all have read."""
+
+    def __init__(self, name: str, processes: Sequence[int], words: Words) -> None:
+        self._name, self._processes, self._words = name, processes, words
+        self._first = processes[0]
+        self._numbers = itertools.count()
+        self._read_by_all_that_come: list[str] = []
+
+    def gathered(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What the first process makes of the values of all."""
+        key = self._key()
+        self._words.set(f"{key}/{self._words.me}", value)
+        if self._words.me != self._first:
+            return self._words.get(f"{key}/answer", self._first)
+        values = [self._words.get(f"{key}/{process}", process) for process in self._processes]
+        self._words.remove(self._read_by_all_that_come)
+        self._read_by_all_that_come = [key]
+        answer = combine(values)
+        self._words.set(f"{key}/answer", answer)
+        return answer
+
+    def said_by_first(self, value: Any) -> Any:
+        """The first one's value."""
+        number = next(self._numbers)
+        if number % TURN == TURN - 1:
+            return self.gathered(value if self._words.me == self._first else None, lambda values: values[0])
+        key = f"agreed/{self._name}/{number}"
+        if self._words.me != self._first:
+            return self._words.get(key, self._first)
+        self._words.set(key, value)
+        self._read_by_all_that_come.append(key)
         return value
 
-    def _set(self, key: str, value: Any) -> None:
-        self._client.key_value_set_bytes(f"alpa_lite/{key}", zlib.compress(json.dumps(value).encode()))
+    def _key(self) -> str:
+        return f"agreed/{self._name}/{next(self._numbers)}"
 
-    def _get(self, key: str, process: int) -> Any:
-        read: Callable[[str, int], bytes] = self._client.blocking_key_value_get_bytes
-        began, word, ended = time.monotonic(), FIRST_WORD_SECONDS, dict[int, str]()
-        while True:
-            try:
-                return json.loads(zlib.decompress(read(f"alpa_lite/{key}", int(1000 * LOOK_SECONDS))))
-            except jax.errors.JaxRuntimeError as error:
-                waited = time.monotonic() - began
-                if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
-                    raise ExecutionError(_in_vain(process, waited, ended, error)) from error
-            # It may have said it before its end: that is looked at once more.
-            ended = self._roll.ended(self._roll.said())
-            if waited > word:
-                me = jax.process_index()
-                say(f"process {me} has waited {waited:.0f} s for process {process}, which may be planning.")
-                word += 2 * word
+
+class Words:
+    """JSON values under names in the service that coordinates a job."""
+
+    def __init__(self, job: _jax.Job) -> None:
+        """Nothing is said yet."""
+        self._client, self._roll, self.me = job.client, Roll(job), job.process
+
+    def set(self, name: str, value: Any) -> None:
+        """Say a value under a name that was not used before."""
+        self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove these, and all under them."""
+        for name in names:
+            with suppress(jax.errors.JaxRuntimeError):  # where the service is gone JAX ends this process
+                self._client.key_value_delete(f"alpa_lite/{name}")
+
+    def get(self, name: str, process: int) -> Any:
+        """What another process says under a name, once it does."""
+        key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
+        began = at_work = time.monotonic()
+        word, ended = FIRST_WORD_SECONDS, dict[int, str]()
+        with idle():
+            while True:
+                try:
+                    return json.loads(zlib.decompress(read(key, int(1000 * min(LOOK_SECONDS, hang_timeout() / 2)))))
+                except jax.errors.JaxRuntimeError as error:
+                    waited = time.monotonic() - began
+                    if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
+                        raise ExecutionError(_in_vain(process, waited, ended, error)) from error
+                # It may have said it before its end: that is looked at once more.
+                ended = self._roll.ended(self._roll.said())
+                doing = self._roll.doing(process)
+                at_work = time.monotonic() if doing else at_work
+                if process not in ended and time.monotonic() - at_work > hang_timeout():
+                    end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain")
+                if waited > word:
+                    say(f"process {self.me} has waited {waited:.0f} s for process {process}{doing and f', {doing}'}.")
+                    word += 2 * word
 
 
 def _in_vain(process: int, waited: float, ended: Mapping[int, str], error: Exception) -> str:

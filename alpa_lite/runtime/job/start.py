@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.ending import SHUTDOWN_SECONDS, Vigil, roll
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -19,6 +20,12 @@ from alpa_lite.runtime.job.launched import leave, summary
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""
+
+HANG_TIMEOUT_SECONDS = 1800.0
+"""So long processes wait for what another one has to say, while it neither plans nor compiles."""
+
+_STOPPED_SHARE = 0.6
+"""Of the heartbeat's time-out: after so long a process that is seen to be stopped is told of, before JAX ends all."""
 
 
 def initialize(
@@ -28,6 +35,8 @@ def initialize(
     *,
     coordinator_bind_address: str | None = None,
     heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
+    hang_timeout_seconds: float | None = HANG_TIMEOUT_SECONDS,
+    preemption_service: bool = False,
     **options: Any,
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
@@ -44,11 +53,19 @@ def initialize(
             outside; for names of hosts JAX's default, all interfaces.
         heartbeat_timeout_seconds: a process that gives no sign of life for so long is taken for lost, which ends the
             others. Most are noticed at once, by the connections that break.
+        hang_timeout_seconds: where a process waits for so long for another one's part in a plan, a compilation or a
+            checkpoint, and that one neither plans nor compiles, all end with exit code `HUNG`; None waits for ever.
+            What steps of a plan wait for is another matter: `parallelize(watchdog_seconds=…)`.
+        preemption_service: whether JAX's own starts, for programs that call
+            `jax.experimental.multihost_utils.reached_preemption_sync_point`. It takes SIGTERM from then on, also where
+            nobody calls that. `Checkpoints.stop_requested` does without.
         options: others of `jax.distributed.initialize`.
 
     Raises:
-        ExecutionError: the port is in use, or the others were not there in time.
+        ExecutionError: the port is in use, the others were not there in time, or an option has no such value.
     """
+    if hang_timeout_seconds is not None and not hang_timeout_seconds > 0:
+        raise ExecutionError(f"hang_timeout_seconds={hang_timeout_seconds!r} was given; give seconds, or None.")
     launched = coordinator_address is None and COORDINATOR in os.environ
     if launched:
         coordinator_address = os.environ[COORDINATOR]
@@ -59,18 +76,22 @@ def initialize(
     # The launcher has found the port free, and keeps it for the coordinator.
     if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
+    if _is_loopback(coordinator_address):
+        _jax.collectives_at("127.0.0.1")
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            coordinator_bind_address=coordinator_bind_address,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            **options,
-        )
+        with _jax.preemption_service(preemption_service):
+            jax.distributed.initialize(
+                coordinator_address,
+                num_processes,
+                process_id,
+                coordinator_bind_address=coordinator_bind_address,
+                heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+                **options,
+            )
         _leave_when_failing()
         if (here := roll()) is not None:
-            Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS)).begin()
+            vigil = Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+            vigil.begin(hang_timeout_seconds, _STOPPED_SHARE * heartbeat_timeout_seconds)
     except ValueError as error:
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
             raise
@@ -91,6 +112,14 @@ def _interface(address: str | None) -> str | None:
         ipaddress.ip_address(host.strip("[]"))
         return address
     return None
+
+
+def _is_loopback(address: str | None) -> bool:
+    """Whether all processes of a job with this coordinator are on this machine."""
+    host = (address or "").rpartition(":")[0].strip("[]")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _check_port(address: str) -> None:
