@@ -165,6 +165,11 @@ class Flight:
             return f"waits for {self._name(pending[0].instruction)}"
         return f"has done {self._name(self._last.instruction)}"
 
+    @property
+    def ends(self) -> bool:
+        """Whether a hang ends the process, which says why."""
+        return self._end is not None
+
     def raise_if_hung(self) -> None:
         """Raise what the watchdog found between two steps, unless it has ended since."""
         if self.hang and self.pending():

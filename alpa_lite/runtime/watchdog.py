@@ -72,6 +72,7 @@ class Watchdog:
                 return False
         if not flight.hang and flight.is_hung(patience, pending):
             # Said first: who sees the hang, and perhaps ends the process for it, has the sentence on stderr.
-            self._say(flight.sentence(pending))
+            if not flight.ends:
+                self._say(flight.sentence(pending))
             flight.tell_hang(pending)
         return True

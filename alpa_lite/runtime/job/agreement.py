@@ -215,7 +215,7 @@ class Words:
                 doing = self._roll.doing(process)
                 at_work = time.monotonic() if doing else at_work
                 if process not in ended and time.monotonic() - at_work > hang_timeout():
-                    end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain")
+                    end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain.")
                 if waited > word:
                     say(f"process {self.me} has waited {waited:.0f} s for process {process}{doing and f', {doing}'}.")
                     word += 2 * word

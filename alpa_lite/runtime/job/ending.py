@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import jax
 
@@ -42,6 +42,9 @@ GRACE_SECONDS = 2.0
 
 SHUTDOWN_SECONDS = 300
 """So long one that has come to its end waits for the others, as in JAX."""
+
+STALE_SECONDS = 10.0
+"""A process that is busy says so again each `LOOK_SECONDS`, unless Python does not run there."""
 
 STUCK_SECONDS = 10.0
 """Launches that wait for so long for a process that has come to its end wait in vain."""
@@ -123,16 +126,22 @@ class Roll:
             return {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_LISTENING)}
         return set()
 
-    def say_doing(self, what: str) -> None:
-        """What this process is busy with; empty: nothing."""
+    def say_doing(self, what: str, number: int) -> None:
+        """What this process is busy with, again and again with another number; empty: nothing."""
         with suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(f"{_DOING}{self.me}", what, True)
+            self._client.key_value_set(f"{_DOING}{self.me}", f"{number} {what}" if what else "", True)
 
     def doing(self, process: int) -> str:
-        """What a process is busy with; empty where it has not said so."""
+        """What a process is busy with; empty where it has not said so, or not again for `STALE_SECONDS`."""
+        found = ""
         with suppress(jax.errors.JaxRuntimeError):
-            return self._client.key_value_try_get(f"{_DOING}{process}")
-        return ""
+            found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
+        now = time.monotonic()
+        before, since = _watched.heard.get(process, ("", now))
+        if found != before:
+            since = now
+        _watched.heard[process] = found, since
+        return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
 
     def say_place(self) -> None:
         """Where this process runs, for `Neighbours`."""
@@ -178,8 +187,10 @@ _ends = threading.Lock()
 class _Watched:
     """What `Vigil.begin` knows of the job of this process."""
 
-    neighbours: Neighbours | None = None
-    hang_timeout_seconds: float = float("inf")
+    is_watched = False
+    hang_timeout_seconds = float("inf")
+    heard: ClassVar[dict[int, tuple[str, float]]] = {}
+    """What each process was busy with when it was last asked for, and since when that is so."""
 
 
 _watched = _Watched()
@@ -187,7 +198,7 @@ _watched = _Watched()
 
 def is_watched() -> bool:
     """Whether the processes of the job look after each other: those that joined it by `alpa_lite.initialize` do."""
-    return _watched.neighbours is not None and roll() is not None
+    return _watched.is_watched and roll() is not None
 
 
 def hang_timeout() -> float:
@@ -324,8 +335,7 @@ class Vigil:
         """`awaited`: by this process. `seconds`: so long it waits at its exit for that, and for the others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
-        self._neighbours: Neighbours | None = None
-        self._doing = ""
+        self._was_busy, self._looks = False, 0
         self._stuck, self._since = frozenset[object](), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite vigil")
 
@@ -338,16 +348,16 @@ class Vigil:
         """
         _watched.hang_timeout_seconds = hang_timeout_seconds or float("inf")
         here = self._here
-        _watched.neighbours = self._neighbours = Neighbours(here.me, here.places, here.num_processes, stopped_seconds)
+        _watched.is_watched = True
         here.say_place()
+        neighbours = Neighbours(here.me, here.places, here.num_processes, stopped_seconds)
+        threading.Thread(target=self._see, args=(neighbours,), daemon=True, name="alpa_lite neighbours").start()
         here.listen()
         self._thread.start()
         atexit.register(self._at_exit)
 
     def look(self, now: float) -> str:
         """Why to end this process, empty while there is nothing."""
-        if self._neighbours is not None and (stopped := self._neighbours.stopped(now)):
-            end_hung(stopped)
         said = self._here.said()
         if _HANG in said:
             with _ends:
@@ -356,9 +366,10 @@ class Vigil:
         self._here.answer(said)
         if _FIRST in said:
             return _ANOTHER
-        if (what := doing()) != self._doing:
-            self._here.say_doing(what)
-            self._doing = what
+        if (what := doing()) or self._was_busy:
+            self._looks += 1
+            self._here.say_doing(what, self._looks)
+            self._was_busy = bool(what)
         ended = self._here.ended(said, or_leaving=True)
         return self._in_vain(ended, now) if ended else ""
 
@@ -393,6 +404,12 @@ class Vigil:
         while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
             if found := self.look(time.monotonic()):
                 _end(found, GRACE_SECONDS)
+
+    def _see(self, neighbours: Neighbours) -> None:
+        """In a thread of its own: where the first process is stopped, what asks for words waits as well."""
+        while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
+            if stopped := neighbours.stopped(time.monotonic()):
+                end_hung(stopped)
 
     def _at_exit(self) -> None:
         if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()

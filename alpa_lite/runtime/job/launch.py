@@ -185,10 +185,11 @@ class _Job:
         while True:
             codes = [ended_with(process) for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
-            causes = [number for number in failed if codes[number] not in (ENDED, HUNG)]
+            # Those that found a hang know why: what others end with then is a consequence, as is `ENDED`.
+            causes = [] if HUNG in codes else [number for number in failed if codes[number] != ENDED]
             until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
             if causes or (until is not None and (None not in codes or time.monotonic() > until)):
-                worst = max(causes or failed, key=lambda number: _as_shells_tell(codes[number] or 0))
+                worst = max(causes or failed, key=lambda n: (codes[n] == HUNG, _as_shells_tell(codes[n] or 0)))
                 self._say(worst, codes[worst] or 0)
                 return worst
             if None not in codes:

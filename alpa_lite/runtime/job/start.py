@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -88,10 +90,7 @@ def initialize(
                 heartbeat_timeout_seconds=heartbeat_timeout_seconds,
                 **options,
             )
-        _leave_when_failing()
-        if (here := roll()) is not None:
-            vigil = Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
-            vigil.begin(hang_timeout_seconds, _STOPPED_SHARE * heartbeat_timeout_seconds)
+        _look_after_each_other(hang_timeout_seconds, heartbeat_timeout_seconds, options)
     except ValueError as error:
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
             raise
@@ -101,6 +100,17 @@ def initialize(
             f"Process {process_id} could not join the job at {coordinator_address}: {error}. Start all {num_processes} "
             "processes, the first of them on the host of that address; others may use the port, or a firewall close it."
         ) from error
+
+
+def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float, options: Mapping[str, Any]) -> None:
+    """From now on the end of one process, or a hang, is the end of all."""
+    with suppress(OSError, ValueError, RuntimeError):  # there may be no file behind the error stream
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # where JAX aborts a process in which Python hangs, its stacks are told
+    _leave_when_failing()
+    if (here := roll()) is not None:
+        vigil = Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+        vigil.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
 
 
 def _interface(address: str | None) -> str | None:
