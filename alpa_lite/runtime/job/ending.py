@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import ClassVar, NoReturn
 
@@ -93,7 +93,7 @@ class Roll:
         if not self.listening():
             return []
         seconds = self.last_words_seconds() if seconds is None else seconds
-        call = "last" if last else f"{sum(name.startswith(_SILENT) for name in self.said())}"
+        call = "last" if last else f"{1 + max(_calls(self.said(), _SILENT).values(), default=-1)}"
         self.say(f"{_CALL}{call}", "")
         self._answer(call, seconds)
         with suppress(jax.errors.JaxRuntimeError):
@@ -114,6 +114,14 @@ class Roll:
         if self.me == 0 and f"{_SILENT}{call}" not in self.said():
             left = self.unheard(f"{_HERE}{call} ", self.listening(), seconds)
             self.say(f"{_SILENT}{call}", json.dumps(sorted(left)), once=True)
+            self._forget_before(call)
+
+    def _forget_before(self, call: str) -> None:
+        """Remove earlier roll calls: who calls again has heard the answer to those before."""
+        said = self.said() if call.isdecimal() else {}
+        for kind in (_CALL, _SILENT, _HERE):
+            for name in (name for name, number in _calls(said, kind).items() if number < int(call)):
+                self.take_back(name)
 
     def listen(self) -> None:
         """From now on this process answers roll calls."""
@@ -169,6 +177,12 @@ class Roll:
         """The other processes that have come to their ends, and why; empty for no reason."""
         names = {(name.removeprefix(_LEAVING) if or_leaving else name): text for name, text in said.items()}
         return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
+
+
+def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
+    """The numbers of roll calls, by the names of what was said of them."""
+    found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
+    return {name: int(number) for name, number in found.items() if number.isdecimal()}
 
 
 def roll() -> Roll | None:

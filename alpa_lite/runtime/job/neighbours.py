@@ -54,9 +54,7 @@ class Neighbours:
             elif now - self._since.setdefault(process, now) >= self._limit:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
-                return (
-                    f"process {process} (number {pid} on its machine) was stopped by a signal {self._limit:.0f} s ago."
-                )
+                return f"process {process} (its number is {pid}) was stopped by a signal {self._limit:.0f} s ago."
         return ""
 
 
