@@ -62,9 +62,16 @@ def launched(
 def members(job: subprocess.Popen[str]) -> list[Any]:
     """The processes of a job, in order."""
     try:
-        return psutil.Process(job.pid).children()
+        return [each for each in psutil.Process(job.pid).children() if is_member(each)]
     except psutil.NoSuchProcess:
         return []
+
+
+def is_member(process: Any) -> bool:
+    """Whether a process that the launcher started is one of the job, and has not ended."""
+    with suppress(psutil.Error):
+        return "launched.py" in " ".join(process.cmdline())
+    return False
 
 
 def until_logged(folder: Path, job: subprocess.Popen[str], step: int) -> None:
