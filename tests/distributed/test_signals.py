@@ -48,7 +48,7 @@ def test_sigterm_ends_a_job_that_never_asks(victim: int, tmp_path: Path) -> None
     assert codes[victim] == -signal.SIGTERM and all(codes), (codes, printed)
 
 
-@pytest.mark.parametrize("victims", [[1], pytest.param([0], marks=pytest.mark.slow), [2, 1, 0]])
+@pytest.mark.parametrize("victims", [[1], *(pytest.param(each, marks=pytest.mark.slow) for each in ([0], [2, 1, 0]))])
 def test_those_that_ask_stop_after_the_same_step(victims: list[int], tmp_path: Path) -> None:
     """Whichever got the signal, and though one is far ahead of the others."""
     pytest.importorskip("orbax.checkpoint")
@@ -121,7 +121,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("on_interrupt", "answer", "code"),
-    [("default", "interrupted", 9), ("raise", "interrupted", 0), ("best", "plan interrupted", 0)],
+    [
+        ("default", "interrupted", 9),
+        ("best", "plan interrupted", 0),
+        pytest.param("raise", "interrupted", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_in_a_script(on_interrupt: str, answer: str, code: int, tmp_path: Path, default_interrupt: Any) -> None:
     """While worker processes search as well: they are gone before the program goes on."""

@@ -202,7 +202,7 @@ def test_ending_the_launcher_ends_all(number: int, state: str, program: Any, def
 def test_a_launcher_that_is_killed_while_it_starts_leaves_nothing(program: Any) -> None:
     """Whenever that is: the processes say their numbers into a file as soon as the program runs."""
     path = program("open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\ntime.sleep(120)")
-    for milliseconds in (0, 100, 300):
+    for milliseconds in (0, 200):
         numbers = Path(path).with_name(f"numbers {milliseconds}")
         numbers.touch()
         process = started(path, str(numbers), processes=4)
