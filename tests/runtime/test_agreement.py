@@ -120,8 +120,11 @@ def agree(service: Any, kind: str, me: int, number: int) -> None:
         service.meet((0, 1, 2) if kind == "meet" else (1, 2))
 
 
-@settings(max_examples=60, deadline=None)
-@given(kinds=st.lists(st.sampled_from(AGREEMENTS), max_size=80), pauses=st.lists(st.integers(0, 3), min_size=7))
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(AGREEMENTS), min_size=60, max_size=90),
+    pauses=st.lists(st.integers(0, 3), min_size=7),
+)
 def test_words_are_removed_when_all_have_read_them(kinds: list[str], pauses: list[int]) -> None:
     """Whatever the processes agree upon, and whichever of them is ahead."""
     table: Any = Table()
