@@ -21,7 +21,7 @@ from alpa_lite.checking import check as check
 from alpa_lite.errors import AlpaLiteError as AlpaLiteError
 from alpa_lite.plan import Plan as Plan
 from alpa_lite.rules import register_rule as register_rule
-from alpa_lite.runtime.processes import batch_sharding as batch_sharding
-from alpa_lite.runtime.start import initialize as initialize
+from alpa_lite.runtime.job.processes import batch_sharding as batch_sharding
+from alpa_lite.runtime.job.start import initialize as initialize
 
 __version__ = "0.1.0"

@@ -8,11 +8,15 @@ from __future__ import annotations
 import atexit
 import io
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -39,6 +43,10 @@ except ImportError:  # private: it may move
 _OWN_FOLDER = str(Path(__file__).parent)
 _NUMBERS_OF_FRAMES = (8, 100)
 """Of a traceback: most calls of libraries are no deeper than the first."""
+
+_STANDARD_LIBRARY = os.path.dirname(threading.__file__)
+_COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py",), ("interpreters", "mlir.py")))
+"""Files of JAX whose functions run while it lowers and compiles."""
 
 _COUNTS = ("num_consts", "num_carry")
 
@@ -100,6 +108,20 @@ def source_line(eqn: Any) -> str:
 def traceback(eqn: Any) -> Any:
     """What the source line of an equation follows from: equal ones have the same."""
     return eqn.source_info.traceback
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a thread with this frame is inside JAX's compilation of a function."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_a_library(file: str) -> bool:
+    """Whether a file of code is of an installed package, of this one, or of Python."""
+    return in_a_library(file) or file.startswith((_OWN_FOLDER, _STANDARD_LIBRARY, "<frozen"))
 
 
 def in_a_library(line: str) -> bool:
@@ -317,6 +339,40 @@ def job() -> Job | None:
         )
     except (ImportError, AttributeError):  # private: it may move
         return None
+
+
+@contextmanager
+def preemption_service(on: bool) -> Iterator[None]:
+    """Within, `jax.distributed.initialize` starts JAX's preemption service, which takes SIGTERM, or does not."""
+    name = "jax_enable_preemption_service"
+    before = getattr(jax.config, name, None)
+    if before is None:  # it has another name, or none
+        yield
+        return
+    jax.config.update(name, on)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def collectives_at(host: str) -> None:
+    """Let CPU collectives of this process listen at the interface of a host: JAX takes that of the machine's name."""
+    try:
+        from jax._src import xla_bridge
+        from jax._src.lib import _jax as lib  # pyright: ignore[reportPrivateImportUsage]
+
+        if jax.config.jax_cpu_collectives_implementation != "gloo":  # pyright: ignore[reportAttributeAccessIssue]
+            return
+
+        def client() -> Any:
+            joined = job()
+            made = lib.make_gloo_tcp_collectives(distributed_client=joined.client, hostname=host) if joined else None
+            return xla_bridge.make_cpu_client(collectives=made)
+
+        xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+    except (ImportError, AttributeError, TypeError):  # private: it may move
+        return
 
 
 def forget_job() -> None:

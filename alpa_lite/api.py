@@ -33,13 +33,14 @@ from alpa_lite.options import as_numbers, check_microbatches, cluster_of, planne
 from alpa_lite.plan import BatchDims, Plan
 from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Planner, PlanRequest
+from alpa_lite.planners.planner import OnInterrupt
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.check_report import CheckReport as CheckReport
 from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
 from alpa_lite.runtime.compare import check_compiled
-from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor
+from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor, OnHang
 from alpa_lite.runtime.function import (
     CompiledFunction,
     compiling,
@@ -49,6 +50,7 @@ from alpa_lite.runtime.function import (
     with_own_constants,
 )
 from alpa_lite.runtime.initial import init_sharded as init_sharded
+from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.local_cluster import local_cluster as local_cluster
 from alpa_lite.runtime.measure import step_seconds
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
@@ -104,7 +106,8 @@ class TracedFunction:
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
-        answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
+        with busy("planning"):
+            answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         plan = replace(answer.plan, request=request, batch=self.batch)
         if plan.batch is not None and plan.batch.assumed:
             _logger.info("%s: batch: %s", self.traced.name, plan.batch)
@@ -136,6 +139,7 @@ class TracedFunction:
             cost_model_for=ComposedCostModel,
             num_microbatches=num_microbatches,
             on_non_additive=self.options.on_non_additive,
+            on_interrupt=self.options.on_interrupt,
             progress=self.options.progress,
             measure=self._measured_seconds,
         )
@@ -162,7 +166,7 @@ class PlannedFunction:
         """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
-        with self.function.options.progress.during("lower"):
+        with busy("lowering"), self.function.options.progress.during("lower"):
             plan.verify(step.step)
             step = as_planned(step, plan)
             check_fits(plan, step.step)
@@ -189,7 +193,7 @@ class LoweredFunction:
         traced = self.planned.function.traced
         options = self.planned.function.options
         check_same_program(self.planned.last_plan, self.program, traced.donated)
-        with options.progress.during("compile"):
+        with busy("compiling"), options.progress.during("compile"):
             executor = Executor(
                 self.program,
                 self.planned.last_plan,
@@ -199,6 +203,7 @@ class LoweredFunction:
                 devices=devices,
                 progress=compiling(options.progress),
                 watchdog_seconds=options.watchdog_seconds,
+                on_hang=options.on_hang,
             )
             step = with_own_constants(self.step, executor, len(traced.leaves))
         return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
@@ -228,7 +233,7 @@ class ParallelFunction:
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         options = self.options
-        with options.progress.during("trace"):
+        with busy("tracing"), options.progress.during("trace"):
             traced = trace(
                 self.fun,
                 args,
@@ -316,6 +321,8 @@ def parallelize(
     progress: Say | Progress | None = None,
     cache: Cache = True,
     watchdog_seconds: float | None = WATCHDOG_SECONDS,
+    on_hang: OnHang = "auto",
+    on_interrupt: OnInterrupt = "raise",
     check: bool = False,
 ) -> Any:
     """Decorate a plain JAX train step so that it runs in parallel.
@@ -335,8 +342,13 @@ def parallelize(
         progress: called with a line of text at each step of planning and compiling; or a `Progress`, whose followers
             are also told the phases and how much work is left.
         cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
-        watchdog_seconds: a step of which nothing has ended for so long raises `HangError`, which names the instruction
-            that it waits for; None waits for ever.
+        watchdog_seconds: a step of which nothing has ended for so long hangs; None waits for ever. A process of the
+            job that plans or compiles in the meantime is waited for.
+        on_hang: what a hang does: "end" writes the stacks of all processes and their last instructions, and ends the
+            job with exit code 124; "raise" raises `HangError`, which names the instruction that it waits for, with the
+            next call; "auto" ends jobs of several processes that joined by `initialize`, and raises otherwise.
+        on_interrupt: what Ctrl-C does to the search of `planners.Auto`: "raise" stops it and raises
+            `KeyboardInterrupt`; "best" goes on with the best plan so far.
         check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments, before it
             runs on these; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
@@ -356,6 +368,8 @@ def parallelize(
             progress=progress,
             cache=cache,
             watchdog_seconds=watchdog_seconds,
+            on_hang=on_hang,
+            on_interrupt=on_interrupt,
             check=check,
         )
     options = Options.of(
@@ -369,6 +383,8 @@ def parallelize(
         progress=progress,
         cache=cache,
         watchdog_seconds=watchdog_seconds,
+        on_hang=on_hang,
+        on_interrupt=on_interrupt,
         check=check,
     )
     return ParallelFunction(fun, options)
@@ -383,6 +399,7 @@ def plan(
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
     on_non_additive: OnNonAdditive = "refuse",
+    on_interrupt: OnInterrupt = "raise",
     progress: Say | Progress | None = None,
     cache: Cache = True,
     **kwargs: Any,
@@ -406,6 +423,7 @@ def plan(
         static_argnums=static_argnums,
         batch_argnums=batch_argnums,
         on_non_additive=on_non_additive,
+        on_interrupt=on_interrupt,
         progress=progress,
         cache=cache,
     )

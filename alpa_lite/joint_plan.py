@@ -25,7 +25,7 @@ from alpa_lite.lower.program import Program
 from alpa_lite.plan import Plan, fingerprint
 from alpa_lite.plan_cache import Answer, Cache, content_digest, own_digest, planned
 from alpa_lite.planners.planner import Planner, PlanRequest
-from alpa_lite.runtime.agreement import agreed_data, same_everywhere
+from alpa_lite.runtime.job.agreement import agreed_data, same_everywhere
 
 _PACKAGES = ("alpa_lite", "jax", "jaxlib")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 from alpa_lite.batch import BatchArgnums
 from alpa_lite.errors import PlanError
@@ -12,11 +12,14 @@ from alpa_lite.microbatch import OnNonAdditive
 from alpa_lite.plan import Plan
 from alpa_lite.plan_cache import Cache
 from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.planner import OnInterrupt
 from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
-from alpa_lite.runtime.execute import WATCHDOG_SECONDS
+from alpa_lite.runtime.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.local_cluster import local_cluster
 from cost_models.cluster import Cluster, load_cluster
+
+Chosen = TypeVar("Chosen", bound=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Options:
     progress: Progress = field(default_factory=Progress)
     cache: Cache = True
     watchdog_seconds: float | None = WATCHDOG_SECONDS
+    on_hang: OnHang = "auto"
+    on_interrupt: OnInterrupt = "raise"
     check: bool = False
 
     @staticmethod
@@ -48,6 +53,8 @@ class Options:
         progress: Say | Progress | None = None,
         cache: Cache = True,
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
+        on_hang: OnHang = "auto",
+        on_interrupt: OnInterrupt = "raise",
         check: bool = False,
     ) -> Options:
         """The options as users give them. Raises `PlanError` for one that has no such value."""
@@ -58,10 +65,12 @@ class Options:
             donate_argnums=as_numbers(donate_argnums),
             static_argnums=as_numbers(static_argnums),
             batch_argnums=batch_argnums,
-            on_non_additive=_checked(on_non_additive),
+            on_non_additive=_checked("on_non_additive", on_non_additive, OnNonAdditive),
             progress=Progress.of(progress),
             cache=cache,
-            watchdog_seconds=watchdog_seconds,
+            watchdog_seconds=_patience(watchdog_seconds),
+            on_hang=_checked("on_hang", on_hang, OnHang),
+            on_interrupt=_checked("on_interrupt", on_interrupt, OnInterrupt),
             check=check,
         )
 
@@ -86,10 +95,18 @@ def check_microbatches(value: int | str) -> int | str:
     raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
 
 
-def _checked(value: OnNonAdditive) -> OnNonAdditive:
-    if value not in get_args(OnNonAdditive):
-        raise PlanError(f"on_non_additive={value!r} was given; it must be one of {', '.join(get_args(OnNonAdditive))}.")
+def _checked(name: str, value: Chosen, values: Any) -> Chosen:
+    if value not in get_args(values):
+        allowed = " or ".join(f'"{each}"' for each in get_args(values))
+        raise PlanError(f"{name}={value!r} was given; it must be {allowed}.")
     return value
+
+
+def _patience(seconds: float | None) -> float | None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is None or (is_number and seconds > 0):
+        return seconds
+    raise PlanError(f"watchdog_seconds={seconds!r} was given; it must be a positive number of seconds, or None.")
 
 
 def as_numbers(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -217,7 +217,7 @@ def test_interrupted_plans_are_not_kept(tmp_path: Path) -> None:
         if text.startswith("survey"):
             raise KeyboardInterrupt
 
-    plan = _planned(tmp_path, planner=Auto(), progress=Progress(interrupt)).last_plan
+    plan = _planned(tmp_path, planner=Auto(), progress=Progress(interrupt), on_interrupt="best").last_plan
     assert plan.solver.status == "interrupted" and not list(tmp_path.iterdir())
 
 

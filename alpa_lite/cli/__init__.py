@@ -8,7 +8,7 @@ simulate   the timeline of a plan, predicted or measured          LoweredFunctio
 solve      a file with an intra-op problem                        intra_op.solve_file.solve_file        `solving`
 calibrate  measure this machine's devices                         alpa_lite.calibrate                   `machine`
 doctor     is this machine ready                                  inspection.doctor.diagnose            `machine`
-launch     several processes on this machine                      runtime.launch.launch                 `launching`
+launch     several processes on this machine                      runtime.job.launch.launch                 `launching`
 bench      planners against each other                            benchmarks.bench, in its own process  `benchmark`
 demo       plan, train and compare on this machine                benchmarks.demo, in its own process   `benchmark`
 completion what a shell needs to complete these                   `completion`

@@ -10,11 +10,11 @@ from pathlib import Path
 from alpa_lite.cli.command import Command, answer
 from alpa_lite.errors import ExecutionError
 from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.runtime.launch import GRACE_SECONDS, launch
+from alpa_lite.runtime.job.launch import GRACE_SECONDS, launch
 
 
 def run_launch(given: argparse.Namespace) -> int:
-    """`runtime.launch.launch`; with `--json` all that the processes print goes to the error stream."""
+    """`runtime.job.launch.launch`; with `--json` all that the processes print goes to the error stream."""
     program = ["-m", *given.module] if given.module else given.program
     if not program or program == ["-m"]:
         raise ExecutionError("There is nothing to launch: give a Python file, or -m and a module.")

@@ -45,6 +45,7 @@ class _Asked:
                 planner=planner or self.planner,
                 num_microbatches=self.num_microbatches,
                 progress=progress,
+                on_interrupt="best",
                 cache=self.cache,
             )
             return function.trace(*self.args, **self.kwargs).plan()

@@ -88,7 +88,8 @@ class Auto(Planner):
     def plan(self, request: PlanRequest) -> Plan:
         """Raises `InfeasibleError` when nothing fits into memory, with the sentence of the plan that came closest.
 
-        `KeyboardInterrupt` ends the search with the best plan so far, if there is one.
+        Ctrl-C stops the search and its workers: with `on_interrupt="best"` the best plan so far is the answer, if there
+        is one; otherwise `KeyboardInterrupt` goes on to the caller.
         """
         started = time.perf_counter()
         self._check()
@@ -109,6 +110,8 @@ class Auto(Planner):
                 for plan in filter(self._allows, manual.plans(found, too_large=search.too_large)):
                     plans.append(plan)
         except KeyboardInterrupt:
+            if request.on_interrupt != "best":
+                raise
             interrupted = True
             request.progress("interrupted: the best plan so far is taken")
             # Manual plans take little time: so there is something to give back from the beginning on.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 from alpa_lite.errors import BatchError, NonAdditiveError, PlanError, TraceError
 from alpa_lite.graph.phases import Phase, StepGraph
@@ -37,6 +38,9 @@ from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
 from cost_models.cluster import Cluster
 from cost_models.interface import CostModel
 
+OnInterrupt = Literal["raise", "best"]
+"""What a search does when it is interrupted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -56,6 +60,7 @@ class PlanRequest:
         num_microbatches: a number, or "auto".
         advise: whether a planner that finds nothing should look for changes that would help.
         on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
+        on_interrupt: what Ctrl-C does to a search: "raise" stops it, "best" ends it with the best plan so far.
         progress: is told what is done, and how much is left of it.
         workers: may solve stages before they are asked for.
         measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
@@ -73,6 +78,7 @@ class PlanRequest:
     num_microbatches: int | str = "auto"
     advise: bool = True
     on_non_additive: str = "refuse"
+    on_interrupt: OnInterrupt = "raise"
     progress: Progress = field(default_factory=Progress)
     workers: Workers = field(default_factory=Workers)
     measure: Callable[[Plan], float] | None = None

@@ -26,8 +26,8 @@ from alpa_lite.graph.phases import StepGraph
 from alpa_lite.lower.emit import Executable
 from alpa_lite.lower.program import SUM, Buffer, Instruction, Program
 from alpa_lite.runtime.flight import Flight
+from alpa_lite.runtime.job.processes import devices_of
 from alpa_lite.runtime.placing import Placing
-from alpa_lite.runtime.processes import devices_of
 from alpa_lite.runtime.relocation import Windows
 from alpa_lite.runtime.transfer import Transfer
 from alpa_lite.runtime.turns import in_turn

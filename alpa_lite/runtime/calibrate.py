@@ -22,9 +22,10 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.agreement import agreed_number
 from alpa_lite.runtime.fingerprint import fingerprint, make_private, path_for
 from alpa_lite.runtime.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
+from alpa_lite.runtime.job.agreement import agreed_number
+from alpa_lite.runtime.job.processes import host_rows
 from alpa_lite.runtime.probes import (
     QUICK,
     Probe,
@@ -34,7 +35,6 @@ from alpa_lite.runtime.probes import (
     share_programs,
     thorough_sizes,
 )
-from alpa_lite.runtime.processes import host_rows
 from alpa_lite.runtime.timing import Program, Stopwatch, Timing, num_samples, time_programs
 from cost_models.cluster import Cluster, Device, Link
 

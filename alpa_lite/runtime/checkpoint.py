@@ -23,11 +23,13 @@ import jax
 
 from alpa_lite.errors import AlpaLiteError, CheckpointError, PlanError, UnusableFileWarning
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.agreement import agreed_data, everywhere, meet
 from alpa_lite.runtime.checksums import LIST, damage
-from alpa_lite.runtime.ending import leaving
 from alpa_lite.runtime.function import CompiledFunction
-from alpa_lite.runtime.launched import summary
+from alpa_lite.runtime.job.agreement import agreed_data, everywhere, meet
+from alpa_lite.runtime.job.ending import leaving
+from alpa_lite.runtime.job.launched import summary
+from alpa_lite.runtime.job.stopping import Stopping
+from alpa_lite.runtime.job.trouble import agreed_trouble
 from alpa_lite.runtime.saved_leaves import (
     Wanted,
     check_fit,
@@ -36,8 +38,6 @@ from alpa_lite.runtime.saved_leaves import (
     stored,
     wanted,
 )
-from alpa_lite.runtime.stopping import Stopping
-from alpa_lite.runtime.trouble import agreed_trouble
 
 _DAMAGED, _REPLACED = ".damaged", ".replaced"
 _SHOWN = 3

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emit import Emitted
-from alpa_lite.runtime.processes import all_here, any_here
+from alpa_lite.runtime.job.processes import all_here, any_here
 
 Tell = Callable[[str, int, int], None]
 """What is compiled now, how many units are done, and how many there are."""

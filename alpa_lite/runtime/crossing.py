@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from alpa_lite import _jax
 from alpa_lite.runtime.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
-from alpa_lite.runtime.processes import devices_of, is_here
+from alpa_lite.runtime.job.processes import devices_of, is_here
 from alpa_lite.runtime.turns import in_turn
 
 Local = Callable[[Any], Any]

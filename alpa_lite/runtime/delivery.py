@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.runtime.exchange import AXIS, Blanks, joined, together, token
-from alpa_lite.runtime.processes import any_here, devices_of, is_here, processes_of
+from alpa_lite.runtime.job.processes import any_here, devices_of, is_here, processes_of
 from alpa_lite.runtime.turns import in_turn
 
 MAX_BYTES = 1 << 16

@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.runtime.agreement import meet
-from alpa_lite.runtime.processes import any_here, is_here, processes_of
+from alpa_lite.runtime.job.agreement import meet
+from alpa_lite.runtime.job.processes import any_here, is_here, processes_of
 from alpa_lite.runtime.turns import in_turn
 
 AXIS = "device"

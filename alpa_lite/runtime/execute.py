@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,11 +33,12 @@ from alpa_lite.runtime.delivery import Delivery, Result, wanted
 from alpa_lite.runtime.donation import donations
 from alpa_lite.runtime.exchange import Blanks, warm
 from alpa_lite.runtime.flight import CPU_CREDITS, CREDITS, Flight
-from alpa_lite.runtime.hang import explanation
+from alpa_lite.runtime.hang import explanation, short_name
+from alpa_lite.runtime.job.ending import at_work, end_hung, is_watched
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.leaves import Leaves
 from alpa_lite.runtime.order import participants, verify_order
 from alpa_lite.runtime.placing import Alone, InJob
-from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
 from alpa_lite.runtime.times import TaskTime
 from alpa_lite.runtime.transfer import compile_transfers
 from alpa_lite.runtime.turns import in_turn
@@ -45,6 +46,9 @@ from alpa_lite.runtime.units import concat_units, task_units, zeros_units
 from alpa_lite.runtime.watch import Watch, spans
 from alpa_lite.runtime.watchdog import Watchdog
 from alpa_lite.sharding import Spec
+
+OnHang = Literal["auto", "raise", "end"]
+"""What is done about a step that hangs."""
 
 WATCHDOG_SECONDS = 300.0
 """So long nothing of a step may end before that counts as a hang."""
@@ -91,11 +95,13 @@ class Executor:
         devices: Sequence[Any] | None = None,
         progress: Tell | None = None,
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
+        on_hang: OnHang = "auto",
     ) -> None:
         """Compile everything; `progress(name, done, total)` is called on the way.
 
         donated           `donated[i]`: input i may be overwritten by the output that replaces it
-        watchdog_seconds  so long nothing of a step may end before `HangError` is raised; None: for ever
+        watchdog_seconds  so long nothing of a step may end before it hangs; None: for ever
+        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it where there are several processes
         """
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
@@ -132,7 +138,10 @@ class Executor:
             limit=CPU_CREDITS if on_cpu else CREDITS,
             patience=watchdog_seconds,
             explain=partial(explanation, program, step, self.meshes),
+            name=partial(short_name, program),
             processes=self._processes,
+            at_work=at_work,
+            end=end_hung if on_hang == "end" or (on_hang == "auto" and is_watched()) else None,
         )
         self.watchdog = Watchdog(self.flight)
         self._indices = self._microbatch_indices()

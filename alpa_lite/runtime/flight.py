@@ -2,6 +2,8 @@
 
     credits    un-awaited launches <= limit, for each group of devices              `Flight.launched`
     hang       no launch has ended for `patience` seconds while some have not       `Patience.is_over`
+    work       a process that takes part in them compiles: that is no hang          `Flight.is_hung`
+    end        of a hang: the process, and its job with it, or a `HangError`        `Flight.tell_hang`
 
 Each launch leaves a token, a scalar that is there when the launch is done. Without a bound, a dispatching thread that
 is faster than the devices would have memory allocated far ahead, and on virtual CPU devices, whose launches wait in
@@ -59,6 +61,10 @@ class Patience:
         self.limit, self._clock = limit, clock
         self._since, self._pending = clock(), frozenset[int]()
 
+    def restart(self) -> None:
+        """Count from now on."""
+        self._since = self._clock()
+
     def is_over(self, pending: frozenset[int]) -> bool:
         """Whether the same launches, by their order, have been pending for too long."""
         if pending != self._pending:
@@ -76,18 +82,34 @@ class Flight:
         limit: int,
         patience: float | None,
         explain: Callable[[int], str],
+        name: Callable[[int], str] = str,
         processes: Callable[[int], frozenset[int]] = lambda instruction: frozenset(),
+        at_work: Callable[[frozenset[int]], bool] = lambda processes: False,
+        end: Callable[[str], object] | None = None,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`limit`: credits of a group of devices. `patience`: seconds. `explain`: what hangs at an instruction.
-        `processes`: which take part in an instruction.
+        """Nothing is launched yet.
+
+        Args:
+            num_groups: of devices whose launches run in turn.
+            limit: credits of a group of devices.
+            patience: seconds in which something must end; None waits for ever.
+            explain: what hangs at an instruction, in sentences.
+            name: an instruction, in a few words.
+            processes: those that take part in an instruction.
+            at_work: whether one of these processes plans or compiles.
+            end: ends the process with the sentence on a hang; None: `HangError` is raised.
+            clock: seconds.
+            sleep: for so many seconds.
 
         `waited_seconds` counts the waits for credits since the program was compiled.
         """
         self.queues: tuple[deque[Launch], ...] = tuple(deque() for _ in range(num_groups))
         self.limit, self.patience, self.explain = limit, patience, explain
-        self._processes, self._clock, self._sleep = processes, clock, sleep
+        self._name, self._processes, self._at_work, self._end = name, processes, at_work, end
+        self._clock, self._sleep = clock, sleep
+        self._last: Launch | None = None
         self._order = itertools.count()
         self.hang = ""
         self.waited_seconds = 0.0
@@ -102,7 +124,8 @@ class Flight:
         if self.observer is not None:
             self.observer(group, instruction, token)
         queue = self.queues[group]
-        queue.append(Launch(next(self._order), instruction, token))
+        self._last = Launch(next(self._order), instruction, token)
+        queue.append(self._last)
         if len(queue) > self.limit:
             oldest = queue[0].token
             if not oldest.is_ready():
@@ -117,6 +140,35 @@ class Flight:
     def awaited(self) -> dict[int, frozenset[int]]:
         """The processes that take part in what is not done, by the order of the launches."""
         return {launch.order: self._processes(launch.instruction) for launch in self.pending()}
+
+    def is_hung(self, patience: Patience, pending: Sequence[Launch]) -> bool:
+        """Whether the patience with what is not done is over, and no process that takes part is at other work."""
+        if not patience.is_over(frozenset(launch.order for launch in pending)):
+            return False
+        if self._at_work(frozenset[int]().union(*(self._processes(launch.instruction) for launch in pending))):
+            patience.restart()
+            return False
+        return True
+
+    def tell_hang(self, pending: Sequence[Launch]) -> str:
+        """The sentence on a hang, which the next call raises; this process ends here where it is to."""
+        self.hang = self.sentence(pending)
+        if self._end is not None:
+            self._end(self.hang)
+        return self.hang
+
+    def last_instruction(self) -> str:
+        """What this process launched last, or the first launch that is not done; empty before the first one."""
+        if self._last is None:
+            return ""
+        if pending := self.pending():
+            return f"waits for {self._name(pending[0].instruction)}"
+        return f"has done {self._name(self._last.instruction)}"
+
+    @property
+    def ends(self) -> bool:
+        """Whether a hang ends the process, which says why."""
+        return self._end is not None
 
     def raise_if_hung(self) -> None:
         """Raise what the watchdog found between two steps, unless it has ended since."""
@@ -148,9 +200,8 @@ class Flight:
                 continue
             look_at = self._clock() + min(1.0, self.patience / 8)
             pending = self.pending()
-            if patience.is_over(frozenset(x.order for x in pending)):
-                self.hang = self.sentence(pending)
-                raise HangError(self.hang)
+            if self.is_hung(patience, pending):
+                raise HangError(self.tell_hang(pending))
 
 
 _flights: list[ref[Flight]] = []
@@ -165,3 +216,9 @@ def awaited() -> dict[object, frozenset[int]]:
         if (flight := found()) is not None
         for order, processes in flight.awaited().items()
     }
+
+
+def last_instructions() -> str:
+    """What each step of this process launched last, in words; empty where none has launched anything."""
+    flights = (flight for found in tuple(_flights) if (flight := found()) is not None)
+    return "; ".join(filter(None, (flight.last_instruction() for flight in flights)))

@@ -27,7 +27,6 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
     if instruction.kind == "SEND":
         return _of_transfer(program, step, meshes, number)
     task = program.tasks[instruction.task]
-    batch = "" if instruction.microbatch is None else f" of micro-batch {instruction.microbatch}"
     devices = ", ".join(map(str, meshes[instruction.stage].devices.flat))
     inputs = list(zip(instruction.reads, (*task.inputs, *task.sums), strict=False))
     named = [f"{_name(step, b)} {_facts(step, b, str(p.spec))}{_origin(program, number, b)}" for b, p in inputs]
@@ -35,11 +34,23 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
     sent = any(_writer(program, number, b).kind == "SEND" for b, _ in inputs)
     suspect = "it, or a transfer that brings its inputs," if sent else "it"
     return (
-        f"{task.name!r}{batch}, instruction {number} of {len(program.instructions)}, on stage {instruction.stage} "
-        f"({devices}). All that it reads was launched before: {'; '.join(named[:MOST_INPUTS]) or 'nothing'}{more}. "
+        f"{short_name(program, number)}, on stage {instruction.stage} ({devices}). "
+        f"All that it reads was launched before: {'; '.join(named[:MOST_INPUTS]) or 'nothing'}{more}. "
         f"Either {suspect} is stuck, or takes longer than that; in the second case give a higher watchdog_seconds. On "
         "virtual CPU devices `alpa-lite doctor` says which settings they need."
     )
+
+
+def short_name(program: Program, number: int) -> str:
+    """An instruction in a few words; the number after the last one stands for the delivery of results in a job."""
+    if number == len(program.instructions):
+        return "the delivery of results"
+    instruction = program.instructions[number]
+    batch = "" if instruction.microbatch is None else f" of micro-batch {instruction.microbatch}"
+    place = f"instruction {number} of {len(program.instructions)}"
+    if instruction.kind != "RUN":
+        return f"{instruction.kind} to stage {instruction.stage}{batch}, {place}"
+    return f"{program.tasks[instruction.task].name!r}{batch}, {place}"
 
 
 def _of_transfer(program: Program, step: StepGraph, meshes: Sequence[Mesh], number: int) -> str:

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite.errors import PlanError
 from alpa_lite.runtime.exchange import Blanks
 from alpa_lite.runtime.function import CompiledFunction
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle
 from alpa_lite.runtime.placing import InJob
-from alpa_lite.runtime.processes import all_here, any_here, devices_of, handle
 
 
 def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:

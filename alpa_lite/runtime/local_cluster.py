@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
-from alpa_lite.runtime.agreement import agreed_data
 from alpa_lite.runtime.calibrate import quick_cluster
 from alpa_lite.runtime.fingerprint import fingerprint, path_for
+from alpa_lite.runtime.job.agreement import agreed_data
 from cost_models.cluster import Cluster, cluster_sources, load_cluster
 from cost_models.errors import ClusterError
 

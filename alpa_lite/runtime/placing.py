@@ -26,7 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.crossing import Crossing
 from alpa_lite.runtime.exchange import Blanks
-from alpa_lite.runtime.processes import any_here, devices_of, handle, processes_of
+from alpa_lite.runtime.job.processes import any_here, devices_of, handle, processes_of
 from alpa_lite.runtime.relocation import Windows, on_plain_mesh, relocation
 
 

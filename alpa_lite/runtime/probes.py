@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.runtime.processes import host_rows
+from alpa_lite.runtime.job.processes import host_rows
 from alpa_lite.runtime.timing import Program
 from cost_models.collective import Collective, Group
 from cost_models.work import Product, Work

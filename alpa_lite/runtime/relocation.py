@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from alpa_lite.cross_mesh import Box
 from alpa_lite.runtime.crossing import Course, Crossing, Hand
 from alpa_lite.runtime.exchange import Blanks
-from alpa_lite.runtime.processes import devices_of
+from alpa_lite.runtime.job.processes import devices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.resting import resting
+from alpa_lite.runtime.job.processes import any_here, devices_of
 from alpa_lite.runtime.placing import Placing
-from alpa_lite.runtime.processes import any_here, devices_of
 from alpa_lite.runtime.runs import STAGE_AXIS, Run
 
 GROUP_AXIS = "group"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.runtime.processes import any_here, devices_of, handle, is_here
+from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
 
 STAGE_AXIS = "stage"
 """Mesh axis over which the leading dim of a joint array is split."""

@@ -25,8 +25,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from alpa_lite.runtime.checksums import LIST, write_checksums, write_part
+from alpa_lite.runtime.job.trouble import ConsequenceError
 from alpa_lite.runtime.saved_leaves import Leaf, Wanted
-from alpa_lite.runtime.trouble import ConsequenceError
 
 UNFINISHED: str = ocp.utils.TMP_DIR_SUFFIX
 """In the name of a checkpoint that is being written, after its step."""

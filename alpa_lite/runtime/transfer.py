@@ -27,7 +27,7 @@ from alpa_lite.lower.emit import boundary_shape, boundary_spec, move
 from alpa_lite.lower.program import Buffer, Program
 from alpa_lite.runtime.crossing import Course, Crossing, Hand, Launched, Message, compiled
 from alpa_lite.runtime.exchange import Blanks, token
-from alpa_lite.runtime.processes import all_here, any_here, devices_of
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of
 from alpa_lite.runtime.turns import in_turn
 from alpa_lite.sharding import Spec, local_shape
 

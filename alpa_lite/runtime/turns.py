@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.runtime.processes import all_here, any_here, is_here
+from alpa_lite.runtime.job.processes import all_here, any_here, is_here
 
 _MOST_PENDING = 64
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.runtime.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
 from tests.distributed.launched import ROOT
 
 pytest.importorskip("orbax.checkpoint")
@@ -62,9 +62,16 @@ def launched(
 def members(job: subprocess.Popen[str]) -> list[Any]:
     """The processes of a job, in order."""
     try:
-        return psutil.Process(job.pid).children()
+        return [each for each in psutil.Process(job.pid).children() if is_member(each)]
     except psutil.NoSuchProcess:
         return []
+
+
+def is_member(process: Any) -> bool:
+    """Whether a process that the launcher started is one of the job, and has not ended."""
+    with suppress(psutil.Error):
+        return "launched.py" in " ".join(process.cmdline())
+    return False
 
 
 def until_logged(folder: Path, job: subprocess.Popen[str], step: int) -> None:

@@ -166,7 +166,9 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
         if text == "refine":
             raise KeyboardInterrupt
 
-    plan = _plan(Auto(), progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _plan(Auto(), progress=interrupt)
+    plan = _plan(Auto(), progress=interrupt, on_interrupt="best")
     assert "interrupted" in said[-1]
     assert 0 < plan.solver.bound <= plan.prediction.step_seconds and plan.solver.status == "interrupted"
 
@@ -174,13 +176,15 @@ def test_an_interruption_keeps_the_best_so_far() -> None:
         if text.startswith("survey"):
             raise KeyboardInterrupt
 
-    assert _plan(Auto(), progress=early).name in {f"auto ({planner.name})" for planner in MANUAL_PLANNERS}
+    assert _plan(Auto(), progress=early, on_interrupt="best").name in {
+        f"auto ({planner.name})" for planner in MANUAL_PLANNERS
+    }
 
     def at_once(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _plan(Auto(), progress=at_once)
+        _plan(Auto(), progress=at_once, on_interrupt="best")
 
 
 def test_the_search_says_how_far_it_is() -> None:

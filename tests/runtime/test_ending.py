@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -9,8 +13,11 @@ import jax
 import pytest
 
 from alpa_lite import _jax
-from alpa_lite.runtime.ending import STUCK_SECONDS, Roll, Vigil, came_to_end
-from alpa_lite.runtime.trouble import in_words
+from alpa_lite.runtime.job import ending, neighbours
+from alpa_lite.runtime.job.activity import busy, doing, idle, where
+from alpa_lite.runtime.job.ending import STALE_SECONDS, STUCK_SECONDS, Roll, Vigil, came_to_end
+from alpa_lite.runtime.job.neighbours import Neighbours, place
+from alpa_lite.runtime.job.trouble import in_words
 
 
 class Service:
@@ -38,6 +45,10 @@ class Service:
         if key not in self.table:
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
         return self.table[key]
+
+    def key_value_try_get(self, key: str) -> str:
+        """As JAX's."""
+        return self.blocking_key_value_get(key, 0)
 
 
 @pytest.fixture
@@ -97,6 +108,75 @@ def test_the_roll_tells_who_is_lost(rolls: list[Roll]) -> None:
     assert rolls[0].silent(2.0) == [1]
     answers.join()
     assert rolls[2].silent(0.1) == [], "the first one does not answer: JAX ends all"
+
+
+def test_roll_calls_before_the_last_one_are_removed(rolls: list[Roll]) -> None:
+    rolls[0].listen()
+    for _ in range(5):
+        assert rolls[0].silent(0.1) == []
+    assert sorted(rolls[0].said()) == ["call 4", "here 4 0", "silent 4"]
+
+
+def test_last_words_take_longer_where_there_are_more() -> None:
+    service: Any = Service()
+    few, many = (Roll(_jax.Job(client=service, process=0, num_processes=n)) for n in (2, 1000))
+    assert few.last_words_seconds() < 5 and 20 <= many.last_words_seconds() <= 60
+
+
+def test_one_that_is_busy_says_so_again_and_again(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said long ago does not count: Python may not run there any more."""
+    now = [100.0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ending._watched, "heard", {})
+    assert rolls[0].doing(2) == ""
+    rolls[2].say_doing("compiling", 1)
+    assert rolls[0].doing(2) == "compiling"
+    now[0] += STALE_SECONDS - 1
+    assert rolls[0].doing(2) == "compiling"
+    now[0] += 2
+    assert rolls[0].doing(2) == ""
+    rolls[2].say_doing("compiling", 2)
+    assert rolls[0].doing(2) == "compiling"
+    rolls[2].say_doing("", 3)
+    assert rolls[0].doing(2) == ""
+
+
+def test_a_process_is_busy_until_it_waits() -> None:
+    assert doing() == ""
+    with busy("planning"):
+        assert doing() == "planning"
+        with idle():
+            assert doing() == ""
+        with busy("compiling"):
+            assert doing() == "compiling"
+        assert doing() == "planning"
+    assert doing() == ""
+    assert where().startswith(__file__) and where().endswith("(test_a_process_is_busy_until_it_waits)")
+
+
+@pytest.mark.skipif(not place(), reason="there is no /proc")
+def test_a_neighbour_that_is_stopped_is_seen_and_told_to_go_on() -> None:
+    """Not one that has the number of a process that is gone, nor one of another machine."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        try:
+            machine, space, _, _ = place().split()
+            started = int(neighbours._stat(other.pid)[neighbours._STARTED])
+            places = {
+                0: place(),
+                1: f"{machine} {space} {other.pid} {started}",
+                2: f"{machine} {space} {other.pid} {started + 1}",
+                3: f"another {space} {other.pid} {started}",
+            }
+            seen = Neighbours(0, lambda: places, 4, 5.0)
+            assert not seen.stopped(0.0)
+            other.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+            assert not seen.stopped(10.0) and not seen.stopped(14.0)
+            assert f"process 1 (its number is {other.pid}) was stopped" in seen.stopped(15.0)
+            os.waitid(os.P_PID, other.pid, os.WCONTINUED)
+            assert not seen.stopped(30.0)
+        finally:
+            other.kill()
 
 
 def _answer_soon(roll: Roll) -> None:

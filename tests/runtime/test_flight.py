@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,35 @@ def test_a_slow_step_that_moves_is_no_hang() -> None:
         found.launched(group, 0, token)
     found.launched(0, 0, tokens[2])
     assert 27.0 <= time.now < 27.1
+
+
+def test_other_work_of_those_that_take_part_is_no_hang() -> None:
+    time, token = Time(), Token()
+    found, busy = flight(time, limit=1), {3: 25.0}
+    found._processes = lambda instruction: frozenset({0, 3})
+    found._at_work = lambda processes: any(time.now < busy.get(process, 0.0) for process in processes)
+    found.launched(0, 0, token)
+    with pytest.raises(HangError):
+        found.launched(0, 1, Token())
+    assert 30.0 <= time.now < 45.0, "ten seconds after it was last seen at work"
+
+
+def test_a_hang_ends_the_process_where_it_is_to() -> None:
+    ended: list[str] = []
+    found = Flight(1, limit=1, patience=10.0, explain=lambda n: f"instruction {n}", end=ended.append, **clock(Time()))
+    assert found.ends and found.last_instruction() == ""
+    found.launched(0, 4, Token(ready=True))
+    assert found.last_instruction() == "has done 4"
+    found.launched(0, 5, Token())
+    with pytest.raises(HangError):  # only where `end` returns, which it does not
+        found.launched(0, 6, Token())
+    assert len(ended) == 1 and "instruction 5" in ended[0]
+    assert found.last_instruction() == "waits for 5"
+
+
+def clock(time: Time) -> Any:
+    """Options of a flight."""
+    return {"clock": time, "sleep": time.sleep}
 
 
 def test_without_patience_it_waits_for_ever() -> None:

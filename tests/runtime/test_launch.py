@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.launch import ENDED, NUM_PROCESSES, PROCESS_ID, _Job, launch
+from alpa_lite.runtime.job import launch as launch_module
+from alpa_lite.runtime.job.launch import ENDED, HUNG, NUM_PROCESSES, PROCESS_ID, _Job, launch, reserved_port
+from alpa_lite.runtime.job.output import PIECE_BYTES
 
 NUMBER = f"import os, sys, time\nme = int(os.environ[{PROCESS_ID!r}])\n"
 
@@ -112,13 +115,22 @@ class Ends:
         ([(3, 1), (7, 2), (-9, 5)], 0),  # one after the other: the first
         ([(ENDED, 1), (3, 4), (ENDED, 2)], 1),  # what others ended with does not hide the cause
         ([(ENDED, 1), (0, 2), (ENDED, 2)], 0),
+        ([(HUNG, 1), (-6, 4), (HUNG, 2)], 0),  # what a hang ends with is not the cause
+        ([(HUNG, 1), (HUNG, 2), (0, 2)], 0),
         ([(0, 1), (0, 5), (0, 2)], None),
     ],
 )
-def test_the_worst_of_those_that_failed_by_themselves_counts(ends: list[tuple[int, int]], failed: int | None) -> None:
-    job = _Job((io.BytesIO(), io.BytesIO()), 1.0)
-    job.processes = [Ends(*each) for each in ends]  # pyright: ignore[reportAttributeAccessIssue]
-    assert job.wait() == failed
+def test_the_worst_of_those_that_failed_by_themselves_counts(
+    ends: list[tuple[int, int]], failed: int | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(launch_module, "ended_with", Ends.poll)
+    job = _Job(io.BytesIO(), io.BytesIO(), 1.0)
+    try:
+        job.processes = [Ends(*each) for each in ends]  # pyright: ignore[reportAttributeAccessIssue]
+        assert job.wait() == failed
+    finally:
+        job.processes = []
+        job.end()
 
 
 def test_a_process_that_ends_because_of_another_waits_for_no_more_than_seconds(program: Any) -> None:
@@ -141,26 +153,152 @@ def test_what_a_process_started_ends_with_it(program: Any) -> None:
     assert all_gone(int(out.split()[1]))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_launcher_ends_all(number: int, program: Any, tmp_path: Path, default_interrupt: None) -> None:
-    """When it is killed it can do nothing; processes that called `initialize` see their end of its pipe closed."""
-    path = program(
-        "from alpa_lite.runtime.start import _end_with_launcher\n_end_with_launcher()\n"
-        "print(os.getpid(), flush=True)\ntime.sleep(60)"
-    )
-    command = [sys.executable, "-m", "alpa_lite.cli", "launch", "--processes", "2", path]
+def started(*program: str, processes: int = 2, **options: Any) -> subprocess.Popen[bytes]:
+    """`alpa-lite launch`, whose streams are pipes."""
+    command = [sys.executable, "-m", "alpa_lite.cli", "launch", "--processes", str(processes), *program]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options
+    )
+
+
+LEAVES_CHILDREN = """
+import signal, subprocess
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+print(os.getpid(), child.pid, flush=True)
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if sys.argv[1] == "has ended":
+    sys.exit(0) if me else time.sleep(120)
+while sys.argv[1] == "busy":
+    pass
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGKILL, state) for state in ("asleep", "busy", "stopped", "deaf", "has ended")]
+    + [(signal.SIGTERM, "stopped"), (signal.SIGINT, "asleep")],
+)
+def test_ending_the_launcher_ends_all(number: int, state: str, program: Any, default_interrupt: None) -> None:
+    """When it is killed it can do nothing itself. No process has joined the job; what they started ends as well."""
+    process = started("--grace", "1", program(LEAVES_CHILDREN), state)
     try:
         assert process.stdout is not None
-        found = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        found = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+        assert len(found) == 4
         process.send_signal(number)
-        process.wait(timeout=15)
+        process.wait(timeout=30)
         assert all_gone(*found)
         assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_launcher_that_is_killed_while_it_starts_leaves_nothing(program: Any) -> None:
+    """Whenever that is: the processes say their numbers into a file as soon as the program runs."""
+    path = program("open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\ntime.sleep(120)")
+    for milliseconds in (0, 200):
+        numbers = Path(path).with_name(f"numbers {milliseconds}")
+        numbers.touch()
+        process = started(path, str(numbers), processes=4)
+        until = time.monotonic() + 60
+        while not numbers.read_text() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(milliseconds / 1000)
+        process.kill()
+        process.communicate()
+        time.sleep(1.0)  # those that were about to begin do so, if they can
+        assert all_gone(*map(int, numbers.read_text().split()))
+
+
+def test_a_reader_that_sleeps_misses_nothing(program: Any) -> None:
+    """Far more than pipes hold; the processes have long ended when it is read."""
+    text = "for i in range(3000):\n    print(me, i, 'x' * 100)\nprint('é' * 100_000, file=sys.stderr)"
+    process = started(program(text))
+    time.sleep(float(os.environ.get("ALPA_LITE_TEST_SLEEP", "6")))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    for number in range(2):
+        mine = [line for line in out.decode().splitlines() if line.startswith(f"[{number}] ")]
+        assert mine == [f"[{number}] {number} {i} {'x' * 100}" for i in range(3000)]
+    assert err.decode().count("é") == 200_000
+
+
+def test_a_line_of_400_megabytes_comes_in_pieces_at_constant_memory(program: Any) -> None:
+    megabytes = 400
+    lines = f"for i in range({megabytes}):\n    sys.stdout.write('é' * 2**19)\nprint('!')\nprint('after')"
+    text = f"sys.stdout.write('?')\n{lines}"
+    process = started(program(text), processes=1)
+    assert process.stdout is not None
+    first, size, last, longest, peak = process.stdout.readline(), 0, b"", 0, 0
+    assert first.startswith(b"[0] ")
+    size, start = len(first) - 5, peak_bytes(process.pid)
+    for line in process.stdout:
+        if line.startswith(b"[0+] "):
+            size, longest = size + len(line) - 6, max(longest, len(line))
+            if size % 2**26 < PIECE_BYTES:
+                line.decode()  # no character is cut
+                peak = max(peak, peak_bytes(process.pid))
+        last = line
+    process.communicate()
+    assert process.returncode == 0 and last == b"[0] after\n"
+    assert size == megabytes * 2**20 + 2 and longest <= PIECE_BYTES + 6
+    assert peak and peak - start < 50 * 2**20, (start, peak)
+
+
+def peak_bytes(pid: int) -> int:
+    """Memory that a process held at most so far."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def test_lines_of_several_processes_do_not_mix(program: Any) -> None:
+    text = "for i in range(300):\n    (sys.stdout if i % 2 else sys.stderr).write(str(me) * (i * 97 % 9000) + '\\n')"
+    command = [sys.executable, "-m", "alpa_lite.cli", "launch", "--processes", "4", program(text)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    lines = done.stdout.decode().splitlines()
+    for number in range(4):
+        mine = sorted(len(line) - 4 for line in lines if line[1] == str(number))
+        assert mine == sorted(i * 97 % 9000 for i in range(300))
+    assert all(set(line[4:]) <= {line[1]} for line in lines)
+
+
+def test_output_that_cannot_be_written_is_told(program: Any) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    path = program("print('lost')")
+    with open("/dev/full", "wb") as full:
+        err = io.BytesIO()
+        ended = launch([path], num_processes=1, out=full, err=err)
+    assert ended.code == 0 and b"output was lost" in err.getvalue() and b"No space left" in err.getvalue()
+
+
+def test_what_holds_a_stream_open_is_not_waited_for(program: Any) -> None:
+    """A process with a session of its own, which the launcher leaves alone."""
+    path = program("import subprocess\nprint(subprocess.Popen(['sleep', '30'], start_new_session=True).pid)")
+    began = time.monotonic()
+    _, out, _ = launched(path, num_processes=1)
+    assert time.monotonic() - began < 25
+    os.kill(int(out.split()[1]), signal.SIGKILL)
+
+
+def test_a_reserved_port_is_nobody_elses_but_the_coordinators() -> None:
+    with reserved_port() as reserved, socket.socket() as coordinator, socket.socket() as other:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ExecutionError, match=f"cannot listen at 127.0.0.1:{port}"):
+            reserved_port(port)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        coordinator.bind(("127.0.0.1", port))
+        coordinator.listen()
+        socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_nothing_to_start_is_a_sentence(program: Any) -> None:

@@ -84,6 +84,22 @@ def test_no_thread_is_left_when_the_executor_goes() -> None:
     _until(lambda: not thread.is_alive())
 
 
+def test_one_thread_watches_all_steps() -> None:
+    flights = [_flight(patience) for patience in (1000.0, 0.05, 1000.0, 0.05)]
+    said, tokens = list[str](), [Never() for _ in flights]
+    watchdogs = [Watchdog(flight, say=said.append) for flight in flights]
+    for watchdog, flight, token in zip(watchdogs, flights, tokens, strict=True):
+        flight.launched(0, 0, token)
+        watchdog.watch()
+    assert len(_threads()) == 1
+    _until(lambda: flights[1].hang and flights[3].hang)
+    assert len(said) == 2 and not flights[0].hang
+    for token in tokens:
+        token.ready = True
+    _until(lambda: not any(watchdog.is_watching for watchdog in watchdogs))
+    _until(lambda: not _threads())
+
+
 def test_without_a_limit_there_is_no_thread() -> None:
     flight = _flight(None)
     watchdog = Watchdog(flight)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import faulthandler
 import ipaddress
 import os
 import socket
 import sys
-import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import jax
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.ending import SHUTDOWN_SECONDS, Vigil, roll
-from alpa_lite.runtime.launch import COORDINATOR, ENDED, LAUNCHER, NUM_PROCESSES, PROCESS_ID
-from alpa_lite.runtime.launched import leave, summary
+from alpa_lite.runtime.job.ending import SHUTDOWN_SECONDS, Vigil, roll
+from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from alpa_lite.runtime.job.launched import leave, summary
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""
+
+HANG_TIMEOUT_SECONDS = 1800.0
+"""So long processes wait for what another one has to say, while it neither plans nor compiles."""
+
+_STOPPED_SHARE = 0.6
+"""Of the heartbeat's time-out: after so long a process that is seen to be stopped is told of, before JAX ends all."""
 
 
 def initialize(
@@ -29,6 +37,8 @@ def initialize(
     *,
     coordinator_bind_address: str | None = None,
     heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
+    hang_timeout_seconds: float | None = HANG_TIMEOUT_SECONDS,
+    preemption_service: bool = False,
     **options: Any,
 ) -> None:
     """Join the other processes of the job: `jax.distributed.initialize`, before anything else that uses JAX.
@@ -45,33 +55,42 @@ def initialize(
             outside; for names of hosts JAX's default, all interfaces.
         heartbeat_timeout_seconds: a process that gives no sign of life for so long is taken for lost, which ends the
             others. Most are noticed at once, by the connections that break.
+        hang_timeout_seconds: where a process waits for so long for another one's part in a plan, a compilation or a
+            checkpoint, and that one neither plans nor compiles, all end with exit code `HUNG`; None waits for ever.
+            What steps of a plan wait for is another matter: `parallelize(watchdog_seconds=…)`.
+        preemption_service: whether JAX's own starts, for programs that call
+            `jax.experimental.multihost_utils.reached_preemption_sync_point`. It takes SIGTERM from then on, also where
+            nobody calls that. `Checkpoints.stop_requested` does without.
         options: others of `jax.distributed.initialize`.
 
     Raises:
-        ExecutionError: the port is in use, or the others were not there in time.
+        ExecutionError: the port is in use, the others were not there in time, or an option has no such value.
     """
+    if hang_timeout_seconds is not None and not hang_timeout_seconds > 0:
+        raise ExecutionError(f"hang_timeout_seconds={hang_timeout_seconds!r} was given; give seconds, or None.")
     launched = coordinator_address is None and COORDINATOR in os.environ
     if launched:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
         options = {"cluster_detection_method": "deactivate", **options}
-        _end_with_launcher()
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
-    if process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
+    # The launcher has found the port free, and keeps it for the coordinator.
+    if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
+    if _is_loopback(coordinator_address):
+        _jax.collectives_at("127.0.0.1")
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            coordinator_bind_address=coordinator_bind_address,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            **options,
-        )
-        _leave_when_failing()
-        if (here := roll()) is not None:
-            Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS)).begin()
+        with _jax.preemption_service(preemption_service):
+            jax.distributed.initialize(
+                coordinator_address,
+                num_processes,
+                process_id,
+                coordinator_bind_address=coordinator_bind_address,
+                heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+                **options,
+            )
+        _look_after_each_other(hang_timeout_seconds, heartbeat_timeout_seconds, options)
     except ValueError as error:
         if (coordinator_address, num_processes, process_id) != (None, None, None) or "defined" not in str(error):
             raise
@@ -83,6 +102,17 @@ def initialize(
         ) from error
 
 
+def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float, options: Mapping[str, Any]) -> None:
+    """From now on the end of one process, or a hang, is the end of all."""
+    with suppress(OSError, ValueError, RuntimeError):  # there may be no file behind the error stream
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # where JAX aborts a process in which Python hangs, its stacks are told
+    _leave_when_failing()
+    if (here := roll()) is not None:
+        vigil = Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+        vigil.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
+
+
 def _interface(address: str | None) -> str | None:
     """What to listen on for an address; None leaves it to JAX."""
     host, _, _ = (address or "").rpartition(":")
@@ -92,6 +122,14 @@ def _interface(address: str | None) -> str | None:
         ipaddress.ip_address(host.strip("[]"))
         return address
     return None
+
+
+def _is_loopback(address: str | None) -> bool:
+    """Whether all processes of a job with this coordinator are on this machine."""
+    host = (address or "").rpartition(":")[0].strip("[]")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _check_port(address: str) -> None:
@@ -118,18 +156,3 @@ def _leave_when_failing() -> None:
         leave(130 if issubclass(kind, KeyboardInterrupt) else 1, summary(error))
 
     sys.excepthook = tell_and_leave
-
-
-def _end_with_launcher() -> None:
-    """A thread that ends this process when its launcher is gone, which nothing else would tell it of."""
-    with suppress(KeyError, ValueError, OSError):
-        pipe = int(os.environ.pop(LAUNCHER))
-        os.fstat(pipe)
-        threading.Thread(target=_await_end, args=(pipe,), daemon=True, name="alpa_lite watches its launcher").start()
-
-
-def _await_end(pipe: int) -> None:
-    with suppress(OSError):
-        while os.read(pipe, 1):
-            pass
-        os._exit(ENDED)

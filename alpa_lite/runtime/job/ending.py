@@ -1,6 +1,8 @@
 """How the end of one process of a job is told to the others, so that none waits for it in vain.
 
     end        a process that comes to its end says so, and one that fails says why         `leaving`, `take_leave`
+    hang       who waits for too long says so: all write their stacks and end               `end_hung`
+    stopped    a process that a signal has stopped is seen by the others of its machine     `Neighbours`
     roll call  each that is there answers; of whom the first one does not hear is lost      `Roll.silent`
     vigil      a thread looks at what was said: it answers roll calls, and ends this process when another one failed or
                launches of this one wait for one that has come to its end                   `Vigil.look`
@@ -17,17 +19,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import ClassVar, NoReturn
 
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.runtime.flight import awaited
-from alpa_lite.runtime.launch import COORDINATOR, ENDED
+from alpa_lite.runtime.flight import awaited, last_instructions
+from alpa_lite.runtime.job.activity import doing, dump_stacks, where
+from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
+from alpa_lite.runtime.job.neighbours import Neighbours, place
 
-LAST_WORDS_SECONDS = 4.0
-"""So long the first process waits for the others' answers to a roll call."""
+LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
+"""So long the first process waits for the others' answers to a roll call, and so much longer for each of them."""
 
 LOOK_SECONDS = 1.0
 """Between two looks at what was said."""
@@ -38,13 +43,18 @@ GRACE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 300
 """So long one that has come to its end waits for the others, as in JAX."""
 
+STALE_SECONDS = 10.0
+"""A process that is busy says so again each `LOOK_SECONDS`, unless Python does not run there."""
+
 STUCK_SECONDS = 10.0
 """Launches that wait for so long for a process that has come to its end wait in vain."""
 
 _FOLDER = "alpa_lite/end/"
 _LISTENING = "alpa_lite/listening/"
+_DOING, _PLACES = "alpa_lite/doing/", "alpa_lite/place/"
 _FIRST, _CALL, _SILENT = "first", "call ", "silent "
 _LEAVING, _HERE, _TOLD = "leaving ", "here ", "told "
+_HANG, _HUNG, _OVER = "hang", "hung ", "hang is told"
 _ANOTHER = "another process failed"
 
 Awaited = Mapping[object, frozenset[int]]
@@ -74,11 +84,16 @@ class Roll:
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_delete(_FOLDER + name)
 
-    def silent(self, seconds: float = LAST_WORDS_SECONDS, *, last: bool = False) -> list[int]:
+    def last_words_seconds(self) -> float:
+        """How long to wait for the others' last words: all of them reach the service at the same time."""
+        return LAST_WORDS_SECONDS + LAST_WORDS_SECONDS_EACH * self.num_processes
+
+    def silent(self, seconds: float | None = None, *, last: bool = False) -> list[int]:
         """The processes that do not answer a roll call, the same on all that call at once; `last`: when they leave."""
-        if not self._listening():
+        if not self.listening():
             return []
-        call = "last" if last else f"{sum(name.startswith(_SILENT) for name in self.said())}"
+        seconds = self.last_words_seconds() if seconds is None else seconds
+        call = "last" if last else f"{1 + max(_calls(self.said(), _SILENT).values(), default=-1)}"
         self.say(f"{_CALL}{call}", "")
         self._answer(call, seconds)
         with suppress(jax.errors.JaxRuntimeError):
@@ -86,8 +101,9 @@ class Roll:
             return json.loads(self._client.blocking_key_value_get(f"{_FOLDER}{_SILENT}{call}", wait))
         return []
 
-    def answer(self, said: Mapping[str, str], seconds: float = LAST_WORDS_SECONDS) -> None:
+    def answer(self, said: Mapping[str, str], seconds: float | None = None) -> None:
         """To roll calls, if there are any: this process is there. The first one tells who is not."""
+        seconds = self.last_words_seconds() if seconds is None else seconds
         for name in said:
             call = name.removeprefix(_CALL)
             if call != name and f"{_HERE}{call} {self.me}" not in said:
@@ -96,19 +112,56 @@ class Roll:
     def _answer(self, call: str, seconds: float) -> None:
         self.say(f"{_HERE}{call} {self.me}", "")
         if self.me == 0 and f"{_SILENT}{call}" not in self.said():
-            left = self.unheard(f"{_HERE}{call} ", self._listening(), seconds)
+            left = self.unheard(f"{_HERE}{call} ", self.listening(), seconds)
             self.say(f"{_SILENT}{call}", json.dumps(sorted(left)), once=True)
+            self._forget_before(call)
+
+    def _forget_before(self, call: str) -> None:
+        """Remove earlier roll calls: who calls again has heard the answer to those before."""
+        said = self.said() if call.isdecimal() else {}
+        for kind in (_CALL, _SILENT, _HERE):
+            for name in (name for name, number in _calls(said, kind).items() if number < int(call)):
+                self.take_back(name)
 
     def listen(self) -> None:
         """From now on this process answers roll calls."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{_LISTENING}{self.me}", "", True)
 
-    def _listening(self) -> set[int]:
+    def listening(self) -> set[int]:
         """Processes that joined the job otherwise than by `alpa_lite.initialize` do not."""
         with suppress(jax.errors.JaxRuntimeError):
             return {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_LISTENING)}
         return set()
+
+    def say_doing(self, what: str, number: int) -> None:
+        """What this process is busy with, again and again with another number; empty: nothing."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_DOING}{self.me}", f"{number} {what}" if what else "", True)
+
+    def doing(self, process: int) -> str:
+        """What a process is busy with; empty where it has not said so, or not again for `STALE_SECONDS`."""
+        found = ""
+        with suppress(jax.errors.JaxRuntimeError):
+            found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
+        now = time.monotonic()
+        before, since = _watched.heard.get(process, ("", now))
+        if found != before:
+            since = now
+        _watched.heard[process] = found, since
+        return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
+
+    def say_place(self) -> None:
+        """Where this process runs, for `Neighbours`."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_PLACES}{self.me}", place(), True)
+
+    def places(self) -> dict[int, str]:
+        """Those that were said so far."""
+        with suppress(jax.errors.JaxRuntimeError):
+            found = self._client.key_value_dir_get(_PLACES)
+            return {int(key.rpartition("/")[2]): text for key, text in found}
+        return {}
 
     def unheard(self, what: str, processes: set[int], seconds: float) -> set[int]:
         """Which of these processes do not say something within so many seconds."""
@@ -126,6 +179,12 @@ class Roll:
         return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
 
 
+def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
+    """The numbers of roll calls, by the names of what was said of them."""
+    found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
+    return {name: int(number) for name, number in found.items() if number.isdecimal()}
+
+
 def roll() -> Roll | None:
     """Of the job; None where this process is the whole job."""
     job = _jax.job()
@@ -135,13 +194,53 @@ def roll() -> Roll | None:
 _left = threading.Event()
 """Whether this process has told the others that it fails."""
 
+_ends = threading.Lock()
+"""Held by the thread that ends this process."""
+
+
+class _Watched:
+    """What `Vigil.begin` knows of the job of this process."""
+
+    is_watched = False
+    hang_timeout_seconds = float("inf")
+    heard: ClassVar[dict[int, tuple[str, float]]] = {}
+    """What each process was busy with when it was last asked for, and since when that is so."""
+
+
+_watched = _Watched()
+
+
+def is_watched() -> bool:
+    """Whether the processes of the job look after each other: those that joined it by `alpa_lite.initialize` do."""
+    return _watched.is_watched and roll() is not None
+
+
+def hang_timeout() -> float:
+    """Seconds that this process waits for what another one has to say."""
+    return _watched.hang_timeout_seconds
+
+
+def at_work(processes: frozenset[int]) -> bool:
+    """Whether one of these processes, or this one, plans or compiles."""
+    here = roll()
+    if here is None or doing():
+        return bool(doing())
+    return any(here.doing(process) for process in processes - {here.me})
+
 
 def take_leave(reason: str) -> None:
     """Before this process ends in a failure: tell the others why, and say who is lost or who failed before."""
     here = roll()
-    if here is None or _left.is_set():
+    if here is None or (_left.is_set() and not _ends.locked()):
         return
-    _left.set()
+    with _ends:  # another thread may be ending this process already: its reason counts
+        if _left.is_set():
+            return
+        _left.set()
+        _take_leave(here, reason)
+
+
+def _take_leave(here: Roll, reason: str) -> None:
     here.say(f"{here.me}", reason)
     here.say(_FIRST, json.dumps([here.me, reason]), once=True)
     silent = here.silent(last=True)
@@ -152,8 +251,59 @@ def take_leave(reason: str) -> None:
         say(f"process {first} failed first: {why}. The job ends.")
     here.say(f"{_TOLD}{here.me}", "")
     if here.me == 0:
-        here.unheard(_TOLD, set(range(here.num_processes)) - {*silent}, LAST_WORDS_SECONDS)
+        here.unheard(_TOLD, set(range(here.num_processes)) - {*silent}, here.last_words_seconds())
         time.sleep(GRACE_SECONDS)  # in which they end, before JAX ends them without the service
+
+
+def end_hung(reason: str) -> NoReturn:
+    """End this process, and all others of its job, because of a hang, with exit code `HUNG`.
+
+    Each writes the stacks of its threads to its error stream, and the instruction that it launched last; the first one
+    says for all of them where they are.
+    """
+    with _ends:
+        _left.set()
+        here = roll()
+        if here is not None:
+            here.say(_HANG, json.dumps([here.me, reason]), once=True)
+        _end_hung(here)
+
+
+def _end_hung(here: Roll | None) -> NoReturn:
+    found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
+    say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
+    mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
+    say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
+    dump_stacks()
+    if here is not None:
+        here.say(f"{_HUNG}{here.me}", mine, once=True)
+        _tell_hang(here)
+    flush()
+    os._exit(HUNG)
+
+
+def _tell_hang(here: Roll) -> None:
+    """The first process tells where all are, and ends when the others had time to."""
+    if here.me:
+        until = time.monotonic() + 2 * here.last_words_seconds()
+        while _OVER not in here.said() and time.monotonic() < until:
+            time.sleep(0.1)
+        return
+    silent = here.unheard(_HUNG, here.listening(), here.last_words_seconds())
+    said = here.said()
+    for process in range(here.num_processes):
+        say(f"process {process} was {said.get(f'{_HUNG}{process}', 'nowhere to be heard of')}.")
+    if silent:
+        say(f"no word from {processes(sorted(silent))}: lost, or Python does not run there.")
+    here.say(_OVER, "")
+    time.sleep(GRACE_SECONDS)
+
+
+def flush() -> None:
+    """What was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def processes(numbers: Sequence[int]) -> str:
@@ -199,21 +349,41 @@ class Vigil:
         """`awaited`: by this process. `seconds`: so long it waits at its exit for that, and for the others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
+        self._was_busy, self._looks = False, 0
         self._stuck, self._since = frozenset[object](), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite vigil")
 
-    def begin(self) -> None:
-        """From now on."""
-        self._here.listen()
+    def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
+        """From now on.
+
+        Args:
+            hang_timeout_seconds: see `hang_timeout`; None: for ever.
+            stopped_seconds: after so long another process of this machine that a signal has stopped hangs.
+        """
+        _watched.hang_timeout_seconds = hang_timeout_seconds or float("inf")
+        here = self._here
+        _watched.is_watched = True
+        here.say_place()
+        neighbours = Neighbours(here.me, here.places, here.num_processes, stopped_seconds)
+        threading.Thread(target=self._see, args=(neighbours,), daemon=True, name="alpa_lite neighbours").start()
+        here.listen()
         self._thread.start()
         atexit.register(self._at_exit)
 
     def look(self, now: float) -> str:
         """Why to end this process, empty while there is nothing."""
         said = self._here.said()
+        if _HANG in said:
+            with _ends:
+                _left.set()
+                _end_hung(self._here)
         self._here.answer(said)
         if _FIRST in said:
             return _ANOTHER
+        if (what := doing()) or self._was_busy:
+            self._looks += 1
+            self._here.say_doing(what, self._looks)
+            self._was_busy = bool(what)
         ended = self._here.ended(said, or_leaving=True)
         return self._in_vain(ended, now) if ended else ""
 
@@ -249,6 +419,12 @@ class Vigil:
             if found := self.look(time.monotonic()):
                 _end(found, GRACE_SECONDS)
 
+    def _see(self, neighbours: Neighbours) -> None:
+        """In a thread of its own: where the first process is stopped, what asks for words waits as well."""
+        while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
+            if stopped := neighbours.stopped(time.monotonic()):
+                end_hung(stopped)
+
     def _at_exit(self) -> None:
         if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()
             return
@@ -265,7 +441,5 @@ def _end(reason: str, grace: float) -> None:
         say(f"{reason}. The job ends.")
     take_leave(reason)
     time.sleep(grace)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    flush()
     os._exit(ENDED if reason == _ANOTHER and COORDINATOR in os.environ else 1)

@@ -27,7 +27,7 @@ def leave(code: int, reason: str) -> None:
     if "jax" in sys.modules:
         with suppress(Exception):
             from alpa_lite import _jax
-            from alpa_lite.runtime.ending import take_leave
+            from alpa_lite.runtime.job.ending import take_leave
 
             take_leave(reason)
             _jax.forget_job()
@@ -76,5 +76,14 @@ def _users(error: BaseException) -> TracebackType | None:
     return found
 
 
+def register() -> None:
+    """Tell the launcher's `orphans` of this process, which is to end with the launcher."""
+    pipe = int(os.environ.pop("ALPA_LITE_REGISTER"))
+    with suppress(OSError):
+        os.write(pipe, b"%d\n" % os.getpid())
+    os.close(pipe)
+
+
 if __name__ == "__main__":
+    register()
     run(sys.argv[1:])

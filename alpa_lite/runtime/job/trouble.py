@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.runtime.agreement import everywhere
-from alpa_lite.runtime.ending import processes, roll
+from alpa_lite.runtime.job.agreement import everywhere
+from alpa_lite.runtime.job.ending import processes, roll
 
 
 class ConsequenceError(OSError):

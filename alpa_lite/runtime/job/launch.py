@@ -1,0 +1,263 @@
+"""Several processes on this machine, as if each were on another: started, listened to, and ended together.
+
+    start     each gets the address of a coordinator on loopback and its number, as variables that `initialize` reads
+    listen    what they print comes out line by line, with the number of the process before it       `output`
+    end       the first one that fails ends the others: SIGTERM, and SIGKILL after some seconds
+
+Each process leads a group of its own, so that Ctrl-C reaches the launcher alone, and what a process has started ends
+with it. Should the launcher be killed, a process beside it ends the others (`orphans`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.job.orphans import DONE
+from alpa_lite.runtime.job.output import Listeners, Target
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID, REGISTER = (
+    "ALPA_LITE_COORDINATOR",
+    "ALPA_LITE_NUM_PROCESSES",
+    "ALPA_LITE_PROCESS_ID",
+    "ALPA_LITE_REGISTER",
+)
+"""Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers."""
+
+GRACE_SECONDS = 5.0
+"""What a process gets between SIGTERM and SIGKILL."""
+
+ENDED = 143
+"""Exit code of a process that ends because another process of the job failed."""
+
+HUNG = 124
+"""Exit code of a process that ends because it hangs, or because another process of its job does."""
+
+_CAUSE_SECONDS = 5.0
+"""So long after one with these codes the launcher waits for the others, which may still say what went wrong."""
+
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """How it went.
+
+    codes    exit code of each process; 128 + n where signal n ended it
+    failed   the number of the one that failed first, of several at once that with the worst code; None: none did.
+             Those that end because of it do not count, whether the launcher ended them or they did by themselves.
+    """
+
+    codes: tuple[int, ...]
+    failed: int | None
+
+    @property
+    def code(self) -> int:
+        """The exit code of the one that failed."""
+        return 0 if self.failed is None else self.codes[self.failed]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with reserved_port() as found:
+        return int(found.getsockname()[1])
+
+
+def reserved_port(port: int = 0) -> socket.socket:
+    """A socket that keeps a port of the loopback interface from others until it is closed; 0: any that is free.
+
+    The coordinator, which shares its port, can still listen there. Otherwise another job, or any connection from this
+    machine, could get the port before the first process has come so far.
+
+    Raises:
+        ExecutionError: the port is in use.
+    """
+    found = socket.socket()
+    try:
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            # Connections of an earlier job that are still remembered do not matter; somebody who listens does.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(("127.0.0.1", port))
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after it was found that nobody has it
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ExecutionError(
+            f"The coordinator cannot listen at 127.0.0.1:{port}: {error}. Give a port that is free, or none."
+        ) from error
+    return found
+
+
+def launch(
+    program: Sequence[str],
+    *,
+    num_processes: int,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    out: BinaryIO | None = None,
+    err: BinaryIO | None = None,
+) -> Launched:
+    """Run a Python program as so many processes of one job; returns when all have ended.
+
+    Args:
+        program: a file and its arguments, or "-m", a module and its arguments.
+        num_processes: how many.
+        environment: of the processes; default this one's.
+        port: of the coordinator; default one that is free.
+        grace_seconds: between SIGTERM and SIGKILL.
+        out: gets what they write to standard output; default this process's.
+        err: gets what they write to the error stream; default this process's.
+
+    Raises:
+        ExecutionError: there are no processes to start, or the program cannot be started.
+    """
+    if num_processes < 1:
+        raise ExecutionError(f"{num_processes} processes were asked for: at least one is needed.")
+    base = dict(os.environ if environment is None else environment)
+    command = [sys.executable, str(Path(__file__).with_name("launched.py")), *program]
+    with reserved_port(port or 0) as reserved, _ended_by_sigterm():
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        base |= {COORDINATOR: address, NUM_PROCESSES: str(num_processes), "PYTHONUNBUFFERED": "1"}
+        job = _Job(out or sys.stdout.buffer, err or sys.stderr.buffer, grace_seconds)
+        try:
+            for number in range(num_processes):
+                job.start(command, {**base, PROCESS_ID: str(number)})
+            failed = job.wait()
+        finally:
+            job.end()
+    return Launched(codes=tuple(job.codes()), failed=failed)
+
+
+class _Job:
+    """The processes of one launch."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.targets = Target(out), Target(err)
+        self.listeners = Listeners(self.targets)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        orphans = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphans.py"))]
+        pipe, self.register = os.pipe()
+        with open(pipe, "rb") as registered:
+            self.orphans = subprocess.Popen(
+                [*orphans, str(os.getpid()), str(grace_seconds)],
+                stdin=registered,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """One more process."""
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env={**environment, REGISTER: str(self.register)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(self.register,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ExecutionError(f"{command[0]!r} cannot be started: {error.strerror or error}.") from error
+        name = str(len(self.processes))
+        self.processes.append(process)
+        for source, target in zip((process.stdout, process.stderr), self.targets, strict=True):
+            assert source is not None
+            self.listeners.listen(source, target, name)  # pyright: ignore[reportArgumentType]
+
+    def wait(self) -> int | None:
+        """Until all have ended, or one has failed; its number."""
+        until = None
+        while True:
+            codes = [ended_with(process) for process in self.processes]
+            failed = [number for number, code in enumerate(codes) if code]
+            # Those that found a hang know why: what others end with then is a consequence, as is `ENDED`.
+            causes = [] if HUNG in codes else [number for number in failed if codes[number] != ENDED]
+            until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
+            if causes or (until is not None and (None not in codes or time.monotonic() > until)):
+                worst = max(causes or failed, key=lambda n: (codes[n] == HUNG, _as_shells_tell(codes[n] or 0)))
+                self._say(worst, codes[worst] or 0)
+                return worst
+            if None not in codes:
+                return None
+            time.sleep(_LOOK_SECONDS)
+
+    def end(self) -> None:
+        """End what still runs, and hand on what was said last; a second signal cuts that short."""
+        for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
+            for process in self.processes:
+                # What a process has started may outlive it. The number of one that has ended is its group's still.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, how)
+                    os.killpg(process.pid, signal.SIGCONT)
+            with suppress(KeyboardInterrupt, SystemExit):  # once more: no time is left
+                self._await(seconds)
+        with suppress(BrokenPipeError):
+            os.write(self.register, DONE + b"\n")
+        os.close(self.register)
+        with suppress(KeyboardInterrupt, SystemExit):
+            self.listeners.finish()
+        for process in (*self.processes, self.orphans):
+            process.wait()
+        for target in self.targets:
+            if target.problem is not None and not isinstance(target.problem, BrokenPipeError):
+                self.targets[1].write(f"alpa-lite launch: output was lost: {target.problem}.\n".encode())
+
+    def codes(self) -> Iterator[int]:
+        """The exit codes as shells tell them."""
+        return (_as_shells_tell(process.returncode or 0) for process in self.processes)
+
+    def _await(self, seconds: float | None) -> None:
+        """Wait until all have ended, for so many seconds at most. The numbers of those that have stay theirs."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while None in map(ended_with, self.processes) and (until is None or time.monotonic() < until):
+            time.sleep(_LOOK_SECONDS)
+
+    def _say(self, number: int, code: int) -> None:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        others = ": the others are ended" if len(self.processes) > 1 else ""
+        self.targets[1].write(f"alpa-lite launch: process {number} {how}{others}.\n".encode())
+
+
+def ended_with(process: subprocess.Popen[bytes]) -> int | None:
+    """The return code of a process that has ended, which stays to be waited for: so nobody else gets its number."""
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _as_shells_tell(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is inside in good order. In other threads than the first there are no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    del frame
+    raise SystemExit(128 + number)

@@ -1,0 +1,77 @@
+"""Ends the processes of a launch whose launcher is gone: `python orphans.py LAUNCHER GRACE`, started by the launcher.
+
+Each process writes its number as a line into the pipe that is the standard input here, before it runs the program. The
+launcher writes `done` when all have ended. If it ends without that word, because it was killed, every process group is
+asked to end by SIGTERM, and killed after the grace. Those who start later still have the pipe, whose end comes when the
+last of them has written or is gone, so none is missed.
+
+This is a process of its own, as one of the job cannot be relied on: it may be stopped, hold Python's lock, or have left
+others behind. It imports nothing but the standard library, so that it is there in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+DONE = b"done"
+
+_LOOK_SECONDS = 0.2
+
+_ZOMBIE_SECONDS = 5.0
+"""After SIGKILL; what is there then has ended, and nobody asks for its exit code."""
+
+
+def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
+    """Return when the launch has ended in good order, or when nothing of it is left.
+
+    Args:
+        pipe: what the processes and the launcher write to.
+        launcher: the number of its process, which is the parent of this one.
+        grace_seconds: between SIGTERM and SIGKILL.
+    """
+    text, over, asked = b"", False, set[int]()
+    kill_at: float | None = None
+    while True:
+        if not over and select.select([pipe], [], [], _LOOK_SECONDS)[0]:
+            part = os.read(pipe, 4096)
+            text, over = text + part, not part
+        words = text.split(b"\n")[:-1]
+        if DONE in words:
+            return
+        now = time.monotonic()
+        if kill_at is None and (over or os.getppid() != launcher):
+            kill_at = now + grace_seconds
+        if kill_at is None:
+            continue
+        left = [group for group in map(int, words) if _is_there(group)]
+        for group in left:
+            if now > kill_at or group not in asked:
+                _signal(group, signal.SIGKILL if now > kill_at else signal.SIGTERM)
+                _signal(group, signal.SIGCONT)  # one that is stopped does not end before it goes on
+                asked.add(group)
+        if over and (not left or now > kill_at + _ZOMBIE_SECONDS):
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _is_there(group: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+if __name__ == "__main__":
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # it ends when the launch does
+    watch(0, int(sys.argv[1]), float(sys.argv[2]))

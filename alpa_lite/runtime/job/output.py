@@ -1,0 +1,132 @@
+"""Hands on what processes print, line by line, with the number of the process before each line.
+
+    read    a thread per stream reads at most `PIECE_BYTES` at a time, so that memory does not grow with the output
+    line    complete lines go on at once; `[2] ` stands before each
+    piece   a line longer than a piece comes as several lines: the first begins with `[2] `, the others with `[2+] `
+    wait    where nobody takes the output, its process waits when it prints, as it would without a launcher
+
+Lines of different processes never mix. Nothing is thrown away unless the target is closed or fails.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+PIECE_BYTES = 2**16
+"""Longest piece of a line that is handed on as one, without what is put before it."""
+
+LEFT_OPEN_SECONDS = 1.0
+"""After the end of the processes, a stream that something else holds open is read until it is silent for so long."""
+
+_LOOK_SECONDS = 0.5
+_CONTINUATION = range(0x80, 0xC0)
+"""Bytes of UTF-8 that go on with a character."""
+
+
+class Target:
+    """A stream that gets the output of many."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        """`stream`: is written to without a buffer where it has one, so that no thread holds the buffer's lock."""
+        with suppress(OSError, ValueError):
+            stream.flush()
+        self._stream = getattr(stream, "raw", stream)
+        self._lock = threading.Lock()
+        self.problem: OSError | None = None
+
+    def same_as(self, other: Target) -> bool:
+        """Whether both are one file, as after `2>&1`."""
+        with suppress(OSError, ValueError, AttributeError):
+            mine, theirs = os.fstat(self._stream.fileno()), os.fstat(other._stream.fileno())
+            return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
+        return self._stream is other._stream
+
+    def share_lock(self, other: Target) -> None:
+        """Write in turn with another one."""
+        self._lock = other._lock
+
+    def write(self, text: bytes) -> None:
+        """Write all of it, however long that takes. After an error the rest is passed over, and the error is kept."""
+        left = memoryview(text)
+        with self._lock:
+            while left and self.problem is None:
+                try:
+                    written = self._stream.write(left)
+                except OSError as error:
+                    self.problem = error
+                except ValueError:
+                    self.problem = OSError("the stream is closed")
+                else:
+                    if written is None:  # somebody made the file non-blocking, and it is full
+                        select.select([], [self._stream], [], 1.0)
+                    left = left[written or 0 :]
+            with suppress(OSError, ValueError):
+                self._stream.flush()
+
+
+class Listeners:
+    """The threads that read the streams of the processes of one launch."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        """Targets that are one file are written to in turn."""
+        for number, target in enumerate(targets):
+            for earlier in targets[:number]:
+                if target.same_as(earlier):
+                    target.share_lock(earlier)
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def listen(self, source: BinaryIO, target: Target, name: str) -> None:
+        """Hand on what comes from a stream; `name` stands before each line, in brackets."""
+        thread = threading.Thread(target=self._run, args=(source, target, name), daemon=True, name="alpa_lite output")
+        self._threads.append(thread)
+        thread.start()
+
+    def finish(self) -> None:
+        """Return when everything was handed on. All processes have ended."""
+        self._ended.set()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_LOOK_SECONDS)  # not without a time: a signal must be able to end the wait
+
+    def _run(self, source: BinaryIO, target: Target, name: str) -> None:
+        first, next_one = f"[{name}] ".encode(), f"[{name}+] ".encode()
+        held, begun = b"", False
+        while part := self._read(source.fileno()):
+            *lines, held = (held + part).split(b"\n")
+            text = bytearray()
+            for line in lines:
+                text += (next_one if begun else first) + line + b"\n"
+                begun = False
+            while len(held) > PIECE_BYTES:
+                end = _end_of_character(held, PIECE_BYTES)
+                text += (next_one if begun else first) + held[:end] + b"\n"
+                held, begun = held[end:], True
+            if text:
+                target.write(bytes(text))
+        if held:
+            target.write((next_one if begun else first) + held + b"\n")
+        source.close()
+
+    def _read(self, file: int) -> bytes:
+        """The next bytes; none at the end, or when the processes have ended and nothing comes for a while."""
+        silent = 0.0
+        while True:
+            ended = self._ended.is_set()
+            ready = select.poll()
+            ready.register(file, select.POLLIN)
+            if ready.poll(1000 * _LOOK_SECONDS):
+                return os.read(file, PIECE_BYTES)
+            silent = silent + _LOOK_SECONDS if ended else 0.0
+            if silent >= LEFT_OPEN_SECONDS:
+                return b""
+
+
+def _end_of_character(text: bytes, at: int) -> int:
+    """The last place up to `at` at which no character of UTF-8 is cut; `at` where the text is no UTF-8."""
+    return next((at - back for back in range(4) if text[at - back] not in _CONTINUATION), at)
