@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from alpa_lite import _jax
+from alpa_lite.runtime.checkpoint.trouble import in_words
 from alpa_lite.runtime.ending import STUCK_SECONDS, Roll, Vigil, came_to_end
-from alpa_lite.runtime.trouble import in_words
 
 
 class Service:
