@@ -10,7 +10,7 @@ from pathlib import Path
 
 import alpa_lite as al
 from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums
-from tests.runtime.saved_states import numbered
+from tests.runtime.checkpoint.saved_states import numbered
 from tests.test_plan import planned
 
 LOADER = """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import alpa_lite as al
-from tests.runtime.saved_states import numbered
+from tests.runtime.checkpoint.saved_states import numbered
 
 checkpoints, clean = al.Checkpoints(sys.argv[1]), al.Checkpoints(sys.argv[2])
 clean.restore(numbered(0))

@@ -100,6 +100,9 @@ class Folder:
         self.lease.check()
         disk.make_folder(unfinished)
         disk.create(unfinished / RECORD, Record(step=number, parent=parent, save=save).to_bytes())
+        # Whatever else is in it after a loss of power, the mark is there, so that it can be removed.
+        disk.sync(unfinished / RECORD)
+        disk.sync(unfinished)
         return unfinished
 
     def publish(self, unfinished: Path, number: int) -> None:
@@ -276,7 +279,7 @@ def _foreign(path: Path) -> str:
 
 
 def _wipe(path: Path) -> None:
-    """Remove the files that are ours and the folders that are empty then; the mark last."""
+    """Remove the files that are ours and the folders that are empty then; the mark when that is on the disk."""
     if _foreign(path):
         return
     files = sorted(files_of(path), key=lambda name: (name == RECORD, name == LIST))
@@ -286,6 +289,7 @@ def _wipe(path: Path) -> None:
     for place, _, _ in os.walk(path, topdown=False):
         if Path(place) != path:
             disk.remove_folder(Path(place))
+    disk.sync(path)
     for name in last:
         disk.unlink(path / name)
     with suppress(FileNotFoundError):

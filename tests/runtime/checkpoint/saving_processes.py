@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
-from tests.runtime.saved_states import ROWS, global_values
+from tests.runtime.checkpoint.saved_states import ROWS, global_values
 
 READ = "/tensorstore/kvstore/file/bytes_read"
 

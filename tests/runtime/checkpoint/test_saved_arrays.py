@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from tests.runtime.saved_states import ROWS, global_values
+from tests.runtime.checkpoint.saved_states import ROWS, global_values
 from tests.test_plan import planned
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _free_port() -> int:

@@ -31,7 +31,7 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError, UnusableFileWarning
 from alpa_lite.runtime.checkpoint.checksums import LIST
 from tests.end_to_end.cases import PLANNERS, Training, assert_same, eager_cluster, make_batch
-from tests.runtime.saved_states import bits, numbered
+from tests.runtime.checkpoint.saved_states import bits, numbered
 
 TRAINING = Training(model="mlp", optimizer="adamw")
 PLACES = ("hybrid", "fsdp", "pipeline_4", "megatron on 4", "one device", "numpy")
@@ -417,7 +417,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.last, self.kills_while_writing, self.seconds = folder, -1, 0, 0.5
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("saving_for_ever.py")), str(folder)],
             env=environment,
