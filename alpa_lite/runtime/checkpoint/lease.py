@@ -38,6 +38,7 @@ EXPIRY_SECONDS = 120.0
 """Without a sign of life for so long an owner on another host is taken for dead."""
 
 _LOOK_SECONDS = 0.5
+_QUIET_SECONDS = 5.0
 _MOST_BYTES = 4096
 _NAME = re.compile(r"alpa_lite_writer\.([1-9][0-9]{0,17})\.json")
 
@@ -91,6 +92,7 @@ class Lease:
     def give_back(self) -> None:
         """Others may write from now on."""
         held, self._held = self._held, None
+        _open_here.pop(self.token, None)
         if held is not None:
             held.end()
 
@@ -116,7 +118,7 @@ class Lease:
                 return owner
             if silent >= EXPIRY_SECONDS:
                 return None
-            if not told:
+            if not told and silent > _QUIET_SECONDS:
                 told = True
                 _logger.warning(
                     "%s belongs to %s. It is awaited for %.0f s whether that one is alive.",
@@ -132,6 +134,7 @@ class Lease:
         """Become the owner; false where another one was faster."""
         path = _path(self.folder, number)
         me = _myself(self.token)
+        _open_here[self.token] = self  # before others can see it
         try:
             disk.create(path, json.dumps(me).encode())
         except FileExistsError:
@@ -145,7 +148,6 @@ class Lease:
             with suppress(FileNotFoundError):
                 disk.unlink(_path(self.folder, older))
         self._held = held
-        _open_here[self.token] = self
         threading.Thread(target=_beat, args=(held,), daemon=True, name="alpa_lite checkpoint lease").start()
         weakref.finalize(self, held.end)  # also at the exit of the interpreter
         return True
