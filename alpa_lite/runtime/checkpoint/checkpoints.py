@@ -24,7 +24,8 @@ from typing import Any
 
 import jax
 
-from alpa_lite.errors import AlpaLiteError, CheckpointError, PlanError, UnusableFileWarning
+from alpa_lite.codec import MAX_BYTES
+from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan import Plan
 from alpa_lite.runtime.agreement import agreed_data, everywhere
 from alpa_lite.runtime.checkpoint.checksums import damage
@@ -39,7 +40,7 @@ from alpa_lite.runtime.checkpoint.saved_leaves import (
     write_leaves,
 )
 from alpa_lite.runtime.checkpoint.trouble import agreed_trouble, reason_of
-from alpa_lite.runtime.checkpoint.untrusted import open_regular, shown
+from alpa_lite.runtime.checkpoint.untrusted import TooLargeError, check_size, shown
 from alpa_lite.runtime.ending import leaving
 from alpa_lite.runtime.function import CompiledFunction
 from alpa_lite.runtime.launched import summary
@@ -215,7 +216,7 @@ class Checkpoints:
         for each in there:
             try:
                 plan = _plan(each.path / "plan.json")
-            except (PlanError, OSError) as error:
+            except (OSError, ValueError) as error:
                 reason = shown(error, _REASON_LETTERS)
                 refused.append(f"The plan of step {each.number} in {self._where} cannot be read: {reason}")
                 continue
@@ -293,17 +294,17 @@ class Checkpoints:
             return ["it is no longer there"]
         if there.record is not None and there.record.step != step:
             return [f"it was saved as step {there.record.step}, and its folder was renamed"]
-        found = list[str]()
         try:
-            check_files(there.path, read_leaves(there.path / "leaves.json"))
-        except (CheckpointError, OSError, ValueError, RecursionError) as error:
-            found = [shown(reason_of(error), _REASON_LETTERS)]
-        # Which file it is that was changed is said by the checksums; a file that is too large is not read for that.
-        return (
-            (damage(there.path, share=jax.process_index(), num_shares=jax.process_count()) or found)
-            if verify
-            else found
-        )
+            saved = read_leaves(there.path / "leaves.json")
+        except CheckpointError as error:
+            is_small = not isinstance(error.__cause__, TooLargeError)
+            changed = damage(there.path, names=("leaves.json",)) if verify and is_small else []
+            return changed or [shown(reason_of(error), _REASON_LETTERS)]
+        try:
+            check_files(there.path, saved)
+        except (OSError, ValueError) as error:
+            return [shown(error, _REASON_LETTERS)]
+        return damage(there.path, share=jax.process_index(), num_shares=jax.process_count()) if verify else []
 
     def _none(self, step: int | None) -> str:
         steps = self.steps
@@ -370,10 +371,10 @@ class _Done:
 
 
 def _plan(path: Path) -> Plan | None:
-    """The plan in a file, if there is one. Raises OSError for what is no file, which opening could wait for."""
+    """The plan in a file, if there is one. Raises OSError or ValueError for what is not even opened as a plan."""
     if not os.path.lexists(path):
         return None
-    open_regular(path).close()
+    check_size(path, MAX_BYTES)
     return Plan.load(path)
 
 

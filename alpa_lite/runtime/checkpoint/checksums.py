@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,13 +70,16 @@ def list_kind(folder: Path) -> str:
     )
 
 
-def damage(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What is wrong with a folder, a sentence each; of every `num_shares`-th file, from number `share` on."""
+def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence[str] | None = None) -> list[str]:
+    """What is wrong with a folder, a sentence each; of every `num_shares`-th file, from number `share` on.
+
+    names: of these files only.
+    """
     try:
         known = read_list(folder / LIST)
     except (OSError, ValueError) as error:
         return [f"its list of checksums, {LIST}, cannot be read ({shown(_reason(error))})"]
-    names = sorted(known)[share::num_shares]
+    names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: _problem(folder, name, known[name]), names)
         return [problem for problem in found if problem]

@@ -41,11 +41,13 @@ def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
         room -= size
         if size > largest or room < 0:
             raise ValueError(f"with {shown(name)} its files are larger than the arrays that it names can make them")
-    parse_json(
-        read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES) if (folder / _ORBAX_FILE).exists() else b"{}",
-        most_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4),
-        most_depth=16,
-    )
+    try:
+        text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
+        parse_json(text, most_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), most_depth=16)
+    except FileNotFoundError:
+        return  # there may be no arrays; which files there should be is in the list of checksums
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_ORBAX_FILE} cannot be read ({shown(error)})") from error
 
 
 def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> None:

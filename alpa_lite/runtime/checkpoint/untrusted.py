@@ -25,6 +25,10 @@ _NO_BRACKET = re.compile(rb"[^\[\]{},:]+")
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
+class TooLargeError(ValueError):
+    """A file that is larger than any that is written."""
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError, also (as a sentence) for what is no regular file."""
     if not stat.S_ISREG(path.stat().st_mode):
@@ -37,11 +41,21 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of a file of at most `most` bytes. Raises OSError, or ValueError for a larger one."""
+    """The content of a file of at most `most` bytes. Raises OSError, or `TooLargeError`."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"it has more than {most} bytes")
+        _check_size(file, most)
         return file.read(most)
+
+
+def check_size(path: Path, most: int) -> None:
+    """Raise OSError or `TooLargeError` unless this is a regular file of at most `most` bytes."""
+    with open_regular(path) as file:
+        _check_size(file, most)
+
+
+def _check_size(file: BufferedReader, most: int) -> None:
+    if os.fstat(file.fileno()).st_size > most:
+        raise TooLargeError(f"it has more than {most} bytes")
 
 
 def parse_json(data: bytes, *, most_values: int, most_depth: int) -> Any:

@@ -260,7 +260,7 @@ def test_an_owner_that_is_stopped_and_woken_does_not_go_on(
 
 
 def test_of_many_that_take_it_at_once_one_succeeds(tmp_path: Path) -> None:
-    for _ in range(30):
+    for _ in range(8):
         takers = [Lease(tmp_path) for _ in range(8)]
         begin, got = threading.Barrier(len(takers)), list[Lease]()
 
