@@ -31,7 +31,7 @@ def hostile(work: Path, count: int, seed: int) -> bool:
     trials.run(work, 1, seed)
     (work / "more").mkdir()
     before = trials.peak_bytes()
-    report = trials.run(work / "more", count, seed)
+    report = trials.run(work / "more", count, seed, progress=True)
     more = (trials.peak_bytes() - before) / 1e6
     print(f"{count} tried: {dict(report.counts)}; slowest {report.slowest:.2f} s ({report.slow}), {more:.0f} MB more")
     print("\n".join(report.lost))

@@ -217,17 +217,17 @@ def listed(folder: Path, rng: random.Random) -> None:
 def header(folder: Path, rng: random.Random) -> None:
     """What the store says of an array: other shapes, dtypes, chunks; or chunks of other sizes."""
     file(folder, "manifest.ocdbt")
-    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
-    keys = store.list().result()
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result(5)
+    keys = store.list().result(5)
     key = rng.choice([key for key in keys if key.endswith(b".zarray")])
     if rng.random() < 0.2:
         chunk = rng.choice([key for key in keys if not key.endswith(b".zarray")])
-        store.write(chunk, rng.randbytes(rng.choice((0, 1, 63, 64, 65, 100_000)))).result()
+        store.write(chunk, rng.randbytes(rng.choice((0, 1, 63, 64, 65, 100_000)))).result(5)
         return
     if rng.random() < 0.1:
-        store.write(key, rng.choice(TEXTS[:-3])).result()
+        store.write(key, rng.choice(TEXTS[:-3])).result(5)
         return
-    data = json.loads(store.read(key).result().value)
+    data = json.loads(store.read(key).result(5).value)
     numbers: tuple[Any, ...] = (2**30, 2**40, 0, -1, 1.5, "1", None, True)
     field = rng.choice([*data])
     bad: dict[str, tuple[Any, ...]] = {
@@ -239,7 +239,7 @@ def header(folder: Path, rng: random.Random) -> None:
         "zarr_format": (3, "2", 1e308),
     }
     data[field] = rng.choice((*bad.get(field, ()), *VALUES))
-    store.write(key, json.dumps(data).encode()).result()
+    store.write(key, json.dumps(data).encode()).result(5)
 
 
 ATTACKS: tuple[Callable[[Path, random.Random], None], ...] = (
@@ -308,7 +308,7 @@ def _outcome(folder: Path, verify: bool) -> str:
     return outcome
 
 
-def run(work: Path, count: int, seed: int) -> Report:
+def run(work: Path, count: int, seed: int, *, progress: bool = False) -> Report:
     """So many trials, one after the other."""
     report, source = Report(), work / "original"
     original(source)
@@ -316,6 +316,8 @@ def run(work: Path, count: int, seed: int) -> Report:
         warnings.simplefilter("ignore")
         for number in range(count):
             trial(source, work / "changed", seed + number, report)
+            if progress and number % 500 == 499:
+                print(f"{number + 1} tried: {dict(report.counts)}", report.lost[-1:], flush=True)
     return report
 
 

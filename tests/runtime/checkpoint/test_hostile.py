@@ -146,7 +146,7 @@ def test_hostile_json_is_a_sentence(name: str, text: bytes, step: Path) -> None:
     sign(step)
     if name in ("leaves.json", "_METADATA"):
         refused(step, verify=False)
-    if name == "plan.json":
+    if name == "plan.json" and len(text) < 10**6:  # how large plans may be is tested with them
         refused(step, plan=True)
 
 
