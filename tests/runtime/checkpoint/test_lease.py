@@ -221,9 +221,9 @@ def test_an_owner_that_slept_notices_before_it_changes_anything(how: str, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("when", ["rename", "sync_tree"])
+@pytest.mark.parametrize(("when", "step"), [("rename", 1), ("sync_tree", 1), ("sync_tree", 2)])
 def test_an_owner_that_sleeps_during_a_save_does_not_complete_it(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with al.Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, STATE)
@@ -237,7 +237,7 @@ def test_an_owner_that_sleeps_during_a_save_does_not_complete_it(
 
         monkeypatch.setattr(disk, when, sleep)
         with pytest.raises(CheckpointError, match=r"taken over from this process by process . on far"):
-            checkpoints.save(1, STATE)
+            checkpoints.save(step, STATE)
             checkpoints.wait()
         monkeypatch.undo()
     assert checkpoints.steps == (1,) and checkpoints.restore(STATE)[0] == 1
