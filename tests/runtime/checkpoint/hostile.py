@@ -267,7 +267,7 @@ def trial(source: Path, work: Path, seed: int, report: Report) -> None:
         attack = rng.choice(ATTACKS)
         try:
             attack(step, rng)
-        except (OSError, ValueError, IndexError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
             continue  # what it would change is gone
         done.append(attack.__name__)
         if attack is blow_up:
