@@ -38,7 +38,7 @@ from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.calibrate import Calibration as Calibration
 from alpa_lite.runtime.calibrate import calibrate as calibrate
 from alpa_lite.runtime.check_report import CheckReport as CheckReport
-from alpa_lite.runtime.checkpoint import Checkpoints as Checkpoints
+from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints as Checkpoints
 from alpa_lite.runtime.compare import check_compiled
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, Executor, OnHang
 from alpa_lite.runtime.function import (

@@ -125,7 +125,7 @@ for number in range(1000):
 
 SAVES = """
 import os, signal
-from alpa_lite.runtime import saved_arrays
+from alpa_lite.runtime.checkpoint import saved_arrays
 checkpoints, state = al.Checkpoints(when), {"w": jax.device_put(np.ones((8, 1000), np.float32), jax.local_devices()[0])}
 with checkpoints:
     checkpoints.save(1, state)

@@ -13,11 +13,11 @@ import jax
 import pytest
 
 from alpa_lite import _jax
+from alpa_lite.runtime.checkpoint.trouble import in_words
 from alpa_lite.runtime.job import ending, neighbours
 from alpa_lite.runtime.job.activity import busy, doing, idle, where
 from alpa_lite.runtime.job.ending import STALE_SECONDS, STUCK_SECONDS, Roll, Vigil, came_to_end
 from alpa_lite.runtime.job.neighbours import Neighbours, place
-from alpa_lite.runtime.job.trouble import in_words
 
 
 class Service:

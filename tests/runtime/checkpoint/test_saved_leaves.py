@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
-from tests.runtime.saved_states import bits
+from tests.runtime.checkpoint.saved_states import bits
 
 EXOTIC = [
     *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu"),

@@ -1,41 +1,40 @@
 """Checkpoints on disk, through Orbax. The only module that imports it, and imported only where checkpoints are used.
 
-    folder/<step>/manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 16 MiB     (Orbax)
-                  leaves.json                           what they are
+    folder/<step>/alpa_lite_checkpoint.json             the record, which is there first (`record.py`)
+                  manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 16 MiB (Orbax)
+                  leaves.json                           what they are (`saved_leaves.py`)
                   plan.json                             how they were placed; `Plan.load` reads it
-                  SHA256SUMS                            of all files, written last
+                  SHA256SUMS                            of all files, written last (`checksums.py`)
 
-A checkpoint is written under another name, which it loses when all is there. Every process writes the shards that it
-has, and reads what its devices need.
+Every process writes the shards that it has, waits until they are on its disk, and reads what its devices need. The
+first process has all files on the disk before it writes the list of checksums, and gives the folder its name then.
 
 What goes wrong on one process is kept until all have come to the end of a save (`_Careful`): one that gave up early
-would leave the others waiting for it. A checkpoint that is not whole gets no list of checksums, so it is none.
+would leave the others waiting for it. A checkpoint that is not whole gets no list of checksums and no name.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
-from alpa_lite.runtime.checksums import LIST, write_checksums, write_part
-from alpa_lite.runtime.job.trouble import ConsequenceError
-from alpa_lite.runtime.saved_leaves import Leaf, Wanted
-
-UNFINISHED: str = ocp.utils.TMP_DIR_SUFFIX
-"""In the name of a checkpoint that is being written, after its step."""
+from alpa_lite.runtime.checkpoint import disk
+from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums, write_part
+from alpa_lite.runtime.checkpoint.file_checks import check_headers
+from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
+from alpa_lite.runtime.checkpoint.trouble import ConsequenceError
 
 _CHUNK_BYTES = 16 * 2**20  # the most that is read to get at a small part of a large array
 _REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each
 _READ_AT_ONCE_GB = 16
 _LONGEST_SAVE_SECONDS = 3600
-_WRITTEN_LAST = ("commit_success.txt", "_CHECKPOINT_METADATA")
 
 
 class _Local:
@@ -101,13 +100,15 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = _arrays_handler()
-        self._beside: Mapping[str, Any] = {}
+        self._beside: Mapping[str, bytes] = {}
+        self._publish: Callable[[], None] = _nothing
         self._has_arrays = False
         self.problem: Exception | None = None
 
     async def async_save(self, directory: Any, args: Content) -> list[Any]:
         # Not the arrays themselves, which would stay on the devices.
         self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
+        self._publish = args.publish
         written: list[Any] = []
         try:
             if args.arrays:
@@ -126,7 +127,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         """On the first process, when all have written what they could."""
-        folder = Path(directory)
+        folder, publish, self._publish = Path(directory), self._publish, _nothing
         try:
             if self.problem is None:
                 for process in range(1, jax.process_count()):
@@ -137,8 +138,10 @@ class _Careful(ocp.AsyncCheckpointHandler):
                 if self._has_arrays:
                     self._arrays.finalize(directory)
                 for name, data in self._beside.items():
-                    (folder / name).write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
-                write_checksums(folder, skip=lambda name: name in _WRITTEN_LAST)
+                    disk.create(folder / name, data)
+                disk.sync_tree(folder)
+                write_checksums(folder)
+                publish()
         except Exception as error:
             self.problem = error
 
@@ -149,10 +152,47 @@ class _Careful(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(_Careful, for_save=True, for_restore=True)
 @dataclass
 class Content(ocp.args.CheckpointArgs):
-    """What a checkpoint gets: arrays by name, and JSON data by the name of their files."""
+    """What a checkpoint gets: arrays by name, and other files by theirs.
+
+    publish: what the first process calls when all of it is on the disk.
+    """
 
     arrays: Mapping[str, Any]
-    beside: Mapping[str, Any]
+    beside: Mapping[str, bytes]
+    publish: Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Place:
+    """The folder of a checkpoint as Orbax asks for it: made before, and given its name by `Content.publish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = epath.Path(folder)
+
+    def get(self) -> epath.Path:
+        return self._folder
+
+    def get_final(self) -> epath.Path:
+        return self._folder / "none"  # Orbax demands that there is nothing there yet
+
+    async def create(self) -> epath.Path:
+        return self._folder
+
+    async def finalize(self) -> None:
+        pass
+
+
+class _Places:
+    """Makes the places that Orbax writes to; what it says of where, when and by which options is passed over."""
+
+    folder = Path()
+
+    def from_final(self, final: Any, **options: Any) -> _Place:
+        del final, options
+        return _Place(self.folder)
 
 
 class _Written:
@@ -176,18 +216,40 @@ def _part(process: int) -> str:
     return f"ocdbt.process_{process}"
 
 
+class _NoMetadata:
+    """Where Orbax would note when it wrote what: the list of checksums could not hold a file that changes after it."""
+
+    def write(self, file_path: Any, metadata: Any) -> None:
+        pass
+
+    def update(self, file_path: Any, **changes: Any) -> None:
+        pass
+
+    def wait_until_finished(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Writer:
     """Writes checkpoints, one at a time. All processes call it alike."""
 
     def __init__(self) -> None:
         """Nothing is written yet."""
         self._handler = _Careful()
-        options = ocp.AsyncOptions(timeout_secs=_LONGEST_SAVE_SECONDS)
-        self._checkpointer = ocp.AsyncCheckpointer(self._handler, async_options=options)
+        self._places: Any = _Places()
+        self._checkpointer = ocp.AsyncCheckpointer(
+            self._handler,
+            async_options=ocp.AsyncOptions(timeout_secs=_LONGEST_SAVE_SECONDS),
+            checkpoint_metadata_store=cast(Any, _NoMetadata()),
+            temporary_path_class=self._places,
+        )
 
-    def start(self, path: Path, content: Content) -> None:
-        """Begin to write; returns when the arrays may be overwritten."""
-        self._checkpointer.save(path, args=content)
+    def start(self, folder: Path, content: Content) -> None:
+        """Begin to write into an empty folder; returns when the arrays may be overwritten."""
+        self._places.folder = folder
+        self._checkpointer.save(folder, args=content)
 
     def finish(self) -> None:
         """Wait until it is complete. Raises what went wrong on this process."""
@@ -201,10 +263,12 @@ class Writer:
 
 
 def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Any]:
-    """The arrays of a checkpoint by name, as they are stored: in their places, or on the host."""
+    """The arrays of a checkpoint by name, as they are stored: in their places, or on the host. Raises ValueError for
+    arrays that are stored as something else than `saved` says."""
     how = {each.name: _restore_args(each, saved[each.name]) for each in wanted if not each.leaf.is_empty}
     if not how:
         return {}
+    check_headers(folder, wanted, saved)
     with ocp.Checkpointer(_arrays_handler()) as reader:
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(how, 0), restore_args=how, partial_restore=True)
         return reader.restore(folder, args=args)

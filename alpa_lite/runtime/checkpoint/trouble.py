@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from alpa_lite.runtime.checkpoint.untrusted import shown
 from alpa_lite.runtime.job.agreement import everywhere
 from alpa_lite.runtime.job.ending import processes, roll
+
+_MOST_LETTERS = 1000
 
 
 class ConsequenceError(OSError):
@@ -43,7 +46,8 @@ def reason_of(error: BaseException) -> str:
     """The innermost cause, in one line, without the description of all files that TensorStore adds."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).partition("[tensorstore_spec")[0].split()) or type(error).__name__
+    text = " ".join(str(error).partition("[tensorstore_spec")[0].split()) or type(error).__name__
+    return shown(text, _MOST_LETTERS)
 
 
 def in_words(reasons: Sequence[str | None]) -> str:

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
-from alpa_lite.runtime import saved_arrays
-from tests.runtime.saved_states import ROWS, global_values
+from alpa_lite.runtime.checkpoint import disk
+from tests.runtime.checkpoint.saved_states import ROWS, global_values
 
 READ = "/tensorstore/kvstore/file/bytes_read"
 
@@ -78,6 +79,11 @@ def main() -> None:
     print(json.dumps(found))
 
 
+def no_folder(path: Path) -> None:
+    """As a file system that says no."""
+    raise FileExistsError(17, "File exists", str(path))
+
+
 def fail(folder: str, here: bool) -> dict[str, object]:
     """What goes wrong on one of the processes is told on all, and saving goes on afterwards."""
     state = {name: make(name, sharding) for name, sharding in placements()[0].items()}
@@ -101,11 +107,11 @@ def fail(folder: str, here: bool) -> dict[str, object]:
     told("no room", lambda: checkpoints.save(2, state), checkpoints.wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    stone = checkpoints.folder / f"2{saved_arrays.UNFINISHED}"
+    make_folder = disk.make_folder
     if jax.process_index() == 0:
-        stone.write_text("no folder can be made here")
+        disk.make_folder = no_folder
     told("no folder", lambda: checkpoints.save(2, state), checkpoints.wait)
-    stone.unlink(missing_ok=True)
+    disk.make_folder = make_folder
     found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
     checkpoints.save(2, state, plan=plan)
     checkpoints.wait()

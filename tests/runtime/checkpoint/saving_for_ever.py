@@ -13,8 +13,8 @@ import jax
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, UnusableFileWarning
-from alpa_lite.runtime import saved_arrays
-from tests.runtime.saved_states import bits, numbered
+from alpa_lite.runtime.checkpoint import saved_arrays
+from tests.runtime.checkpoint.saved_states import bits, numbered
 
 jax.config.update("jax_platforms", "cpu")
 _IMPORTED = saved_arrays  # before the forks

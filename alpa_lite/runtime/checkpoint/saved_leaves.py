@@ -10,8 +10,12 @@ their data, integers of 4 bits and less as 8 bits; arrays without elements are n
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
 
 FORMAT = 1
 """Version of what a checkpoint says of its arrays."""
@@ -30,6 +35,13 @@ _WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _LARGEST_BYTES = {"c": 16}
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,24}|key<[a-zA-Z0-9_ .-]{1,40}>")
+_MOST_DIMS = 64
+_LARGEST_SIZE = 2**63
+_MOST_LEAVES = 200_000
+_MOST_BYTES = 64 * 2**20
+_VALUES_PER_LEAF = 8 + 4
+_DEPTH = 4
 _SHOWN = 3
 """How many names a message lists."""
 
@@ -80,17 +92,17 @@ class Leaf:
     @staticmethod
     def from_json(data: Any) -> Leaf:
         """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        leaf = Leaf(
-            shape=tuple(int(size) for size in data["shape"]),
-            dtype=str(data["dtype"]),
-            is_number=data.get("is_number") is True,
-        )
-        if not leaf.is_key:
-            jnp.dtype(leaf.dtype)
-        return leaf
+        shape, dtype = data["shape"], data["dtype"]
+        if not (isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))):
+            raise ValueError(f"{shown(shape)} is no shape")
+        if not (isinstance(dtype, str) and _DTYPE.fullmatch(dtype)):
+            raise ValueError(f"{shown(dtype)} is no dtype")
+        if not dtype.startswith("key<") and not _is_of_numbers(dtype):
+            raise ValueError(f"{shown(dtype)} is no dtype of numbers")
+        return Leaf(shape=tuple(shape), dtype=dtype, is_number=data.get("is_number") is True)
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return shown(f"{self.dtype}{list(self.shape)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +120,8 @@ def stored(state: Any) -> Stored:
     for name, value in _named(state):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
-                f"The array {name} of the state was deleted: a step took its memory over (donate_argnums). Save what "
-                "that step returned."
+                f"The array {shown(name)} of the state was deleted: a step took its memory over (donate_argnums). Save "
+                "what that step returned."
             )
         leaf = leaves[name] = _described(name, value)
         if not leaf.is_empty:
@@ -124,22 +136,35 @@ def _storable(value: Any, leaf: Leaf) -> Any:
     return array.astype(_WIDER[leaf.dtype]) if leaf.dtype in _WIDER else array
 
 
-def leaves_to_json(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Plain data."""
-    return {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
-
-
-def leaves_from_json(data: Any) -> dict[str, Leaf]:
-    """Inverse of `leaves_to_json`. Raises `CheckpointError` for anything else."""
-    try:
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']!r}")
-        return {str(name): Leaf.from_json(leaf) for name, leaf in data["leaves"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
+    """The content of the file that says what the leaves are. Raises `CheckpointError` for more than can be read."""
+    data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
+    text = json.dumps(data, allow_nan=False).encode()
+    if len(leaves) > _MOST_LEAVES or len(text) > _MOST_BYTES:
         raise CheckpointError(
-            f"its list of arrays is none that this version of alpa_lite writes ({error}): restore it with the version "
-            "that saved it"
+            f"The state has {len(leaves)} leaves, described in {len(text)} bytes, but a checkpoint holds at most "
+            f"{_MOST_LEAVES} in {_MOST_BYTES} bytes. Stack arrays of the same kind."
+        )
+    return text
+
+
+def read_leaves(path: Path) -> dict[str, Leaf]:
+    """What `write_leaves` wrote. Raises `CheckpointError` for anything else."""
+    try:
+        text = read_bounded(path, _MOST_BYTES)
+        data = parse_json(text, most_values=_VALUES_PER_LEAF * _MOST_LEAVES, most_depth=_DEPTH)
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {shown(data['format'])}")
+        return {name: Leaf.from_json(leaf) for name, leaf in data["leaves"].items()}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"its list of arrays is none that this version of alpa_lite writes ({shown(error, 200)}): restore it with "
+            "the version that saved it"
         ) from error
+
+
+def _is_size(size: Any) -> bool:
+    return type(size) is int and 0 <= size < _LARGEST_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +215,7 @@ def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) ->
     """An array of the host's, which every process has; each puts its own parts in their places."""
     converted = np.asarray(array).astype(form.dtype)
     if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
-        raise CheckpointError(f"it holds {array} for {name}, which is too large for {form.dtype}")
+        raise CheckpointError(f"it holds {shown(array)} for {shown(name)}, which is too large for {form.dtype}")
     return jax.make_array_from_callback(form.shape, sharding, lambda index: converted[index], dtype=form.dtype)
 
 
@@ -234,14 +259,14 @@ def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: b
     for each in wanted:
         if not each.leaf.fits(saved[each.name]):
             raise CheckpointError(
-                f"it holds {saved[each.name]} for {each.name}, but {each.leaf} is asked for. Nothing is cut, padded or "
-                "converted: restore it as it was saved, and change it then"
+                f"it holds {saved[each.name]} for {shown(each.name)}, but {each.leaf} is asked for. Nothing is cut, "
+                "padded or converted: restore it as it was saved, and change it then"
             )
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(sorted(names)[:_SHOWN])}{more}"] if names else []
+    return [f"{what} {', '.join(map(shown, sorted(names)[:_SHOWN]))}{more}"] if names else []
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
@@ -265,9 +290,14 @@ def _described(name: str, value: Any) -> Leaf:
         return Leaf(shape=tuple(np.shape(value)), dtype=str(dtype), is_number=is_number)
     what = type(value).__name__ if dtype is None else f"{type(value).__name__} of {dtype}"
     raise CheckpointError(
-        f"{name} of the state is a {what}, but checkpoints hold arrays and numbers. Leave it out of the state, or make "
-        "it an array of numbers."
+        f"{shown(name)} of the state is a {shown(what)}, but checkpoints hold arrays and numbers. Leave it out of the "
+        "state, or make it an array of numbers."
     )
+
+
+@lru_cache(maxsize=64)
+def _is_of_numbers(dtype: str) -> bool:
+    return _can_be_stored(jnp.dtype(dtype))
 
 
 def _can_be_stored(dtype: Any) -> bool:

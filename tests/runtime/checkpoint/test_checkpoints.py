@@ -29,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError, UnusableFileWarning
-from alpa_lite.runtime.checksums import LIST
+from alpa_lite.runtime.checkpoint.checksums import LIST
 from tests.end_to_end.cases import PLANNERS, Training, assert_same, eager_cluster, make_batch
-from tests.runtime.saved_states import bits, numbered
+from tests.runtime.checkpoint.saved_states import bits, numbered
 
 TRAINING = Training(model="mlp", optimizer="adamw")
 PLACES = ("hybrid", "fsdp", "pipeline_4", "megatron on 4", "one device", "numpy")
@@ -157,7 +157,7 @@ def test_several_arguments_are_one_state(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     with al.Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest is None and checkpoints.steps == ()
-        for step in (1, 10, 9, 12):
+        for step in (1, 9, 10, 12):
             checkpoints.save(step, numbered(step))
         checkpoints.wait()
         assert checkpoints.steps == (10, 12) and checkpoints.latest == 12
@@ -181,7 +181,7 @@ def test_one_that_was_to_be_replaced_is_kept_until_it_is(tmp_path: Path) -> None
     with al.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, numbered(4))
     (tmp_path / "4").rename(tmp_path / "4.replaced")
-    (tmp_path / f"4{ocp.utils.TMP_DIR_SUFFIX}").mkdir()
+    (tmp_path / "4.unfinished-0").mkdir()
     with al.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps == (4,)
         assert checkpoints.restore(numbered(0))[1]["array 0"].tolist() == numbered(4)["array 0"].tolist()
@@ -194,8 +194,9 @@ def test_going_back_keeps_what_is_saved_then(tmp_path: Path) -> None:
         for step in (np.int64(10), jnp.int32(20), 15, 16):
             checkpoints.save(step, numbered(int(step)))
             checkpoints.wait()
-            assert int(step) in checkpoints.steps and len(checkpoints.steps) <= 2
-    assert checkpoints.steps == (16, 20)
+            assert checkpoints.latest == step and len(checkpoints.steps) <= 2
+    assert checkpoints.steps == (15, 16)
+    assert [path.name for path in checkpoints.set_aside] == ["20.aside"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     with al.Checkpoints(tmp_path, keep=None) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, numbered(step))
-    (tmp_path / f"3{ocp.utils.TMP_DIR_SUFFIX}").mkdir()  # somebody is writing this
+    (tmp_path / "3.unfinished-0").mkdir()  # somebody is writing this
     _flip(tmp_path / "2" / "leaves.json")
     before = sorted(path for path in tmp_path.rglob("*"))
     with al.Checkpoints(tmp_path, keep=1) as checkpoints, pytest.warns(UnusableFileWarning):
@@ -381,7 +382,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stays(
         with pytest.raises(CheckpointError, match=rf"step {step} .*could not be written: .*newest one is of step 1"):
             checkpoints.save(step, _single(9))
             checkpoints.wait()
-        assert [path.name for path in tmp_path.iterdir()] == ["1"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "alpa_lite_writer.1.json"]
     assert bits(checkpoints.restore(_single(0))[1]["array"]) == bits(_single(1)["array"])
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with checkpoints:
@@ -401,8 +402,8 @@ def test_a_failed_save_does_not_hide_why_training_ended(tmp_path: Path, little_r
 
 
 def test_without_orbax_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "alpa_lite.runtime.saved_arrays", raising=False)
-    monkeypatch.delattr("alpa_lite.runtime.saved_arrays", raising=False)
+    monkeypatch.delitem(sys.modules, "alpa_lite.runtime.checkpoint.saved_arrays", raising=False)
+    monkeypatch.delattr("alpa_lite.runtime.checkpoint.saved_arrays", raising=False)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(CheckpointError, match="Install it: pip install orbax-checkpoint"):
         al.Checkpoints(tmp_path).save(1, numbered(1))
@@ -416,7 +417,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.last, self.kills_while_writing, self.seconds = folder, -1, 0, 0.5
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("saving_for_ever.py")), str(folder)],
             env=environment,
@@ -442,7 +443,7 @@ class Runs:
         while (line := self._read())[0] != "ended":
             assert line[0] == "complete", line
             self.last = int(line[1])
-        self.kills_while_writing += any(ocp.utils.TMP_DIR_SUFFIX in path.name for path in self.folder.iterdir())
+        self.kills_while_writing += any(".unfinished-" in path.name for path in self.folder.iterdir())
 
     def _read(self) -> list[str]:
         assert self.process.stdout is not None

@@ -4,43 +4,51 @@
         checkpoints.save(step, state, plan=train_step.last_plan)          returns when the state may be overwritten
         step, state = checkpoints.restore(compiled)                       the newest that is undamaged
 
-What is in a folder: `saved_arrays`. A checkpoint is there when its list of checksums is, which is written last.
+What is in a checkpoint: `saved_arrays`. Which ones a folder holds, and what becomes of them: `folder`. Who may write:
+`lease`.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-import shutil
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 
-from alpa_lite.errors import AlpaLiteError, CheckpointError, PlanError, UnusableFileWarning
+from alpa_lite.codec import MAX_BYTES
+from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
 from alpa_lite.plan import Plan
-from alpa_lite.runtime.checksums import LIST, damage
+from alpa_lite.runtime.checkpoint.checksums import damage
+from alpa_lite.runtime.checkpoint.file_checks import check_files
+from alpa_lite.runtime.checkpoint.folder import Folder
+from alpa_lite.runtime.checkpoint.saved_leaves import (
+    Wanted,
+    check_fit,
+    read_leaves,
+    stored,
+    wanted,
+    write_leaves,
+)
+from alpa_lite.runtime.checkpoint.trouble import agreed_trouble, reason_of
+from alpa_lite.runtime.checkpoint.untrusted import TooLargeError, check_size, shown
 from alpa_lite.runtime.function import CompiledFunction
-from alpa_lite.runtime.job.agreement import agreed_data, everywhere, meet
+from alpa_lite.runtime.job.agreement import agreed_data, everywhere
 from alpa_lite.runtime.job.ending import leaving
 from alpa_lite.runtime.job.launched import summary
 from alpa_lite.runtime.job.stopping import Stopping
-from alpa_lite.runtime.job.trouble import agreed_trouble
-from alpa_lite.runtime.saved_leaves import (
-    Wanted,
-    check_fit,
-    leaves_from_json,
-    leaves_to_json,
-    stored,
-    wanted,
-)
 
-_DAMAGED, _REPLACED = ".damaged", ".replaced"
 _SHOWN = 3
+_SHOWN_STEPS = 20
+_REASON_LETTERS = 300
 
 Argument = int | str
 """An argument of a step, by position or keyword."""
@@ -49,7 +57,8 @@ Argument = int | str
 class Checkpoints:
     """The checkpoints in a folder that all processes of a job see; all of them make the same calls.
 
-    Nothing is written or removed before the first `save`, so that others may read along.
+    Nothing is written or removed before the first `save`, so that others may read along. From then on until `close` the
+    folder is written by this job alone: another one's `save` is refused.
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = 3, asynchronous: bool = True) -> None:
@@ -60,15 +69,18 @@ class Checkpoints:
         """
         if "://" in str(folder):
             raise CheckpointError(
-                f"{folder} was given, but a folder of a file system is needed that all processes share. Mount the "
-                "bucket (gcsfuse, for instance) and give the folder."
+                f"{shown(folder, _REASON_LETTERS)} was given, but a folder of a file system is needed that all "
+                "processes share. Mount the bucket (gcsfuse, for instance) and give the folder."
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} was given; give the number of checkpoints to keep, or None for all.")
         self.folder = Path(folder).absolute()
+        self._files = Folder(self.folder)
         self._keep, self._asynchronous = keep, asynchronous
         self._writer: Any = None
         self._pending: int | None = None
+        self._unfinished = Path()
+        self._last: int | None = None
         self._damaged: set[int] = set()
         self._stopping = Stopping()
 
@@ -89,34 +101,57 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are there, rising; without those that were found to be damaged."""
-        return tuple(sorted(self._there() - self._damaged))
+        """The steps that are there, rising; without those that were found to be damaged, and those of branches that
+        were left: when a step was saved, those above it that had been saved before count no longer (`set_aside`)."""
+        return tuple(step for step in self._files.branch() if step not in self._damaged)
 
     @property
     def latest(self) -> int | None:
         """The newest step that is there; None where there is none yet."""
         return max(self.steps, default=None)
 
-    def save(self, step: int, state: Any, *, plan: Plan | None = None) -> None:
-        """Save a state, a pytree of arrays and numbers; `plan` is kept beside it. One of the same step is replaced.
+    @property
+    def set_aside(self) -> tuple[Path, ...]:
+        """The folders of checkpoints that no longer count: of branches that were left (`3000.aside`), or found to be
+        damaged (`3000.damaged`). They are never removed; one counts again when it is renamed to its step and `steps`
+        holds no lower one that was saved later."""
+        return self._files.set_aside()
 
-        A save that is still running is waited for, and raises here if it fails.
+    def parent(self, step: int) -> int | None:
+        """The step that the run which saved `step` had restored or saved before; None where there was none, or where
+        that is not known.
 
         Raises:
-            CheckpointError: the state holds something else, or could not be written; earlier checkpoints stay.
+            CheckpointError: there is no such step.
+        """
+        found = self._files.branch().get(step)
+        if found is None:
+            raise CheckpointError(self._none(step))
+        return None if found.record is None else found.record.parent
+
+    def save(self, step: int, state: Any, *, plan: Plan | None = None) -> None:
+        """Save a state, a pytree of arrays and numbers; `plan` is kept beside it.
+
+        One of the same step is replaced; those of later steps are set aside once this one is complete. A save that is
+        still running is waited for, and raises here if it fails.
+
+        Raises:
+            CheckpointError: the state holds something else, or could not be written, or another job saves into the
+                folder; earlier checkpoints stay.
         """
         number = _whole(step)
         content = stored(state)
-        beside = {"leaves.json": leaves_to_json(content.leaves)}
+        beside = {"leaves.json": write_leaves(content.leaves)}
         if plan is not None:
-            beside["plan.json"] = plan.to_json()
+            beside["plan.json"] = json.dumps(plan.to_json(), allow_nan=False).encode()
         self.wait()
         store, problem = _store(), None
-        self._make_way(number)
+        unfinished = self._unfinished = self._make_way(number)
         self._pending = number
         try:
             self._writer = self._writer or store.Writer()
-            self._writer.start(self.folder / f"{number}", store.Content(arrays=content.arrays, beside=beside))
+            publish = partial(self._files.publish, unfinished, number)
+            self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
         except Exception as error:
             problem = error
         self._raise_if_failed(number, problem)
@@ -147,21 +182,24 @@ class Checkpoints:
         """
         self.wait()
         leaves, structure = _wanted(like, argument)
-        there = agreed_data([step] if step in self._there() else [] if step is not None else self.steps[::-1])
+        asked = [step] if step in self._files.branch() else []
+        there = agreed_data(self.steps[::-1] if step is None else asked)
         if not there:
             raise CheckpointError(self._none(step))
         refused: list[str] = []
         for number in there:
-            problem = self._problem(number) if verify else ""
+            problem = self._problem(number, verify=verify)
             if not problem:
-                for sentence in refused:
+                for sentence in refused[:_SHOWN]:
                     warnings.warn(f"{sentence} Step {number} is used.", UnusableFileWarning, stacklevel=2)
-                return number, jax.tree.unflatten(structure, self._read(number, leaves, partial=partial))
-            refused.append(f"The checkpoint of step {number} in {self.folder} is damaged: {problem}.")
+                state = jax.tree.unflatten(structure, self._read(number, leaves, partial=partial))
+                self._last = number
+                return number, state
+            refused.append(f"The checkpoint of step {number} in {self._where} is damaged: {problem}.")
             if step is None:
                 self._damaged.add(number)
         left = "No other is left" if step is None else "Leave step= out to have the newest one that is undamaged"
-        raise CheckpointError(f"{' '.join(refused)} {left}.")
+        raise CheckpointError(f"{_some(refused)} {left}.")
 
     def plan(self, step: int | None = None) -> Plan | None:
         """The plan under which a step was saved; None where none was given.
@@ -171,24 +209,28 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such step, or the plan cannot be read.
         """
-        there = [number for number in self.steps[::-1] if step in (None, number)]
+        there = [each for number, each in reversed(self._files.branch().items()) if self._is_asked(number, step)]
         if not there:
             raise CheckpointError(self._none(step))
         refused: list[str] = []
-        for number in there:
-            path = self._path(number) / "plan.json"
+        for each in there:
             try:
-                plan = Plan.load(path) if path.exists() else None
-            except PlanError as error:
-                refused.append(f"The plan of step {number} in {self.folder} cannot be read: {error}")
+                plan = _plan(each.path / "plan.json")
+            except (OSError, ValueError) as error:
+                reason = shown(error, _REASON_LETTERS)
+                refused.append(f"The plan of step {each.number} in {self._where} cannot be read: {reason}")
                 continue
-            for sentence in refused:
-                warnings.warn(f"{sentence} That of step {number} is used.", UnusableFileWarning, stacklevel=2)
+            for sentence in refused[:_SHOWN]:
+                warnings.warn(f"{sentence} That of step {each.number} is used.", UnusableFileWarning, stacklevel=2)
             return plan
-        raise CheckpointError(" ".join(refused))
+        raise CheckpointError(_some(refused))
 
     def wait(self) -> None:
-        """Wait for a save that is running. Raises `CheckpointError` if it fails; earlier checkpoints stay."""
+        """Wait for a save that is running: it is on the disk then, and no loss of power takes it away.
+
+        Raises:
+            CheckpointError: it failed; earlier checkpoints stay.
+        """
         if self._pending is None:
             return
         step, problem = self._pending, None
@@ -197,12 +239,8 @@ class Checkpoints:
         except Exception as error:
             problem = error
         self._raise_if_failed(step, problem)
-        self._pending = None
-        self._remove(f"{step}{_REPLACED}")
-        if self._keep is not None:
-            others = [each for each in self.steps if each != step]
-            self._remove(*map(str, others[: len(others) - self._keep + 1]))
-        _together()
+        self._pending, self._last = None, step
+        self._on_first(lambda: self._files.settle(step, self._keep, self._damaged))
 
     def stop_requested(self, step: int) -> bool:
         """Whether the job was told by SIGTERM to end, after `step`; the same on all processes.
@@ -212,26 +250,26 @@ class Checkpoints:
         return self._stopping.requested(step)
 
     def close(self) -> None:
-        """Wait for a save that is running, and end what runs in the background."""
+        """Wait for a save that is running, end what runs in the background, and let other jobs save here."""
         self._stopping.close()
         try:
             self.wait()
         finally:
             self._drop_writer()
+            self._files.lease.give_back()
 
-    def _there(self) -> set[int]:
-        """The steps that are complete, damaged or not."""
-        names = (path.parent.name.removesuffix(_REPLACED) for path in self.folder.glob(f"*/{LIST}"))
-        return {int(name) for name in names if name.isdecimal()}
+    @property
+    def _where(self) -> str:
+        return shown(self.folder, _REASON_LETTERS)
 
-    def _path(self, step: int) -> Path:
-        path = self.folder / str(step)
-        return path if path.exists() else self.folder / f"{step}{_REPLACED}"
+    def _is_asked(self, number: int, step: int | None) -> bool:
+        return number == step if step is not None else number not in self._damaged
 
     def _read(self, step: int, leaves: Sequence[Wanted], *, partial: bool) -> list[Any]:
-        folder, problem, state = self._path(step), None, list[Any]()
+        problem, state = None, list[Any]()
         try:
-            saved = leaves_from_json(json.loads((folder / "leaves.json").read_text(encoding="utf-8")))
+            folder = self._files.branch()[step].path
+            saved = read_leaves(folder / "leaves.json")
             check_fit(leaves, saved, partial=partial)
             read = _store().read_arrays(folder, leaves, saved)
             state = [each.restored(read.get(each.name)) for each in leaves]
@@ -239,22 +277,42 @@ class Checkpoints:
             problem = error
         if trouble := agreed_trouble(problem):
             raise CheckpointError(
-                f"The checkpoint of step {step} in {self.folder} cannot be restored: {trouble.reason}."
+                f"The checkpoint of step {step} in {self._where} cannot be restored: {trouble.reason}."
             ) from problem
         return state
 
-    def _problem(self, step: int) -> str:
+    def _problem(self, step: int, *, verify: bool) -> str:
         """What is wrong with a checkpoint; the same on all processes, each of which looks at a part."""
-        mine = damage(self._path(step), share=jax.process_index(), num_shares=jax.process_count())
-        found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
+        found = [*dict.fromkeys(problem for part in everywhere(self._damage(step, verify)) for problem in part)]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return ", ".join(found[:_SHOWN]) + more
 
+    def _damage(self, step: int, verify: bool) -> list[str]:
+        """What this process finds. Sizes come before contents, which it might take days to read."""
+        there = self._files.branch().get(step)
+        if there is None:
+            return ["it is no longer there"]
+        if there.record is not None and there.record.step != step:
+            return [f"it was saved as step {there.record.step}, and its folder was renamed"]
+        try:
+            saved = read_leaves(there.path / "leaves.json")
+        except CheckpointError as error:
+            is_small = not isinstance(error.__cause__, TooLargeError)
+            changed = damage(there.path, names=("leaves.json",)) if verify and is_small else []
+            return changed or [shown(reason_of(error), _REASON_LETTERS)]
+        try:
+            check_files(there.path, saved)
+        except (OSError, ValueError) as error:
+            return [shown(error, _REASON_LETTERS)]
+        return damage(there.path, share=jax.process_index(), num_shares=jax.process_count()) if verify else []
+
     def _none(self, step: int | None) -> str:
-        there = ", ".join(map(str, self.steps)) or "none"
-        wanted = f"of step {step} " if step is not None else ""
+        steps = self.steps
+        more = f"{len(steps) - _SHOWN_STEPS} more, " if len(steps) > _SHOWN_STEPS else ""
+        there = more + ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
+        wanted = f"of step {shown(step)} " if step is not None else ""
         return (
-            f"There is no checkpoint {wanted}in {self.folder}; there are: {there}. Look at `latest` before restoring."
+            f"There is no checkpoint {wanted}in {self._where}; there are: {there}. Look at `latest` before restoring."
         )
 
     def _raise_if_failed(self, step: int, problem: Exception | None) -> None:
@@ -267,71 +325,62 @@ class Checkpoints:
         self._pending = None
         with suppress(Exception):  # what it says is what went wrong before
             self._drop_writer()
-        self._remove_unfinished(step)
-        self._bring_back(step)
+        with suppress(Exception):  # it is tried again before the next save
+            if jax.process_index() == 0:
+                self._files.give_up(self._unfinished)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
-        return f"The checkpoint of step {step} in {self.folder} could not be written: {reason}. {kept}."
+        return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {kept}."
 
-    def _make_way(self, step: int) -> None:
-        """Put right what an earlier run left, and make room for a step."""
-        refused, problem = None, None
+    def _make_way(self, step: int) -> Path:
+        """Put right what an earlier run left, and make the folder to write a step into."""
+        parent = (
+            self._last if self._last is not None else max((each for each in self.steps if each < step), default=None)
+        )
+        made = self._on_first(lambda: str(self._files.prepare(step, parent, self._damaged)))
+        self._raise_if_failed(step, made.problem)
+        self._damaged.clear()
+        return Path(made.value)
+
+    def _on_first(self, action: Callable[[], Any]) -> _Done:
+        """Do something on the first process. What it says must not be done is raised on all of them."""
+        value, refused, problem = None, None, None
         if jax.process_index() == 0:
             try:
-                self._put_right(step)
+                value = action()
             except CheckpointError as error:
                 refused = str(error)
             except Exception as error:
                 problem = error
-        self._damaged.clear()
-        if refused := agreed_data(refused):
+        value, refused = agreed_data([value, refused])
+        if refused:
             raise CheckpointError(refused)
-        self._raise_if_failed(step, problem)
-
-    def _put_right(self, step: int) -> None:
-        """Damaged checkpoints no longer count; one of the same step is kept until the new one is complete."""
-        place = self.folder / f"{step}"
-        if place.exists() and not (place / LIST).exists():
-            raise CheckpointError(
-                f"{place} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove it, or give "
-                "another folder."
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(f"*{_REPLACED}"):
-            if (number := path.name.removesuffix(_REPLACED)).isdecimal():
-                self._bring_back(int(number))
-        for path in self.folder.glob(f"*{_store().UNFINISHED}*"):
-            self._remove(path.name)
-        for damaged in self._damaged:
-            self._rename(f"{damaged}", f"{damaged}{_DAMAGED}")
-        self._rename(f"{step}", f"{step}{_REPLACED}")
-        # Were this to fail in Orbax, the others would wait there.
-        place.with_name(f"{step}{_store().UNFINISHED}").mkdir()
-        place.with_name(f"{step}{_store().UNFINISHED}").rmdir()
-
-    def _bring_back(self, step: int) -> None:
-        """What was to be replaced, unless it was."""
-        if not (self.folder / f"{step}" / LIST).exists():
-            self._rename(f"{step}{_REPLACED}", f"{step}")
-        self._remove(f"{step}{_REPLACED}")
-
-    def _remove_unfinished(self, step: int) -> None:
-        names = [path.name for path in self.folder.glob(f"{step}{_store().UNFINISHED}*")]
-        self._remove(*names, *([] if (self.folder / f"{step}" / LIST).exists() else [f"{step}"]))
-
-    def _rename(self, name: str, other: str) -> None:
-        if jax.process_index() == 0 and (self.folder / name).exists():
-            self._remove(other)
-            (self.folder / name).rename(self.folder / other)
-
-    def _remove(self, *names: str) -> None:
-        if jax.process_index() == 0:
-            for name in names:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return _Done(value=value, problem=problem)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """What the first process has said, and what went wrong on this one."""
+
+    value: Any
+    problem: Exception | None
+
+
+def _plan(path: Path) -> Plan | None:
+    """The plan in a file, if there is one. Raises OSError or ValueError for what is not even opened as a plan."""
+    if not os.path.lexists(path):
+        return None
+    check_size(path, MAX_BYTES)
+    return Plan.load(path)
+
+
+def _some(sentences: Sequence[str]) -> str:
+    more = f" So it is with {len(sentences) - _SHOWN} others." if len(sentences) > _SHOWN else ""
+    return " ".join(sentences[:_SHOWN]) + more
 
 
 def _whole(step: Any) -> int:
@@ -340,13 +389,8 @@ def _whole(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise CheckpointError(f"step={step!r} was given; give a whole number that is not negative.")
+        raise CheckpointError(f"step={shown(repr(step))} was given; give a whole number that is not negative.")
     return number
-
-
-def _together() -> None:
-    """All processes go on when all have come here: what the first one did to the folder is done."""
-    meet(range(jax.process_count()))
 
 
 def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
@@ -380,7 +424,7 @@ def _argument(tree: Any, which: Argument) -> Any:
 def _store() -> ModuleType:
     """`saved_arrays`, which needs Orbax."""
     try:
-        from alpa_lite.runtime import saved_arrays
+        from alpa_lite.runtime.checkpoint import saved_arrays
     except ImportError as error:
         raise CheckpointError(
             f"Checkpoints need Orbax, which cannot be imported ({error}). Install it: pip install orbax-checkpoint"

@@ -1,0 +1,152 @@
+"""Checksums of all files of a checkpoint, in a file of the form that `sha256sum -c` reads.
+
+    write   digests of the files, the last thing that a folder gets before it counts as complete    `write_checksums`
+    check   what is missing, cut off or changed, in sentences                                       `damage`
+
+Several processes share the work: each writes a part of the list for files of its own, and checks every n-th file. The
+first line is the digest of the rest, in words that no other program writes: by it a checkpoint is told from a folder
+with an ordinary list (`list_kind`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from alpa_lite.runtime.checkpoint import disk
+from alpa_lite.runtime.checkpoint.untrusted import open_regular, read_bounded, shown
+
+LIST = "SHA256SUMS"
+"""The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
+
+OLD, NEW = "old", "new"
+"""What `list_kind` says of lists without and with the record of a checkpoint (`record.py`)."""
+
+_FIRST_LINES = {NEW: "# alpa_lite checkpoint, sha256 of the lines below: ", OLD: "# sha256 of the lines below: "}
+_LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
+_MAX_THREADS = 8
+_MOST_BYTES = 64 * 2**20
+_MOST_LETTERS = 1024
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the list of a folder.
+
+    Digests that were written before, of subfolders (`write_part`), are taken into the list, and their own lists go.
+    """
+    parts = sorted(folder.rglob(f"{LIST}.*"))
+    known = {
+        (path.parent / name).relative_to(folder).as_posix(): digest
+        for path in parts
+        for name, digest in read_list(path).items()
+    }
+    rest = [name for name in _files(folder) if name not in known and not _is_list(name)]
+    for path in parts:
+        disk.unlink(path)
+    _write(folder / LIST, known | _digests(folder, rest))
+
+
+def write_part(folder: Path, part: str) -> None:
+    """Write the digests of a subfolder, of which no file will change; all of it is on the disk then."""
+    names = [f"{part}/{name}" for name in _files(folder / part)]
+    if names:
+        disk.sync_tree(folder / part)
+    _write(folder / f"{LIST}.{part}", _digests(folder, names))
+
+
+def list_kind(folder: Path) -> str:
+    """Whether a folder has a list of ours: `NEW`, `OLD` (without a record), or empty for none."""
+    try:
+        with open_regular(folder / LIST) as file:
+            line = file.read(200).partition(b"\n")[0]
+    except OSError:
+        return ""
+    return next(
+        (kind for kind, start in _FIRST_LINES.items() if re.fullmatch(f"{start}[0-9a-f]{{64}}".encode(), line)), ""
+    )
+
+
+def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence[str] | None = None) -> list[str]:
+    """What is wrong with a folder, a sentence each; of every `num_shares`-th file, from number `share` on.
+
+    names: of these files only.
+    """
+    try:
+        known = read_list(folder / LIST)
+    except (OSError, ValueError) as error:
+        return [f"its list of checksums, {LIST}, cannot be read ({shown(_reason(error))})"]
+    names = [name for name in sorted(known)[share::num_shares] if names is None or name in names]
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: _problem(folder, name, known[name]), names)
+        return [problem for problem in found if problem]
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """The digest of each file by its name in the folder. Raises ValueError for a list that was cut off or changed, or
+    names anything outside."""
+    first, _, lines = read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
+    if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
+        raise ValueError("it was cut off or changed")
+    found: dict[str, str] = {}
+    for line in lines.split("\n")[:-1]:
+        match = _LINE.fullmatch(line)
+        if match is None or not _is_inside(match[2]) or match[2] in found:
+            raise ValueError(f"{shown(line[66:] or line)} is no name of a file in the folder, or is there twice")
+        found[match[2]] = match[1]
+    return found
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is a plain path downwards."""
+    plain = name.isprintable() and "\\" not in name and len(name) <= _MOST_LETTERS
+    return plain and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _problem(folder: Path, name: str, digest: str) -> str:
+    try:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{shown(name)} leads out of the folder"
+        return "" if _digest(folder / name) == digest else f"{shown(name)} is not what was written"
+    except FileNotFoundError:
+        return f"{shown(name)} is missing"
+    except (OSError, RuntimeError) as error:  # of links that lead in a circle, `resolve` raises RuntimeError
+        return f"{shown(name)} cannot be read ({shown(_reason(error))})"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    found = list(names)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(found, pool.map(lambda name: _digest(folder / name), found), strict=True))
+
+
+def _digest(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _is_list(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(LIST)
+
+
+def _write(path: Path, digests: dict[str, str]) -> None:
+    """On the disk before this returns: a list that is there vouches for the files, also after a loss of power."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    disk.write(path, f"{_FIRST_LINES[NEW]}{_of_text(lines)}\n{lines}".encode())
+    disk.sync(path)
+    disk.sync(path.parent)
+
+
+def _of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

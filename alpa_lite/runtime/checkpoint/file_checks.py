@@ -1,0 +1,118 @@
+"""Checks of a checkpoint's files before anything of them is read, for folders that somebody else has made or changed.
+
+    check_files      all are regular files in the folder, and none is larger than its arrays can make it
+    check_headers    each array is stored in the shape and dtype that are asked for, in chunks no larger than itself
+
+TensorStore allocates what the headers and sizes say. What is found is raised as `ValueError`, in a sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import tensorstore as ts
+
+from alpa_lite.runtime.checkpoint.record import files_of, is_own
+from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
+from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
+
+_SPARE_BYTES = 64 * 2**20
+_SPARE_BYTES_PER_LEAF = 2**20  # for what its chunks are listed with
+_HEADER_BYTES = 2**16
+_MOST_DIMS = 64
+_KEY_BYTES = 256  # more than any key has
+_ORBAX_VALUES_PER_LEAF = 40
+_ORBAX_FILE = "_METADATA"
+_AT_ONCE = 256
+
+
+def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
+    """Raise ValueError unless the files of a checkpoint are regular, and of a size that fits to its arrays."""
+    room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
+    largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
+    root = folder.resolve()
+    for name in files_of(folder):
+        size = _size(folder / name, root, is_own(name))
+        room -= size
+        if size > largest or room < 0:
+            raise ValueError(f"with {shown(name)} its files are larger than the arrays that it names can make them")
+    try:
+        text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
+        parse_json(text, most_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), most_depth=16)
+    except FileNotFoundError:
+        return  # there may be no arrays; which files there should be is in the list of checksums
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_ORBAX_FILE} cannot be read ({shown(error)})") from error
+
+
+def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> None:
+    """Raise ValueError unless the arrays that are wanted are stored as what they are."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+    names = [each.name for each in wanted if not each.leaf.is_empty]
+    for start in range(0, len(names), _AT_ONCE):
+        group = names[start : start + _AT_ONCE]
+        reading = [store.read(_header_key(name)) for name in group]
+        for name, each in zip(group, reading, strict=True):
+            if problem := _header_problem(each.result().value, saved[name]):
+                raise ValueError(f"the array {shown(name)} is not stored as {saved[name]}: {problem}")
+
+
+def _header_key(name: str) -> str:
+    return f"{name}.zarray" if not name or name.endswith("/") else f"{name}/.zarray"
+
+
+def _header_problem(data: bytes, leaf: Leaf) -> str:
+    if len(data) > _HEADER_BYTES:
+        return f"its header has {len(data)} bytes"
+    try:
+        header = parse_json(data, most_values=4 * _MOST_DIMS, most_depth=4)
+        shape, chunks, dtype = header["shape"], header["chunks"], header["dtype"]
+        plain = header["compressor"] is None and header["filters"] is None and header["zarr_format"] == 2
+    except (ValueError, KeyError, TypeError):
+        return "its header cannot be read"
+    form = leaf.as_stored
+    if shape != [*form.shape] or not _is_dtype(dtype, form.dtype):
+        return f"its shape is {shown(shape)}, its dtype {shown(dtype)}"
+    if not plain:
+        return "it is compressed"
+    if not isinstance(chunks, list) or len(chunks) != len(shape) or not all(map(_fits, chunks, shape)):
+        return f"its chunks have the shape {shown(chunks)}"
+    return ""
+
+
+def _fits(chunk: Any, size: int) -> bool:
+    return type(chunk) is int and 0 < chunk <= size
+
+
+def _is_dtype(text: Any, dtype: Any) -> bool:
+    try:
+        return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
+    except (TypeError, ValueError, SyntaxError):  # NumPy reads names of dtypes as expressions
+        return False
+
+
+def _bytes(leaf: Leaf) -> int:
+    size = _KEY_BYTES if leaf.is_key else max(1, jnp.dtype(leaf.dtype).itemsize)
+    return math.prod(leaf.shape) * size
+
+
+def _size(path: Path, root: Path, own: bool) -> int:
+    """In bytes, of a file of ours; those of others are not looked at, but links must not lead out."""
+    try:
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            if not path.resolve(strict=True).is_relative_to(root):
+                raise ValueError(f"{shown(path.name)} leads out of the folder")
+            found = path.stat()
+    except RuntimeError as error:
+        raise ValueError(f"{shown(path.name)} is a link to itself") from error
+    if not own:
+        return 0
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{shown(path.name)} is no regular file")
+    return found.st_size

@@ -1,0 +1,296 @@
+"""Which steps a folder of checkpoints holds, and every change to them: by the owner of its lease alone.
+
+    <step>                         a checkpoint; it counts when it has our list of checksums
+    <step>.unfinished-<owner>      one that is being written
+    <step>.replaced                one whose step was saved again, until the new one has its name for good
+    <step>.removed                 one that is being removed
+    <step>.aside, <step>.damaged   no longer counted, never removed: of an abandoned branch; found to be damaged
+
+Only folders with our own mark (`record.py`, or the first line of our list of checksums) are counted, renamed or
+removed, and of these only the files that we write are removed. A step is on an abandoned branch when a lower one was
+saved after it: that is known from the records, so that the last renaming of a save (`publish`) makes the new branch the
+current one, whole, whatever happens before or after. Nothing older goes before that renaming is on the disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime.checkpoint import disk
+from alpa_lite.runtime.checkpoint.checksums import LIST, OLD, list_kind, read_list
+from alpa_lite.runtime.checkpoint.lease import Lease
+from alpa_lite.runtime.checkpoint.record import RECORD, Record, files_of, is_own, read_record
+from alpa_lite.runtime.checkpoint.untrusted import shown
+
+_UNFINISHED, _REPLACED, _REMOVED, _ASIDE, _DAMAGED = "unfinished", "replaced", "removed", "aside", "damaged"
+_STEP = r"(0|[1-9][0-9]{0,18})"
+_NUMBERED = re.compile(_STEP)
+_NAMED = re.compile(rf"{_STEP}\.({_UNFINISHED}|{_REPLACED}|{_REMOVED}|{_ASIDE}|{_DAMAGED})(?:-[0-9a-z]+)?")
+
+_logger = logging.getLogger("alpa_lite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A checkpoint that is there: its folder, and its record where that can be read.
+
+    is_old: it was written before there were records: before all those that have one.
+    """
+
+    number: int
+    path: Path
+    record: Record | None
+    is_old: bool
+
+    @property
+    def save(self) -> int | None:
+        """How many saves there were when it was saved; None where that is not known."""
+        if self.record is None or self.record.step != self.number:
+            return 0 if self.is_old else None
+        return self.record.save
+
+
+class Folder:
+    """The steps in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is read or written, but for the lease, which is looked at."""
+        self.path = path
+        self.lease = Lease(path)
+
+    def branch(self) -> dict[int, Step]:
+        """The steps of the current branch by their numbers, rising; damaged or not."""
+        there = self._there()
+        abandoned = _abandoned(there)
+        return {number: step for number, step in there.items() if number not in abandoned}
+
+    def set_aside(self) -> tuple[Path, ...]:
+        """The folders that no longer count: of abandoned branches, or found to be damaged."""
+        found = [path for path, kind in self._named() if kind in (_ASIDE, _DAMAGED) and _is_marked(path)]
+        return tuple(sorted([*found, *(step.path for step in _abandoned(self._there()).values())]))
+
+    def prepare(self, number: int, parent: int | None, damaged: Iterable[int]) -> Path:
+        """Put right what an earlier run left, and make the folder to write a step into.
+
+        damaged: steps that are not to count any more.
+        """
+        place = self.path / f"{number}"
+        if _exists(place) and not _is_marked(place):
+            raise CheckpointError(
+                f"{shown(place, 300)} is there and is no checkpoint of alpa_lite, so that it is not replaced. Remove "
+                "it, or give another folder."
+            )
+        disk.make_folders(self.path)
+        self.lease.hold()
+        self._put_right()
+        there = self._there()
+        broken = [there[step].path for step in damaged if step in there]
+        for path in [*broken, *([place] if _exists(place) and number not in there else [])]:
+            self._rename(path, f"{_number(path)}.{_DAMAGED}")
+        save = 1 + max((step.save or 0 for step in self._there().values()), default=0)
+        unfinished = self.path / f"{number}.{_UNFINISHED}-{self.lease.token}"
+        self.lease.check()
+        disk.make_folder(unfinished)
+        disk.create(unfinished / RECORD, Record(step=number, parent=parent, save=save).to_bytes())
+        # Whatever else is in it after a loss of power, the mark is there, so that it can be removed.
+        disk.sync(unfinished / RECORD)
+        disk.sync(unfinished)
+        return unfinished
+
+    def publish(self, unfinished: Path, number: int) -> None:
+        """Give a checkpoint whose files are on the disk its name; it counts from then on, and is on the disk itself."""
+        place, replaced = self.path / f"{number}", None
+        if _exists(place):
+            replaced = self._rename(place, f"{number}.{_REPLACED}")
+            disk.sync(self.path)
+        self.lease.check()
+        try:
+            disk.rename(unfinished, place)
+        except OSError:
+            if replaced is not None:
+                disk.rename(replaced, place)
+            raise
+        disk.sync(self.path)
+
+    def settle(self, number: int, keep: int | None, but: set[int]) -> None:
+        """After a save: set aside what it has abandoned, and remove what is no longer to be kept.
+
+        but: steps that do not count, as they are damaged; they stay. What cannot be done is told, and tried again after
+        the next save: the new checkpoint is there.
+        """
+        try:
+            self._set_abandoned_aside()
+            others = [step.path for step in self.branch().values() if step.number not in {number, *but}]
+            self._remove(others[: max(0, len(others) - keep + 1)] if keep is not None else [])
+            self._remove(path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path))
+        except OSError as error:
+            _logger.warning("Old checkpoints in %s could not be removed: %s", shown(self.path, 300), error)
+
+    def give_up(self, unfinished: Path) -> None:
+        """Remove what a save that failed has written, and bring back what it was to replace."""
+        self._remove([unfinished])
+        self._bring_back()
+
+    def _there(self) -> dict[int, Step]:
+        found = {number: path for path, number in self._numbered() if _is_complete(path)}
+        for path, kind in self._named():
+            if kind == _REPLACED and _is_complete(path):
+                found.setdefault(_number(path), path)
+        return {number: _step(number, found[number]) for number in sorted(found)}
+
+    def _put_right(self) -> None:
+        self._bring_back()
+        left = [path for path, kind in self._named() if kind in (_UNFINISHED, _REMOVED)]
+        replaced = [path for path, kind in self._named() if kind == _REPLACED and self._is_replaced(path)]
+        self._remove([*left, *replaced])
+        self._set_abandoned_aside()
+
+    def _bring_back(self) -> None:
+        """What was to be replaced, unless it was."""
+        for path, kind in self._named():
+            if kind == _REPLACED and _is_complete(path) and not _exists(self.path / f"{_number(path)}"):
+                self._rename(path, f"{_number(path)}")
+
+    def _is_replaced(self, path: Path) -> bool:
+        return _is_complete(self.path / f"{_number(path)}")
+
+    def _set_abandoned_aside(self) -> None:
+        for number, step in _abandoned(self._there()).items():
+            moved = self._rename(step.path, f"{number}.{_ASIDE}")
+            _logger.warning(
+                "The checkpoint of step %d in %s is of a branch that was left, and is called %s from now on. Remove it "
+                "by hand when it is no longer needed.",
+                number,
+                shown(self.path, 300),
+                moved.name,
+            )
+
+    def _rename(self, path: Path, name: str) -> Path:
+        """Another name for a checkpoint of ours, or that name with a number where it is taken."""
+        self.lease.check()
+        if not _is_marked(path):
+            raise CheckpointError(f"{shown(path, 300)} is no checkpoint of alpa_lite any more, and is not touched.")
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        new = next(self.path / each for each in names if not _exists(self.path / each))
+        disk.rename(path, new)
+        return new
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        """Remove checkpoints of ours; those that hold something else are set aside, others are left alone."""
+        doomed = list[Path]()
+        for path in paths:
+            if _is_empty(path):
+                self.lease.check()
+                disk.remove_folder(path)
+            elif _is_marked(path):
+                foreign = _foreign(path)
+                if foreign:
+                    self._keep_foreign(path, foreign)
+                else:
+                    is_going = (name := _NAMED.fullmatch(path.name)) is not None and name[2] == _REMOVED
+                    doomed.append(path if is_going else self._rename(path, f"{_number(path)}.{_REMOVED}"))
+        if doomed:
+            disk.sync(self.path)
+        for path in doomed:
+            self.lease.check()
+            _wipe(path)
+
+    def _keep_foreign(self, path: Path, foreign: str) -> None:
+        moved = self._rename(path, f"{_number(path)}.{_ASIDE}")
+        _logger.warning(
+            "%s was to be removed, but %s, which alpa_lite did not write: it stays as %s.",
+            shown(path, 300),
+            foreign,
+            moved.name,
+        )
+
+    def _numbered(self) -> Iterator[tuple[Path, int]]:
+        for name in self._names():
+            if _NUMBERED.fullmatch(name):
+                yield self.path / name, int(name)
+
+    def _named(self) -> list[tuple[Path, str]]:
+        """The folders whose names say what became of a step, and what that is."""
+        matches = ((name, _NAMED.fullmatch(name)) for name in self._names())
+        return [(self.path / name, match[2]) for name, match in matches if match is not None]
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def _abandoned(there: Mapping[int, Step]) -> dict[int, Step]:
+    """The steps, of some in rising order, after which a lower one was saved."""
+    abandoned, newest = dict[int, Step](), -1
+    for number, step in there.items():
+        if step.save is not None and step.save < newest:
+            abandoned[number] = step
+        newest = max(newest, step.save or 0)
+    return abandoned
+
+
+def _step(number: int, path: Path) -> Step:
+    return Step(number=number, path=path, record=read_record(path), is_old=list_kind(path) == OLD)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition(".")[0])
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _is_marked(path: Path) -> bool:
+    """Whether a folder carries our mark. Asked again before each change to it."""
+    return path.is_dir() and ((path / RECORD).is_file() or bool(list_kind(path)))
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / LIST).is_file() and _is_marked(path)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _foreign(path: Path) -> str:
+    """What of a folder is not ours, in words; empty where all is."""
+    if path.is_symlink():
+        return "it is a link to a folder"
+    try:
+        listed = read_list(path / LIST)
+    except (OSError, ValueError):
+        listed = {}
+    for name in files_of(path):
+        if not (is_own(name) or name in listed):
+            return f"it holds {shown(name)}"
+    return ""
+
+
+def _wipe(path: Path) -> None:
+    """Remove the files that are ours and the folders that are empty then; the mark when that is on the disk."""
+    if _foreign(path):
+        return
+    files = sorted(files_of(path), key=lambda name: (name == RECORD, name == LIST))
+    last = [name for name in files if name in (LIST, RECORD)]
+    for name in files[: len(files) - len(last)]:
+        disk.unlink(path / name)
+    for place, _, _ in os.walk(path, topdown=False):
+        if Path(place) != path:
+            disk.remove_folder(Path(place))
+    disk.sync(path)
+    for name in last:
+        disk.unlink(path / name)
+    with suppress(FileNotFoundError):
+        disk.remove_folder(path)

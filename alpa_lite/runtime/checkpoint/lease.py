@@ -1,0 +1,311 @@
+"""Who may write into a folder of checkpoints: one process of one job, as long as it shows that it is alive.
+
+    alpa_lite_writer.<n>.json   who the owner is, and a number that it raises every `BEAT_SECONDS`: the one with the
+                                largest n is the lease; who takes it over makes the file n + 1, which only one can
+
+It is taken over from an owner that is dead: at once where that is seen (its process ran here and is gone), else when
+its number has not changed for `EXPIRY_SECONDS`, as this process saw it. Clocks are not compared, nothing is locked: all
+that is needed of a file system is that of two that create the same file one fails. An owner looks before each change to
+the folder whether the lease is still its own (`Lease.check`): one that slept for long must not go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime.checkpoint import disk
+from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
+
+BEAT_SECONDS = 10.0
+"""Between two signs of life of an owner."""
+
+EXPIRY_SECONDS = 120.0
+"""Without a sign of life for so long an owner on another host is taken for dead."""
+
+_LOOK_SECONDS = 0.5
+_QUIET_SECONDS = 5.0
+_MOST_BYTES = 4096
+_NAME = re.compile(r"alpa_lite_writer\.([1-9][0-9]{0,17})\.json")
+
+_logger = logging.getLogger("alpa_lite")
+
+_open_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+"""The leases of this process by their tokens. What one of its own that is gone had left may be taken over."""
+
+
+class Lease:
+    """The right of this process to write into a folder, once it `hold`s it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is written; but the time that an owner is silent counts from now on."""
+        self.folder = folder
+        self.token = uuid.uuid4().hex[:12]
+        self._held: _Held | None = None
+        self._seen: tuple[int, bytes, float] | None = None
+        with suppress(OSError):  # `hold` tells
+            self._look()
+
+    def hold(self) -> None:
+        """Take the lease, unless this process has it. Raises `CheckpointError` where another owner is alive."""
+        if self._held is not None:
+            return self.check()
+        while True:
+            newest = self._look()
+            if newest is not None and (owner := self._alive(newest)) is not None:
+                raise CheckpointError(
+                    f"Another job saves checkpoints into {shown(self.folder, 300)}: {_in_words(owner)}. Two jobs must "
+                    "not save into one folder: end that one, or give another folder."
+                )
+            if self._take(1 if newest is None else newest + 1):
+                return None
+
+    def check(self) -> None:
+        """Raise `CheckpointError` unless the lease is still this process's."""
+        held = self._held
+        if held is None or held.process != os.getpid():
+            raise CheckpointError(f"This process does not own the right to save into {shown(self.folder, 300)}.")
+        if held.is_mine():
+            return
+        newest = _newest(self.folder)
+        by = f" by {_in_words(_owner(_content(self.folder, newest)))}" if newest is not None else ""
+        raise CheckpointError(
+            f"The right to save into {shown(self.folder, 300)} was taken over from this process{by}, as it was silent "
+            f"for more than {EXPIRY_SECONDS:.0f} s or its {held.path.name} was removed. Nothing more is written. Start "
+            "the job again, alone, to go on from the newest checkpoint."
+        )
+
+    def give_back(self) -> None:
+        """Others may write from now on."""
+        held, self._held = self._held, None
+        _open_here.pop(self.token, None)
+        if held is not None:
+            held.end()
+
+    def _look(self) -> int | None:
+        """The number of the newest lease; when it was first seen as it is, is noted."""
+        newest = _newest(self.folder)
+        if newest is None:
+            self._seen = None
+            return None
+        content = _content(self.folder, newest)
+        if self._seen is None or self._seen[:2] != (newest, content):
+            self._seen = newest, content, time.monotonic()
+        return newest
+
+    def _alive(self, number: int) -> Mapping[str, Any] | None:
+        """The owner of a lease, once it is known to be alive; None once it is known to be dead."""
+        first, told = self._seen, False
+        while (seen := self._seen) is not None and first is not None and seen[0] == number:
+            owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
+            if _is_here(owner):
+                return owner if _runs(owner) else None
+            if seen != first:
+                return owner
+            if silent >= EXPIRY_SECONDS:
+                return None
+            if not told and silent > _QUIET_SECONDS:
+                told = True
+                _logger.warning(
+                    "%s belongs to %s. It is awaited for %.0f s whether that one is alive.",
+                    shown(self.folder, 300),
+                    _in_words(owner),
+                    EXPIRY_SECONDS - silent,
+                )
+            time.sleep(_LOOK_SECONDS)
+            self._look()
+        return None  # it is gone, or another has taken it: look again
+
+    def _take(self, number: int) -> bool:
+        """Become the owner; false where another one was faster."""
+        path = _path(self.folder, number)
+        me = _myself(self.token)
+        _open_here[self.token] = self  # before others can see it
+        try:
+            disk.create(path, json.dumps(me).encode())
+        except FileExistsError:
+            return False
+        held = _Held(path=path, number=number, me=me, process=os.getpid())
+        if not held.is_mine():  # there is a newer one: what was known of the folder was out of date
+            with suppress(OSError):
+                disk.unlink(path)
+            return False
+        for older in (each for each in _numbers(self.folder) if each < number):
+            with suppress(FileNotFoundError):
+                disk.unlink(_path(self.folder, older))
+        self._held = held
+        threading.Thread(target=_beat, args=(held,), daemon=True, name="alpa_lite checkpoint lease").start()
+        weakref.finalize(self, held.end)  # also at the exit of the interpreter
+        return True
+
+
+@dataclass(kw_only=True)
+class _Held:
+    """A lease that was taken; the thread that renews it knows only this, so that a forgotten `Lease` ends it."""
+
+    path: Path
+    number: int
+    me: dict[str, Any]
+    process: int
+    beats: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def is_mine(self) -> bool:
+        """Whether it is the newest lease of the folder, and still that of this process."""
+        if _newest(self.path.parent) != self.number:
+            return False
+        return _owner(_content(self.path.parent, self.number)).get("token") == self.me["token"]
+
+    def renew(self) -> None:
+        """A sign of life, in the file that is there: one that was removed is not made again."""
+        self.beats += 1
+        self.me |= {"beat": _beat_text(self.beats), "heard": _now()}
+        with self.path.open("r+b") as file:
+            file.write(json.dumps(self.me).encode())
+
+    def end(self) -> None:
+        """Remove it, unless another one has taken it over; also called when it was removed before."""
+        if self.over.is_set() or self.process != os.getpid():
+            return
+        self.over.set()
+        with suppress(OSError):
+            if self.is_mine():
+                disk.unlink(self.path)
+
+
+def _beat(held: _Held) -> None:
+    while not held.over.wait(BEAT_SECONDS):
+        with suppress(OSError):  # it is tried again; who waits for a sign of life waits much longer
+            if not held.is_mine():
+                return
+            held.renew()
+
+
+def _beat_text(number: int) -> str:
+    """Always of the same length, as the whole lease is: a reader that comes in the middle of a change can read it."""
+    return f"{number:015d}"
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"alpa_lite_writer.{number}.json"
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _newest(folder: Path) -> int | None:
+    return max(_numbers(folder), default=None)
+
+
+def _content(folder: Path, number: int) -> bytes:
+    """As it is now; nothing of a file that is gone or is no lease."""
+    try:
+        return read_bounded(_path(folder, number), _MOST_BYTES)
+    except (FileNotFoundError, ValueError):
+        return b""
+
+
+def _owner(content: bytes) -> dict[str, Any]:
+    """What a lease says; nothing where that cannot be read, as while it is being written."""
+    try:
+        data = parse_json(content, most_values=32, most_depth=1)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _myself(token: str) -> dict[str, Any]:
+    number = os.getpid()
+    return {
+        "token": token,
+        "host": socket.gethostname(),
+        "kernel": _text("/proc/sys/kernel/random/boot_id"),
+        "namespace": _link("/proc/self/ns/pid"),
+        "process": number,
+        "began": _began(number),
+        "started": _now(),
+        "beat": _beat_text(0),
+        "heard": _now(),
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _place(owner: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Where process numbers mean the same: in one namespace of one running kernel; None where that is not known."""
+    place = owner.get("kernel"), owner.get("namespace")
+    return place if all(isinstance(part, str) and part for part in place) else None
+
+
+def _is_here(owner: Mapping[str, Any]) -> bool:
+    """Whether the number of its process means the same to this one."""
+    return (place := _place(owner)) is not None and place == _place(_myself(""))
+
+
+def _began(process: int) -> str:
+    """When a process was started, in ticks of its kernel; empty where there is none, "over" for one that is none more
+    but for its exit code, "hidden" for one that is another user's."""
+    state, *rest = _text(f"/proc/{process}/stat").rpartition(") ")[2].split() or [""]
+    if state:
+        return "over" if state in "ZX" else rest[18]
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "hidden"
+
+
+def _runs(owner: Mapping[str, Any]) -> bool:
+    """Whether a process that was started on this machine is there; of this one, whether what holds the lease is."""
+    process = owner.get("process")
+    if type(process) is not int or not 0 < process < 2**31 or _began(process) not in (owner.get("began"), "hidden"):
+        return False
+    if process != os.getpid():
+        return True
+    gc.collect()  # one that nobody can use any more may wait for this
+    return owner.get("token") in _open_here
+
+
+def _in_words(owner: Mapping[str, Any]) -> str:
+    if not owner:
+        return "one that has not said who it is"
+    host, process, started, heard = (shown(owner.get(key, "?")) for key in ("host", "process", "started", "heard"))
+    if _is_here(owner) and owner.get("process") == os.getpid():
+        return "this process, through another Checkpoints, which must be closed first"
+    return f"process {process} on {host}, which began to save at {started} and was last heard of at {heard}"
