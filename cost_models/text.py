@@ -36,14 +36,23 @@ def message(text: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
 
 
-def parse_json(text: bytes, *, max_bytes: int, max_values: int, max_depth: int = 64) -> Any:
+def parse_json(
+    text: bytes, *, max_values: int, max_depth: int = 64, max_bytes: int | None = None, any_text: bool = False
+) -> Any:
     """The data of a JSON text.
 
+    Args:
+        text: of which the caller has not read more than it wants to.
+        max_values: lists, objects and what they hold; at most so many are made.
+        max_depth: of lists and objects in one another.
+        max_bytes: of the text; None for any number.
+        any_text: whether strings may hold any characters, since nobody is shown them.
+
     Raises:
-        ValueError: it is no JSON, larger or deeper than that, or has a string that is longer than `LONGEST_TEXT` or
-            that a terminal cannot show as it is. The message, without a full stop, is shorter than a line.
+        ValueError: it is no JSON, larger or deeper than that, or (unless `any_text`) has a string that is longer than
+            `LONGEST_TEXT` or that a terminal cannot show as it is. The message, without a full stop, is one line.
     """
-    if len(text) > max_bytes:
+    if max_bytes is not None and len(text) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 10} KiB")
     try:
         decoded = text.decode("utf-8")
@@ -54,7 +63,8 @@ def parse_json(text: bytes, *, max_bytes: int, max_values: int, max_depth: int =
         data = json.loads(decoded, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from error
-    _check_strings(data)
+    if not any_text:
+        _check_strings(data)
     return data
 
 

@@ -71,6 +71,11 @@ def test_json_is_what_the_library_reads_or_refused(data: Any, escaped: bool, ind
         assert not fine and len(str(error)) < 100
 
 
+@given(JSON)
+def test_text_that_nobody_is_shown_may_be_any(data: Any) -> None:
+    assert parse_json(json.dumps(data).encode(), **ANY, any_text=True) == data
+
+
 @given(st.binary(max_size=60) | st.text('[]{},:"\\\\0123456789.eE-+tfn ul', max_size=60).map(str.encode))
 def test_what_is_no_json_is_told(raw: bytes) -> None:
     try:

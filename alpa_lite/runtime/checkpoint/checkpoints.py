@@ -41,6 +41,7 @@ from alpa_lite.runtime.checkpoint.saved_leaves import (
 from alpa_lite.runtime.checkpoint.trouble import agreed_trouble, reason_of
 from alpa_lite.runtime.checkpoint.untrusted import TooLargeError, check_size, shown
 from alpa_lite.runtime.function import CompiledFunction
+from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.job.agreement import agreed_data, everywhere
 from alpa_lite.runtime.job.ending import leaving
 from alpa_lite.runtime.job.launched import summary
@@ -151,7 +152,8 @@ class Checkpoints:
         try:
             self._writer = self._writer or store.Writer()
             publish = partial(self._files.publish, unfinished, number)
-            self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
+            with busy("saving a checkpoint"):
+                self._writer.start(unfinished, store.Content(arrays=content.arrays, beside=beside, publish=publish))
         except Exception as error:
             problem = error
         self._raise_if_failed(number, problem)
@@ -235,7 +237,8 @@ class Checkpoints:
             return
         step, problem = self._pending, None
         try:
-            self._writer.finish()
+            with busy("saving a checkpoint"):
+                self._writer.finish()
         except Exception as error:
             problem = error
         self._raise_if_failed(step, problem)
@@ -271,7 +274,8 @@ class Checkpoints:
             folder = self._files.branch()[step].path
             saved = read_leaves(folder / "leaves.json")
             check_fit(leaves, saved, partial=partial)
-            read = _store().read_arrays(folder, leaves, saved)
+            with busy("restoring a checkpoint"):
+                read = _store().read_arrays(folder, leaves, saved)
             state = [each.restored(read.get(each.name)) for each in leaves]
         except Exception as error:
             problem = error
@@ -283,7 +287,9 @@ class Checkpoints:
 
     def _problem(self, step: int, *, verify: bool) -> str:
         """What is wrong with a checkpoint; the same on all processes, each of which looks at a part."""
-        found = [*dict.fromkeys(problem for part in everywhere(self._damage(step, verify)) for problem in part)]
+        with busy("checking a checkpoint"):
+            mine = self._damage(step, verify)
+        found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return ", ".join(found[:_SHOWN]) + more
 

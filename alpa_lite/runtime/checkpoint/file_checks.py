@@ -19,7 +19,8 @@ import tensorstore as ts
 
 from alpa_lite.runtime.checkpoint.record import files_of, is_own
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
-from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
+from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
+from cost_models.text import parse_json
 
 _SPARE_BYTES = 64 * 2**20
 _SPARE_BYTES_PER_LEAF = 2**20  # for what its chunks are listed with
@@ -43,7 +44,7 @@ def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
             raise ValueError(f"with {shown(name)} its files are larger than the arrays that it names can make them")
     try:
         text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
-        parse_json(text, most_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), most_depth=16)
+        parse_json(text, any_text=True, max_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), max_depth=16)
     except FileNotFoundError:
         return  # there may be no arrays; which files there should be is in the list of checksums
     except (OSError, ValueError) as error:
@@ -70,7 +71,7 @@ def _header_problem(data: bytes, leaf: Leaf) -> str:
     if len(data) > _HEADER_BYTES:
         return f"its header has {len(data)} bytes"
     try:
-        header = parse_json(data, most_values=4 * _MOST_DIMS, most_depth=4)
+        header = parse_json(data, any_text=True, max_values=4 * _MOST_DIMS, max_depth=4)
         shape, chunks, dtype = header["shape"], header["chunks"], header["dtype"]
         plain = header["compressor"] is None and header["filters"] is None and header["zarr_format"] == 2
     except (ValueError, KeyError, TypeError):

@@ -29,7 +29,8 @@ from typing import Any
 
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint import disk
-from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
+from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
+from cost_models.text import parse_json
 
 BEAT_SECONDS = 10.0
 """Between two signs of life of an owner."""
@@ -226,7 +227,7 @@ def _content(folder: Path, number: int) -> bytes:
 def _owner(content: bytes) -> dict[str, Any]:
     """What a lease says; nothing where that cannot be read, as while it is being written."""
     try:
-        data = parse_json(content, most_values=32, most_depth=1)
+        data = parse_json(content, any_text=True, max_values=32, max_depth=1)
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}

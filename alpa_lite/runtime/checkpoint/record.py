@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded
+from alpa_lite.runtime.checkpoint.untrusted import read_bounded
+from cost_models.text import parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """The name of the file."""
@@ -47,7 +48,7 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """The record of a checkpoint; None where it is missing, damaged, or of a later version."""
     try:
-        data = parse_json(read_bounded(folder / RECORD, _MOST_BYTES), most_values=16, most_depth=1)
+        data = parse_json(read_bounded(folder / RECORD, _MOST_BYTES), any_text=True, max_values=16, max_depth=1)
         digest = data.pop("sha256")
         record = Record(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
-from alpa_lite.runtime.checkpoint.untrusted import parse_json, read_bounded, shown
+from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
+from cost_models.text import parse_json
 
 FORMAT = 1
 """Version of what a checkpoint says of its arrays."""
@@ -152,7 +153,7 @@ def read_leaves(path: Path) -> dict[str, Leaf]:
     """What `write_leaves` wrote. Raises `CheckpointError` for anything else."""
     try:
         text = read_bounded(path, _MOST_BYTES)
-        data = parse_json(text, most_values=_VALUES_PER_LEAF * _MOST_LEAVES, most_depth=_DEPTH)
+        data = parse_json(text, any_text=True, max_values=_VALUES_PER_LEAF * _MOST_LEAVES, max_depth=_DEPTH)
         if data["format"] != FORMAT:
             raise ValueError(f"format {shown(data['format'])}")
         return {name: Leaf.from_json(leaf) for name, leaf in data["leaves"].items()}

@@ -2,27 +2,19 @@
 
 open_regular     a file that is a regular one: opening neither waits (a FIFO) nor does anything (a device)
 read_bounded     the content of such a file that is not too large
-parse_json       JSON of bounded depth and number of values
 shown            text from a file as a message may hold it: short, and without control characters
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import stat
 from io import BufferedReader
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+
+from cost_models.text import printable
 
 _SHOWN_LETTERS = 80
-_STRING = re.compile(
-    rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL
-)  # also one without an end, so that it never goes back
-_NO_BRACKET = re.compile(rb"[^\[\]{},:]+")
-_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class TooLargeError(ValueError):
@@ -58,26 +50,8 @@ def _check_size(file: BufferedReader, most: int) -> None:
         raise TooLargeError(f"it has more than {most} bytes")
 
 
-def parse_json(data: bytes, *, most_values: int, most_depth: int) -> Any:
-    """JSON data with at most so many values and names, nested at most so deep. Raises ValueError."""
-    marks = _NO_BRACKET.sub(b"", _STRING.sub(b"", data))
-    if len(marks) > 3 * most_values:  # of each at most two brackets and a comma, or a comma and a colon
-        raise ValueError(f"it holds more than {most_values} values")
-    if max(accumulate(_STEP.get(mark, 0) for mark in marks), default=0) > most_depth:
-        raise ValueError(f"it is nested deeper than {most_depth}")
-    return json.loads(data, parse_constant=_refused)
-
-
-def _refused(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
 def shown(text: object, most: int = _SHOWN_LETTERS) -> str:
     """Text in one line, cut to so many letters, with escapes for what could act on a terminal or be no text."""
     cut = str(text)
     cut = cut if len(cut) <= most else f"{cut[:most]}…"
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in cut)
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape", "backslashreplace").decode("ascii")
+    return printable(cut)

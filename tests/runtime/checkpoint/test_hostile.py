@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.record import RECORD
-from alpa_lite.runtime.checkpoint.untrusted import parse_json, shown
+from alpa_lite.runtime.checkpoint.untrusted import shown
+from cost_models.text import printable
 from tests.runtime.checkpoint import hostile
 from tests.runtime.checkpoint.hostile import STEP, sign, write_list
 
@@ -147,7 +148,7 @@ def test_hostile_json_is_a_sentence(name: str, text: bytes, step: Path) -> None:
     sign(step)
     if name in ("leaves.json", "_METADATA"):
         refused(step, verify=False)
-    if name == "plan.json" and len(text) < 10**6:  # how large plans may be is tested with them
+    if name == "plan.json":
         refused(step, plan=True)
 
 
@@ -168,47 +169,9 @@ def test_too_many_leaves_are_refused_when_they_are_saved(tmp_path: Path) -> None
 
 @given(st.text())
 def test_what_is_shown_is_printable_and_short(text: str) -> None:
-    assert shown(text, 50).isprintable() and len(shown(text, 50)) <= 51 * 10
-    if text.isprintable() and len(text) <= 50:
+    assert printable(shown(text, 50)) == shown(text, 50) and len(shown(text, 50)) <= 51 * 10
+    if printable(text) == text and len(text) <= 50:
         assert shown(text, 50) == text
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda children: st.lists(children, max_size=5) | st.dictionaries(st.text(), children, max_size=5),
-    max_leaves=20,
-)
-
-
-@given(values)
-def test_ordinary_json_is_read_as_it_is(value: Any) -> None:
-    assert parse_json(json.dumps(value).encode(), most_values=1000, most_depth=50) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (b"[" * 6 + b"]" * 6, "nested deeper than 5"),
-        (b"[" + b"1," * 50 + b"1]", "more than 10 values"),
-        (b'{"a": "' + b"[" * 99 + b'"}', ""),
-        (b'{"a": "\\"[[[[[[[["}', ""),
-        (b"[NaN]", "NaN is no JSON"),
-    ],
-)
-def test_json_is_bounded_before_it_is_parsed(text: bytes, sentence: str) -> None:
-    if not sentence:
-        assert parse_json(text, most_values=10, most_depth=5)
-        return
-    with pytest.raises(ValueError, match=sentence):
-        parse_json(text, most_values=10, most_depth=5)
-
-
-def test_quotes_and_backslashes_take_no_time() -> None:
-    for text in (b'"\\"' * 10**6, b'"' + b"\\" * 10**6, b'"' * (10**6 + 1)):
-        began = time.monotonic()
-        with pytest.raises(ValueError, match=r"."):
-            parse_json(text, most_values=10, most_depth=5)
-        assert time.monotonic() - began < 20
 
 
 def test_changes_at_random_are_refused_or_change_nothing() -> None:
