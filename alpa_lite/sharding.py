@@ -55,9 +55,8 @@ def replicated(rank: int) -> Spec:
 
 
 def divides(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """True when every split dim has a positive multiple of the devices that split it."""
-    split = ((n, prod(sizes[a] for a in axes)) for n, axes in zip(shape, spec.dims, strict=True) if axes)
-    return all(n > 0 and n % parts == 0 for n, parts in split)
+    """True when every split dim is a multiple of the devices that split it."""
+    return all(n % prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, spec.dims, strict=True))
 
 
 def local_shape(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -308,9 +308,9 @@ def resolutions(
             if keep:
                 extended.append(spec)
             extended.append(Spec(spec.dims, rest))
-            for dim in range(len(shape)) if scatter and allowed(axis) else ():
+            for dim, size in enumerate(shape if scatter and allowed(axis) else ()):
                 dims = spec.dims[:dim] + ((*spec.dims[dim], axis),) + spec.dims[dim + 1 :]
-                if divides(Spec(dims, rest), shape, sizes):
+                if size > 0 and divides(Spec(dims, rest), shape, sizes):
                     extended.append(Spec(dims, rest))
         specs = list(dict.fromkeys(extended))
     return specs
@@ -326,7 +326,7 @@ def all_specs(
     specs: list[Spec] = []
     for combination in product(range(-1, len(shape)), repeat=len(sizes)):
         dims: list[tuple[str, ...]] = [()] * len(shape)
-        if not all(d < 0 or allowed(axis, d) for axis, d in zip(sizes, combination, strict=True)):
+        if not all(d < 0 or (shape[d] > 0 and allowed(axis, d)) for axis, d in zip(sizes, combination, strict=True)):
             continue
         for axis, dim in zip(sizes, combination, strict=True):
             if dim >= 0:
