@@ -21,7 +21,8 @@ PATIENCE = 5.0
 AT, STEPS = 5, 12
 
 if __name__ == "__main__":
-    al.initialize(hang_timeout_seconds=PATIENCE)
+    seen_late = {"heartbeat_timeout_seconds": 200} if sys.argv[1] == "is stopped, seen late" else {}
+    al.initialize(hang_timeout_seconds=PATIENCE, **seen_late)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -89,6 +90,7 @@ KINDS = {
     "sleeps": sleeps,
     "loops": loops,
     "is stopped": is_stopped,
+    "is stopped, seen late": is_stopped,  # what waits for its steps finds the hang, long before it is seen to be stopped
     "gathers": gathers,
     "keeps the lock": keeps_the_lock,
     "compiles": compiles,

@@ -60,6 +60,7 @@ def ended(how: str, victim: int, folder: Path) -> tuple[list[int], list[str], fl
         pytest.param("sleeps before the plan", 1, "sleeps", marks=pytest.mark.slow),
         pytest.param("loops", 0, "loops", marks=pytest.mark.slow),
         ("is stopped", 1, "is_stopped"),
+        ("is stopped, seen late", 1, "is_stopped"),
         pytest.param("is stopped", 0, "is_stopped", marks=pytest.mark.slow),
         pytest.param("gathers", 1, "gathers", marks=pytest.mark.slow),
     ],

@@ -173,6 +173,7 @@ def test_a_neighbour_that_is_stopped_is_seen_and_told_to_go_on() -> None:
             os.waitid(os.P_PID, other.pid, os.WSTOPPED)
             assert not seen.stopped(10.0) and not seen.stopped(14.0)
             assert f"process 1 (its number is {other.pid}) was stopped" in seen.stopped(15.0)
+            seen.wake()
             os.waitid(os.P_PID, other.pid, os.WCONTINUED)
             assert not seen.stopped(30.0)
         finally:

@@ -203,6 +203,7 @@ class _Watched:
 
     is_watched = False
     hang_timeout_seconds = float("inf")
+    neighbours: ClassVar[Neighbours | None] = None
     heard: ClassVar[dict[int, tuple[str, float]]] = {}
     """What each process was busy with when it was last asked for, and since when that is so."""
 
@@ -275,6 +276,8 @@ def _end_hung(here: Roll | None) -> NoReturn:
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
     say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
     dump_stacks()
+    if _watched.neighbours is not None:
+        _watched.neighbours.wake()  # whoever found the hang, and whatever it is, they are to write where they are too
     if here is not None:
         here.say(f"{_HUNG}{here.me}", mine, once=True)
         _tell_hang(here)
@@ -365,6 +368,7 @@ class Vigil:
         _watched.is_watched = True
         here.say_place()
         neighbours = Neighbours(here.me, here.places, here.num_processes, stopped_seconds)
+        _Watched.neighbours = neighbours
         threading.Thread(target=self._see, args=(neighbours,), daemon=True, name="alpa_lite neighbours").start()
         here.listen()
         self._thread.start()

@@ -41,21 +41,29 @@ class Neighbours:
         self._since: dict[int, float] = {}
 
     def stopped(self, now: float) -> str:
-        """Who has stood still for too long, in words, and was told to go on; empty where nobody has."""
+        """Who has stood still for too long, in words; empty where nobody has."""
+        still = self._still()
+        self._since = {process: self._since.get(process, now) for process in still}
+        for process, since in self._since.items():
+            if now - since >= self._limit:
+                number = still[process]
+                return f"process {process} (its number is {number}) was stopped by a signal {self._limit:.0f} s ago."
+        return ""
+
+    def wake(self) -> None:
+        """Tell all that stand still to go on, however short that is."""
+        for pid in self._still().values():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _still(self) -> dict[int, int]:
+        """The numbers that the system gives those that stand still, by their numbers in the job."""
         if len(self._known) < self._num_processes:
             self._known = self._places()
         machine = self._known.get(self._me, "").split()[:2]
-        for process, text in self._known.items():
-            if process == self._me or not machine or text.split()[:2] != machine:
-                continue
-            pid, started = map(int, text.split()[2:])
-            if not _is_stopped(pid, started):
-                self._since.pop(process, None)
-            elif now - self._since.setdefault(process, now) >= self._limit:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGCONT)
-                return f"process {process} (its number is {pid}) was stopped by a signal {self._limit:.0f} s ago."
-        return ""
+        others = {process: text.split() for process, text in self._known.items() if process != self._me and machine}
+        here = {process: (int(text[2]), int(text[3])) for process, text in others.items() if text[:2] == machine}
+        return {process: pid for process, (pid, started) in here.items() if _is_stopped(pid, started)}
 
 
 def _is_stopped(pid: int, started: int) -> bool:
