@@ -90,7 +90,7 @@ KINDS = {
     "sleeps": sleeps,
     "loops": loops,
     "is stopped": is_stopped,
-    "is stopped, seen late": is_stopped,  # what waits for its steps finds the hang, long before it is seen to be stopped
+    "is stopped, seen late": is_stopped,  # what waits for its steps finds the hang first
     "gathers": gathers,
     "keeps the lock": keeps_the_lock,
     "compiles": compiles,

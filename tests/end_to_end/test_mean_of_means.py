@@ -115,7 +115,7 @@ def test_what_is_a_sum_stays_exact(devices: Any) -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"on_non_additive='mean'.*refuse.* mean_of_means"):
+    with pytest.raises(PlanError, match=r"on_non_additive='mean'.*refuse.*mean_of_means"):
         al.parallelize(batch_norm_step, on_non_additive="mean")
 
 
