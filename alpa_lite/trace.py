@@ -74,10 +74,11 @@ class Traced:
             except TraceError:
                 raise
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
+                cause = f"{type(error).__name__}: {error}".rstrip(".")
                 raise TraceError(
                     f"{self.name} cannot be traced at {size} samples instead of {self.batch_size}: "
-                    f"{type(error).__name__}: {str(error).rstrip('.')}. Micro-batching needs a step that works at any batch size; "
-                    "use num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
+                    f"{cause}. Micro-batching needs a step that works at any batch size; use "
+                    "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
                 ) from error
         return self._cache[size]
 
