@@ -127,3 +127,20 @@ def test_a_step_that_looks_at_its_batch_size_is_refused_in_micro_batches_of_one(
 
     with pytest.raises(TraceError, match="The step changes with its batch size"):
         split_step(trace(step, (jnp.ones((4, 5)), jnp.ones((4, 3, 4)))), 4)
+
+
+def test_rows_of_samples_are_no_layers() -> None:
+    """Two arrays of one sample are joined to two rows, as the weights of two layers would be."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            n = x.shape[0]
+            z = jnp.tanh(jnp.concatenate([x, 2 * x]) @ w)
+            return (z[:n] * z[n:]).mean()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    traced = trace(step, (jnp.ones((4, 4)), jnp.ones((4, 4))), batch_argnums=1)
+    split = split_step(traced, 4, loop_parts=2).step
+    assert split.num_microbatches == 4 and not any(part.rows for part in split.input_parts)
