@@ -201,7 +201,15 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
 
 
-def _step(traced: Traced, full: PartedProgram, *, graph: Graph, loop: set[int], **more: Any) -> StepGraph:
+def _step(
+    traced: Traced,
+    full: PartedProgram,
+    *,
+    graph: Graph,
+    batch_dims: tuple[int | None, ...],
+    loop: set[int],
+    **more: Any,
+) -> StepGraph:
     """The step of which `graph` is the program at the size of a micro-batch, `full` that at the full batch.
 
     loop: ops that run once per micro-batch; more: other fields.
@@ -209,7 +217,8 @@ def _step(traced: Traced, full: PartedProgram, *, graph: Graph, loop: set[int], 
     return StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in full.program.graph.values),
-        phases=assign_phases(graph, loop, more["batch_dims"]),
+        batch_dims=batch_dims,
+        phases=assign_phases(graph, loop, batch_dims),
         batch_size=traced.batch_size,
         input_parts=full.input_parts,
         output_parts=full.output_parts,

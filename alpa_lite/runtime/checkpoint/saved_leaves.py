@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
+from alpa_lite.trace import unique
 from cost_models.text import parse_json
 
 FORMAT = 1
@@ -273,15 +274,8 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 def _named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named: dict[str, Any] = {}
-    for path, value in paths:
-        name = alone = jax.tree_util.keystr(path, simple=True, separator="/") or "state"
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{alone}#{number}"
-        named[name] = value
-    return list(named.items())
+    names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
+    return [(name, value) for name, (_, value) in zip(names, paths, strict=True)]
 
 
 def _described(name: str, value: Any) -> Leaf:
