@@ -167,6 +167,7 @@ def save_and_restore(folder: str) -> dict[str, object]:
             found["after damage"] = checkpoints.restore({"epoch": 0}, partial=True)[0]
         found["told"] = [str(each.message) for each in told]
         checkpoints.save(5, state)
+    multihost_utils.sync_global_devices("closed")  # the first process has the lease, and gives it back as it closes
     found["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
     return found
 
