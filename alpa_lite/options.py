@@ -17,6 +17,7 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.local_cluster import local_cluster
+from alpa_lite.schedule import MOST_MICROBATCHES
 from cost_models.cluster import Cluster, load_cluster
 
 Chosen = TypeVar("Chosen", bound=str)
@@ -89,10 +90,14 @@ def cluster_of(value: Cluster | str | None) -> Cluster:
 
 
 def check_microbatches(value: int | str) -> int | str:
-    """A positive number or "auto". Raises `PlanError` for anything else."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    """A number of micro-batches that a step can run, or "auto". Raises `PlanError` for anything else."""
+    if value == "auto":
         return value
-    raise PlanError(f'num_microbatches={value!r} was given; it must be a positive whole number or "auto".')
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_MICROBATCHES:
+        return value
+    raise PlanError(
+        f'num_microbatches={value!r} was given; it must be a whole number from 1 to {MOST_MICROBATCHES} or "auto".'
+    )
 
 
 def _checked(name: str, value: Chosen, values: Any) -> Chosen:

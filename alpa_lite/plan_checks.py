@@ -19,10 +19,9 @@ from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan_parts import OpPlacement, StagePlan
+from alpa_lite.schedule import MOST_MICROBATCHES
 from alpa_lite.sharding import Spec
 
-_MOST_TASKS = 2**15
-"""Stages times micro-batches: each is drawn, simulated and run by itself."""
 _MOST_PARTS = 2**16
 _MOST_DIMS = 64
 _MOST_ELEMENTS = 2**48
@@ -39,7 +38,7 @@ def check_plan(plan: Any) -> None:
 def _numbers(plan: Any) -> Iterator[str]:
     if not plan.stages:
         yield "it has no stage"
-    if not 1 <= plan.num_microbatches <= _MOST_TASKS // max(1, len(plan.stages)):
+    if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
         yield f"it has {plan.num_microbatches} micro-batches in {len(plan.stages)} stages"
     if plan.batch is not None and not all(0 <= dim < _MOST_DIMS for dim in plan.batch.dims.values()):
         yield "its batch is along a dim that no array has"

@@ -14,10 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import alpa_lite as al
 from alpa_lite.codec import CHECKSUM
 from alpa_lite.errors import AlpaLiteError, PlanError
 from alpa_lite.inspection.html import plan_html
@@ -207,3 +210,23 @@ def test_a_plan_that_contradicts_itself_is_refused(sentence: str) -> None:
     check_plan(plan)
     with pytest.raises(PlanError, match=sentence):
         Plan.from_json(json.loads(json.dumps(CONTRADICTIONS[sentence](plan).to_json())))
+
+
+@pytest.mark.parametrize(
+    ("planner", "number", "said"),
+    [
+        (al.planners.DataParallel(), 2**16, r"num_microbatches=65536 was given.*from 1 to 32768"),
+        (al.planners.Hybrid(pipeline=2), 2**15, r"in 2 stage\(s\) was asked for.*num_microbatches=16384 or fewer"),
+    ],
+)
+def test_no_plan_is_made_that_could_not_be_loaded(planner: al.planners.Planner, number: int, said: str) -> None:
+    def step(weights: tuple[jax.Array, ...], batch: jax.Array) -> tuple[jax.Array, ...]:
+        def loss(weights: tuple[jax.Array, ...]) -> jax.Array:
+            return jnp.mean(jnp.tanh(batch @ weights[0]) @ weights[1])
+
+        return jax.tree.map(lambda weight, slope: weight - slope, weights, jax.grad(loss)(weights))
+
+    shapes = tuple(jax.ShapeDtypeStruct((8, 8), jnp.float32) for _ in range(2))
+    batch = jax.ShapeDtypeStruct((2**18, 8), jnp.float32)
+    with pytest.raises(PlanError, match=said):
+        al.plan(step, shapes, batch, cluster="p3.16xlarge", planner=planner, num_microbatches=number)

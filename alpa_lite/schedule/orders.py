@@ -22,7 +22,7 @@ from inspect import isabstract
 from typing import final
 
 from alpa_lite.errors import PlanError
-from alpa_lite.schedule.tasks import Task, TaskKind, TaskLists, peak_in_flight
+from alpa_lite.schedule.tasks import MOST_MICROBATCHES, Task, TaskKind, TaskLists, peak_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,8 @@ class Interleaved1F1B(Schedule):
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         p = self.num_processors(num_stages)
-        if num_microbatches < 1 or (self.num_chunks > 1 and num_microbatches % p):
+        _check_numbers(num_stages, num_microbatches)
+        if self.num_chunks > 1 and num_microbatches % p:
             raise PlanError(
                 f"{self.name} on {p} groups of devices runs {p} micro-batches at a time, so that it cannot run"
                 f" {num_microbatches}. Use num_microbatches={max(1, num_microbatches // p) * p} or another multiple"
@@ -292,6 +293,12 @@ class Inference(Schedule):
 def _check_numbers(num_stages: int, num_microbatches: int) -> None:
     if num_stages < 1 or num_microbatches < 1:
         raise PlanError(f"A pipeline needs stages and micro-batches, not {num_stages} and {num_microbatches}.")
+    if num_stages * num_microbatches > MOST_MICROBATCHES:
+        raise PlanError(
+            f"num_microbatches={num_microbatches} in {num_stages} stage(s) was asked for; a step runs at most"
+            f" {MOST_MICROBATCHES} micro-batches, those of all stages together. Use num_microbatches="
+            f"{max(1, MOST_MICROBATCHES // num_stages)} or fewer."
+        )
 
 
 def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+MOST_MICROBATCHES = 2**15
+"""How many micro-batches all stages together may run in a step: each is listed, simulated, drawn and run by itself."""
+
 
 class TaskKind(enum.Enum):
     """What a stage does with one micro-batch."""
