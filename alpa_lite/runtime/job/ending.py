@@ -264,20 +264,22 @@ def end_hung(reason: str) -> NoReturn:
     """
     with _ends:
         _left.set()
-        here = roll()
-        if here is not None:
-            here.say(_HANG, json.dumps([here.me, reason]), once=True)
-        _end_hung(here)
+        _end_hung(roll(), reason)
 
 
-def _end_hung(here: Roll | None) -> NoReturn:
+def _end_hung(here: Roll | None, reason: str = "") -> NoReturn:
+    """`reason`: of this process, if it is the one that found the hang."""
+    if _watched.neighbours is not None:
+        # Whoever found the hang, and whatever it is, those that are stopped are to write where they are too. It comes
+        # before any word: where the first process is stopped, so is the service.
+        _watched.neighbours.wake()
+    if here is not None and reason:
+        here.say(_HANG, json.dumps([here.me, reason]), once=True)
     found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
     say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
     mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
     say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
     dump_stacks()
-    if _watched.neighbours is not None:
-        _watched.neighbours.wake()  # whoever found the hang, and whatever it is, they are to write where they are too
     if here is not None:
         here.say(f"{_HUNG}{here.me}", mine, once=True)
         _tell_hang(here)
