@@ -8,7 +8,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from alpa_lite.cli.command import Command, Exit, answer, complain, positive, seconds, suggests
 from alpa_lite.intra_op.problem import Status
@@ -31,19 +34,14 @@ _SOLVE_SHARE = 0.97
 
 def run_solve(given: argparse.Namespace) -> int:
     """`intra_op.solve_file.solve_file`. Ctrl-C ends it with the best choices so far."""
-    stopped = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
     show = sys.stderr.isatty() and not given.json
-    try:
-        solution = solve_file(
-            given.file,
-            out=given.out,
-            solver=solver_named(given.solver, seed=given.seed, rounds=given.rounds),
-            time_limit_seconds=_seconds_left(given),
-            control=Control(stop=stopped.is_set, report=_report if show else lambda _: None),
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    solution = solve_file(
+        given.file,
+        out=given.out,
+        solver=solver_named(given.solver, seed=given.seed, rounds=given.rounds),
+        time_limit_seconds=_seconds_left(given),
+        control=lambda: _until_interrupted(_report if show else lambda _: None),
+    )
     if show:
         print("\r\033[K", end="", file=sys.stderr)
     left = max(_seconds_left(given), 0.1)
@@ -56,6 +54,23 @@ def run_solve(given: argparse.Namespace) -> int:
             complain(why_infeasible(given.file, time_limit_seconds=left))
         return Exit.INFEASIBLE
     return Exit.DONE if solution.choices is not None else Exit.ERROR
+
+
+@contextmanager
+def _until_interrupted(report: Callable[[Progress], None]) -> Iterator[Control]:
+    """Ctrl-C stops what this controls; a second one ends the program, as one does before and afterwards."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield Control(stop=stopped.is_set, report=report)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _seconds_left(given: argparse.Namespace) -> float:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.errors import ProblemFileError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, Solution
 
 INFINITY = 10**18
@@ -39,24 +40,8 @@ def read_problem(path: str | Path) -> Problem:
     """
     path = Path(path)
     try:
-        data = _load(path)
-        parts = data["problem"]
-        nodes, edges = parts["nodes"], parts["edges"]
-        live = [node for node, (start, end) in enumerate(nodes["intervals"]) if start < end]
-        if not len(nodes["costs"]) == len(nodes["intervals"]) == len(nodes["usages"]):
-            raise ValueError("nodes.costs, nodes.intervals and nodes.usages must have one entry for each node.")
-        if len(edges["nodes"]) != len(edges["costs"]):
-            raise ValueError("edges.nodes and edges.costs must have one entry for each edge.")
-        limit = parts.get("usage_limit")
-        return Problem(
-            node_costs=_costs(nodes["costs"]),
-            edge_nodes=np.array(edges["nodes"], dtype=np.intp).reshape(-1, 2),
-            edge_costs=_costs(edges["costs"]),
-            usage_nodes=np.array(live, dtype=np.intp),
-            usage_times=np.array([nodes["intervals"][node] for node in live], dtype=np.intp).reshape(-1, 2),
-            usage_bytes=_ragged([nodes["usages"][node] for node in live]),
-            limit_bytes=None if limit is None else float(limit),
-        )
+        with rare_collection():  # millions of numbers in lists, none of which goes before all of them do
+            return _problem_of(_load(path))
     except OSError as error:
         raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
     except json.JSONDecodeError as error:
@@ -70,6 +55,26 @@ def read_problem(path: str | Path) -> Problem:
         ) from error
     except ValueError as error:
         raise ProblemFileError(f"{path}: {error}") from error
+
+
+def _problem_of(data: Any) -> Problem:
+    parts = data["problem"]
+    nodes, edges = parts["nodes"], parts["edges"]
+    live = [node for node, (start, end) in enumerate(nodes["intervals"]) if start < end]
+    if not len(nodes["costs"]) == len(nodes["intervals"]) == len(nodes["usages"]):
+        raise ValueError("nodes.costs, nodes.intervals and nodes.usages must have one entry for each node.")
+    if len(edges["nodes"]) != len(edges["costs"]):
+        raise ValueError("edges.nodes and edges.costs must have one entry for each edge.")
+    limit = parts.get("usage_limit")
+    return Problem(
+        node_costs=_costs(nodes["costs"]),
+        edge_nodes=np.array(edges["nodes"], dtype=np.intp).reshape(-1, 2),
+        edge_costs=_costs(edges["costs"]),
+        usage_nodes=np.array(live, dtype=np.intp),
+        usage_times=np.array([nodes["intervals"][node] for node in live], dtype=np.intp).reshape(-1, 2),
+        usage_bytes=_ragged([nodes["usages"][node] for node in live]),
+        limit_bytes=None if limit is None else float(limit),
+    )
 
 
 def _load(path: Path) -> Any:

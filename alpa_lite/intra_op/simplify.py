@@ -78,19 +78,50 @@ class Size:
     pairs: int
 
 
+Tick = Callable[[], None]
+"""Called between two reductions; raises `_Stopped` once time is up."""
+
 Observer = Callable[[str, Size], None]
 """Called after each kind of reduction with its name and what is left."""
 
 
 def simplify(
-    problem: Problem, *, observe: Observer | None = None, stop: Callable[[], bool] = lambda: False
+    problem: Problem,
+    *,
+    observe: Observer | None = None,
+    early: Callable[[Simplified], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Simplified:
     """Apply every reduction until none applies. Without a limit, usages play no part and are left out.
 
-    ``observe`` is told, for tables of what each kind of reduction removes. Once ``stop`` says so, what is done is kept
-    and the rest left undone.
+    ``observe`` is told, for tables of what each kind of reduction removes. ``early`` gets what is left after those of
+    edges, which come first, take a small part of the time, and leave no long chains of nodes that follow each other.
+    Once ``stop`` says so, the problem comes back as it is: time is up, and even to write down what is left takes some.
     """
-    work, tables = Workspace.load(problem), _MinPlus()
+    work = Workspace.load(problem)
+    try:
+        _to_a_fixpoint(work, observe, early, _tick(stop))
+    except _Stopped:
+        return Simplified(problem=problem, offset=0.0, nodes=tuple(range(problem.num_nodes)), steps=())
+    return _finish(work)
+
+
+class _Stopped(Exception):
+    """Time is up."""
+
+
+def _tick(stop: Callable[[], bool]) -> Tick:
+    def tick() -> None:
+        if stop():
+            raise _Stopped
+
+    return tick
+
+
+def _to_a_fixpoint(
+    work: Workspace, observe: Observer | None, early: Callable[[Simplified], None] | None, tick: Tick
+) -> None:
+    tables = _MinPlus()
 
     def done(name: str) -> None:
         if observe is not None:
@@ -98,25 +129,31 @@ def simplify(
 
     done("given")
     base = np.full(work.base_change.size - 1, -np.inf)
-    while (work.changed_edges or work.changed or work.stale) and not (work.infeasible or stop()):
-        _reduce_edges(work)
+    while (work.changed_edges or work.changed or work.stale) and not work.infeasible:
+        _reduce_edges(work, tick)
         done("edges")
-        base = _drop_what_cannot_fit(work, base)
+        if early is not None and not work.infeasible:
+            for node in work.costs:
+                tick()
+                work.alive_of(node)
+            early(_finish(work))
+            early = None
+        base = _drop_what_cannot_fit(work, base, tick)
         done("memory")
-        _eliminate_changed(work, tables, max_degree=1)
+        _eliminate_changed(work, tables, tick, max_degree=1)
         done("degree 1")
         if work.changed_edges or work.changed:
             continue
         for node in sorted(work.stale):
             if node in work.costs and not work.infeasible:
+                tick()
                 drop_dominated(work, node)
         work.stale.clear()
         done("dominated")
         if not (work.changed_edges or work.changed):
             work.changed = dict.fromkeys(work.costs)
-            _eliminate_changed(work, tables, max_degree=2)
+            _eliminate_changed(work, tables, tick, max_degree=2)
             done("degree 2")
-    return _finish(work)
 
 
 def _size_of(work: Workspace) -> Size:
@@ -131,12 +168,14 @@ def _size_of(work: Workspace) -> Size:
 # ---------------------------------------------------------------------------------------------------------------- edges
 
 
-def _reduce_edges(work: Workspace) -> None:
+def _reduce_edges(work: Workspace, tick: Tick) -> None:
     for node in list(work.changed):
+        tick()
         _drop_forbidden(work, node)
     while work.changed_edges and not work.infeasible:
         changed, work.changed_edges = work.changed_edges, {}
         for source, target in changed:
+            tick()
             if target in work.edges.get(source, ()) and not work.infeasible:
                 _reduce_edge(work, source, target)
 
@@ -201,7 +240,7 @@ def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
+def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> FloatArray:
     """Strategies that do not fit beside the least of all the others go; returns the base that was looked at.
 
     Where the base grew since it was ``seen``, everybody is looked at again, elsewhere only what changed.
@@ -209,6 +248,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
     if seen.size == 0 or work.infeasible:
         return seen
     for node in list(work.changed):
+        tick()
         if node in work.costs:
             work.alive_of(node)
     base = work.base_bytes
@@ -217,6 +257,7 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray) -> FloatArray:
         return base
     highest = RangeMaximum(base)
     for node in list(work.costs) if (base > seen).any() else list(work.changed):
+        tick()
         alive = work.alive_of(node) if node in work.costs else None
         if alive is not None and not work.infeasible:
             room = work.limit_bytes - highest.of(alive.rows)
@@ -255,11 +296,12 @@ def _min_plus(left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray
     return np.concatenate(tables), np.concatenate(bests)
 
 
-def _eliminate_changed(work: Workspace, tables: _MinPlus, *, max_degree: int) -> None:
+def _eliminate_changed(work: Workspace, tables: _MinPlus, tick: Tick, *, max_degree: int) -> None:
     """Eliminate nodes of low degree that use no memory, and those whose degree falls by it."""
     while work.changed and not work.infeasible:
         changed, work.changed = work.changed, {}
         for node in changed:
+            tick()
             if node in work.costs and len(work.edges[node]) <= max_degree:
                 if work.alive_of(node) is None and _is_small(work, node):
                     eliminate(work, node, tables)

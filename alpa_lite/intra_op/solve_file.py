@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import ProblemFileError
+from alpa_lite.garbage import rare_collection
 from alpa_lite.intra_op.limits import Point, explain_infeasible, pareto_front
 from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.problem_file import read_problem, write_solution
@@ -52,9 +55,11 @@ def solve_file(
     out: str | Path | None = None,
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
-    control: Control | None = None,
+    control: Callable[[], AbstractContextManager[Control]] = lambda: nullcontext(Control()),
 ) -> Solution:
     """Read, solve within the time, reading included, and write the solution if ``out`` is given.
+
+    ``control`` is entered when the file is read, and left when the problem is solved.
 
     Raises ProblemFileError when the file holds no problem, or the solver is not made for it.
     """
@@ -62,11 +67,10 @@ def solve_file(
     if out is not None and not Path(out).resolve().parent.is_dir():
         raise ProblemFileError(f"{out} cannot be written: there is no folder {Path(out).resolve().parent}.")
     problem = read_problem(path)
-    spent = time.perf_counter() - started
+    left = max(time_limit_seconds - (time.perf_counter() - started), 0.0)
     try:
-        solution = (solver or Portfolio()).solve(
-            problem, time_limit_seconds=max(time_limit_seconds - spent, 0.0), control=control
-        )
+        with rare_collection(), control() as controlled:
+            solution = (solver or Portfolio()).solve(problem, time_limit_seconds=left, control=controlled)
     except (TooWide, ValueError) as error:
         raise ProblemFileError(f"{path}: {error}") from error
     if out is not None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -459,7 +460,12 @@ def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     def solve_file(*args, control, **kwargs):
-        return solve_file_of_package(*args, control=replace(control, report=interrupt), **kwargs)
+        @contextmanager
+        def interrupted():
+            with control() as given:
+                yield replace(given, report=interrupt)
+
+        return solve_file_of_package(*args, control=interrupted, **kwargs)
 
     solve_file_of_package = solving.solve_file
     monkeypatch.setattr(solving, "solve_file", solve_file)

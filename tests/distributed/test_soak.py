@@ -210,6 +210,7 @@ def test_without_a_launcher_the_others_end_and_tell_who_is_lost(
     told = [(tmp_path / f"printed {number}").read_text() for number in range(3) if number != victim]
     assert all(codes) and seconds < END_SECONDS, (codes, seconds, told)
     # JAX names the first process by what it does: without it there is no coordination service.
-    named = rf"no word from process {victim}:|ask[: ]{victim}\b|heartbeats\):\s*{victim}\b"
+    named = rf"no word from process {victim}:|ask[: ]{victim}\b|heartbeats\):\s*{victim}\b|"
+    named += rf"process {victim} \(its number is \d+\) was stopped"
     named += "|coordination_service|CoordinationService" if victim == 0 else ""
     assert all(re.search(named, text) for text in told), told

@@ -27,6 +27,6 @@ def test_an_order_that_costs_too_much_is_given_up():
     clique = tuple(Edge(source=u, target=v, costs=np.eye(4)) for u in range(8) for v in range(u))
     problem = Problem.of(node_costs=(np.zeros(4),) * 8, edges=clique)
     assert elimination_plan(problem).total_entries > 4**8
-    plan = elimination_plan(problem, 1000)
+    plan = elimination_plan(problem, max_total_entries=1000)
     assert plan.total_entries == np.inf
     assert not Elimination().fits(plan)

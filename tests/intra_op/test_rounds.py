@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from alpa_lite.intra_op.problem import Edge, Problem, Solution, Status, Usage, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import BruteForce, Elimination, Highs, IntegerProgram, Portfolio, Rounds
+from alpa_lite.intra_op.solvers.cost_range import largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.flat import (
     cost_of,
@@ -25,7 +26,6 @@ from alpa_lite.intra_op.solvers.flat import (
 )
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
-from alpa_lite.intra_op.solvers.rounds import largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.solver import no_solution
 from tests.intra_op.instances import random_problem, training_step
 

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
 from alpa_lite.intra_op.solvers.flat import Flat, kernel, usage_of
+from alpa_lite.intra_op.solvers.solver import no_halt
 
 _FIRST_STEP = 0.1
 _SHRINK = 0.7
@@ -178,10 +179,11 @@ class Dual:
 
     ``flat`` has finite costs only: what stands for an infinite cost may be any number, since a smaller one can only
     lower the bound. ``bound`` (seconds) is the best so far; ``choices`` the last decoding, which may overrun the
-    memory limit or use what is forbidden.
+    memory limit or use what is forbidden. ``halt``: see ``run_attended``.
     """
 
     flat: Flat
+    halt: IntArray = field(default_factory=no_halt)
     bound: float = -np.inf
     choices: IntArray = field(init=False)
     best_prices: FloatArray = field(init=False)
@@ -215,6 +217,8 @@ class Dual:
         theta = np.empty(int(np.diff(flat.cost_start).max()))
         decoded, prices, used = np.empty_like(theta), np.zeros(flat.room.size + 1), np.empty(flat.room.size)
         for _ in range(num_passes):
+            if self.halt[0]:
+                return
             paid = _prefix_sums(self._row_prices, flat.room, prices)
             for forth in (True, False):
                 bound = _pass(flat, self._message_start, self._messages, prices, forth, self.choices, theta, decoded)

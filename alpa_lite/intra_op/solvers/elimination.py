@@ -17,6 +17,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,10 +27,24 @@ import numpy as np
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.elimination_kernel import Layout, eliminate_all
-from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import (
+    Clock,
+    Control,
+    Solver,
+    no_halt,
+    no_solution,
+    run_attended,
+    solution_of,
+)
 
 Scope = tuple[int, ...]
 Adjacency = dict[int, set[int]]
+
+
+_MANY_ENTRIES = 5e6
+"""More than these take long enough to look at the clock meanwhile."""
+_MOST_NEIGHBOURS = 100
+"""A node that has more of them when its turn comes is too wide, however few strategies they have."""
 
 
 class TooWide(AlpaLiteError):
@@ -111,21 +126,33 @@ class Cheapest(NamedTuple):
     cost: float
 
 
-def elimination_plan(problem: Problem, max_entries: float = math.inf) -> EliminationPlan:
+def elimination_plan(
+    problem: Problem, *, max_table_entries: float = math.inf, max_total_entries: float = math.inf
+) -> EliminationPlan:
     """The cheaper of the two greedy orders: least table first, and least fill first.
 
-    An order whose tables exceed ``max_entries`` in all is given up half-way; the entries of its plan are inf.
+    An order with larger tables, each or in all, is given up as soon as that is seen; the entries of its plan are inf.
     """
-    plans = [_greedy_plan(problem, rank, max_entries) for rank in (_table_entries, _fill)]
+    plans = [_greedy_plan(problem, rank, max_table_entries, max_total_entries) for rank in (_table_entries, _fill)]
     return min(plans, key=lambda plan: plan.total_entries)
 
 
-def _table_entries(node: int, adjacency: Adjacency, sizes: Scope) -> float:
-    return math.prod((float(sizes[other]) for other in adjacency[node]), start=float(sizes[node]))
+def _table_entries(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
+    """The entries of the table that eliminating ``node`` takes; inf for more than ``most``."""
+    if len(adjacency[node]) > _MOST_NEIGHBOURS:
+        return math.inf
+    entries = float(sizes[node])
+    for other in adjacency[node]:
+        entries *= sizes[other]
+        if entries > most:
+            return math.inf
+    return entries
 
 
-def _fill(node: int, adjacency: Adjacency, sizes: Scope) -> float:
-    """The entries of the edges that eliminating ``node`` would add."""
+def _fill(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
+    """The entries of the edges that eliminating ``node`` would add; inf where its table has more than ``most``."""
+    if math.isinf(_table_entries(node, adjacency, sizes, most)):
+        return math.inf
     others = sorted(adjacency[node])
     return sum(
         float(sizes[first] * sizes[second])
@@ -135,21 +162,32 @@ def _fill(node: int, adjacency: Adjacency, sizes: Scope) -> float:
     )
 
 
+def _connect(neighbours: set[int], adjacency: Adjacency) -> set[int]:
+    """Join the neighbours of a node that is gone; returns the nodes whose fill that changes."""
+    changed = set(neighbours)
+    for first, second in itertools.combinations(sorted(neighbours), 2):
+        if second not in adjacency[first]:
+            adjacency[first].add(second)
+            adjacency[second].add(first)
+            changed |= adjacency[first] & adjacency[second]
+    return changed
+
+
 def _greedy_plan(
-    problem: Problem, rank: Callable[[int, Adjacency, Scope], float], max_entries: float
+    problem: Problem, rank: Callable[[int, Adjacency, Scope, float], float], max_table: float, max_total: float
 ) -> EliminationPlan:
     sizes = problem.num_strategies
     adjacency: Adjacency = {node: set() for node in range(len(sizes))}
     for source, target in problem.edge_nodes.tolist():
         adjacency[source].add(target)
         adjacency[target].add(source)
-    ranks = {node: rank(node, adjacency, sizes) for node in adjacency}
-    queue = [(value, node) for node, value in ranks.items()]
+    ranks = {node: rank(node, adjacency, sizes, max_table) for node in adjacency}
+    queue = [(value, node) for node, value in ranks.items() if value < math.inf]
     heapq.heapify(queue)
     order: list[int] = []
     scopes: list[Scope] = []
     largest = total = 0.0
-    while queue and total <= max_entries:
+    while queue and total <= max_total:
         value, node = heapq.heappop(queue)
         if ranks.get(node) != value:
             continue  # out of date: the node is gone, or has a newer entry
@@ -160,12 +198,13 @@ def _greedy_plan(
         order.append(node)
         scopes.append(tuple(sorted(neighbours)))
         for other in neighbours:
-            adjacency[other] |= neighbours
-            adjacency[other] -= {node, other}
-        affected = set(neighbours).union(*(adjacency[other] for other in neighbours)) if rank is _fill else neighbours
-        for other in affected:
-            ranks[other] = rank(other, adjacency, sizes)
-            heapq.heappush(queue, (ranks[other], other))
+            adjacency[other].discard(node)
+        for other in _connect(neighbours, adjacency):
+            value = rank(other, adjacency, sizes, max_table)
+            if value != ranks[other]:
+                ranks[other] = value
+                if value < math.inf:  # else its table is too large, unless its neighbours go first
+                    heapq.heappush(queue, (value, other))
     given_up = len(order) < len(sizes)
     return EliminationPlan(
         order=tuple(order),
@@ -177,16 +216,34 @@ def _greedy_plan(
     )
 
 
-def cheapest_choices(plan: EliminationPlan, node_costs: FloatArray, edge_costs: FloatArray) -> Cheapest:
-    """The choices of least cost, memory aside; costs are laid out as in the problem that the plan was made for."""
+def cheapest_choices(
+    plan: EliminationPlan,
+    node_costs: FloatArray,
+    edge_costs: FloatArray,
+    *,
+    over: Callable[[], bool] = lambda: False,
+) -> Cheapest | None:
+    """The choices of least cost, memory aside; costs are laid out as in the problem that the plan was made for.
+
+    None once it is ``over``, which only plans of many entries ask for.
+    """
     layout = plan.layout
     values = np.empty(layout.message_start[-1])
     values[: node_costs.size] = node_costs
     values[node_costs.size : layout.message_start[0]] = edge_costs
     best = np.empty(layout.message_start[-1] - layout.message_start[0], dtype=np.int32)
     choices = np.zeros(len(plan.order), dtype=np.int64)
-    cost = eliminate_all(layout, values, best, choices)
-    return Cheapest(choices=tuple(choices.tolist()), cost=float(cost))
+    costs, halt = list[float](), no_halt()
+
+    def job() -> None:
+        costs.append(float(eliminate_all(layout, values, best, choices, halt)))
+
+    if plan.total_entries < _MANY_ENTRIES:
+        job()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            run_attended(pool, [job], over=over, halt=halt)
+    return None if math.isnan(costs[0]) else Cheapest(choices=tuple(choices.tolist()), cost=costs[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,24 +253,33 @@ class Elimination(Solver):
     max_table_entries: int = 20_000_000
     max_total_entries: int = 400_000_000
 
+    def plan(self, problem: Problem) -> EliminationPlan:
+        """An order within the caps, if one is found."""
+        return elimination_plan(
+            problem, max_table_entries=self.max_table_entries, max_total_entries=self.max_total_entries
+        )
+
     def fits(self, plan: EliminationPlan) -> bool:
         """Whether the tables of this plan are within both caps."""
         return plan.largest_table <= self.max_table_entries and plan.total_entries <= self.max_total_entries
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """The optimum; the caps keep it to seconds, so the time limit is not needed.
+        """The optimum, or nothing where the time is up before.
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
         """
         started = time.perf_counter()
-        plan = elimination_plan(problem)
+        clock = Clock(seconds=time_limit_seconds, control=control or Control())
+        plan = self.plan(problem)
         if not self.fits(plan):
             raise TooWide(
-                f"Elimination would need tables of {plan.largest_table:.3g} entries ({plan.total_entries:.3g} in all) "
-                f"and is allowed {self.max_table_entries:.3g} ({self.max_total_entries:.3g}); use IntegerProgram, or "
-                "raise max_table_entries."
+                f"Elimination would need a table of more than {self.max_table_entries:.3g} entries, or more than "
+                f"{self.max_total_entries:.3g} in all; use Portfolio, or raise max_table_entries and max_total_entries."
             )
-        choices, cost = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values)
+        found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
+        if found is None:
+            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
+        choices, cost = found
         if math.isinf(cost):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
         if not evaluate(problem, choices).feasible:

@@ -40,13 +40,17 @@ class Layout(NamedTuple):
 
 
 @kernel
-def eliminate_all(layout: Layout, values: FloatArray, best: NDArray[np.int32], choices: IntArray) -> float:
+def eliminate_all(
+    layout: Layout, values: FloatArray, best: NDArray[np.int32], choices: IntArray, halt: IntArray
+) -> float:
     """Fill in each M, write the cheapest choices, and return what they cost: inf where every choice is forbidden.
 
-    ``best``: for each entry of each M, the first strategy that leads to it.
+    ``best``: for each entry of each M, the first strategy that leads to it. nan at a ``halt``, without choices.
     """
     total, stride = 0.0, 0
     for turn in range(layout.order.size):
+        if halt[0]:
+            return np.nan
         stride = _minimise(layout, values, best, turn, stride)
         if layout.scope_start[turn] == layout.scope_start[turn + 1]:
             total += values[layout.message_start[turn]]

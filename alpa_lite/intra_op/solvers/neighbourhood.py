@@ -29,6 +29,7 @@ import numpy as np
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
 from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, kernel, overrun_of, usage_of, with_rows
+from alpa_lite.intra_op.solvers.solver import no_halt
 
 _MAX_BLOCK = 100
 _MAX_TREES = 3
@@ -296,8 +297,10 @@ def _search(
     first_heat: float,
     last_heat: float,
     first_number: int,
+    halt: IntArray,
 ) -> float:
-    """Blocks one after the other, ``choices`` changed in place; ``best`` and its cost, inf if none fits."""
+    """Blocks one after the other until ``halt``, ``choices`` changed in place; ``best`` and its cost, inf if none
+    fits."""
     used = np.empty(flat.room.size)
     usage_of(flat, choices, used)
     cost, overrun, best_cost = cost_of(flat, choices), _overrun(used, flat.room), np.inf
@@ -305,6 +308,8 @@ def _search(
         best_cost = cost
         best[:] = choices
     for block in range(num_blocks):
+        if halt[0]:
+            break
         number = first_number + block
         heat = first_heat * (last_heat / first_heat) ** (block / num_blocks) if first_heat > 0.0 else 0.0
         count = _grow(flat, scratch, number)
@@ -341,11 +346,12 @@ class Neighbourhood:
     """A search of one problem that goes on from call to call; equal seeds and calls give equal answers.
 
     ``flat`` has finite costs, those for infinite ones larger than any solution's. ``best`` fits the limit; None until
-    something did. ``best_cost`` is in seconds.
+    something did. ``best_cost`` is in seconds. ``halt``: see ``run_attended``.
     """
 
     flat: Flat
     seed: int
+    halt: IntArray = field(default_factory=no_halt)
     best: IntArray | None = None
     best_cost: float = np.inf
     _rows: set[int] = field(default_factory=set[int])
@@ -367,7 +373,7 @@ class Neighbourhood:
         choices, best = start.copy(), start.copy()
         cost = _search(
             with_rows(self.flat, rows), self._scratch, choices, best, prices, num_blocks,
-            first_heat, last_heat, self._number,
+            first_heat, last_heat, self._number, self.halt,
         )  # fmt: skip
         self._number += num_blocks
         overrun = overrun_of(self.flat, choices)

@@ -9,6 +9,9 @@
     small        HiGHS on arrays, exact                                                 ``_solve_part``
     else         rounds of messages, search, recombination and fixing (rounds.py), with
                  HiGHS as soon as what is left is small                                 ``RoundSearch``
+    in haste     any choices within the limit, by search: after the first reductions,
+                 where all of them take a good part of the time; else last, where
+                 nothing was found by then                                              ``choices_in_haste``
 
 Every answer is re-priced by ``evaluate`` on the problem as given, and none overruns the limit.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +29,8 @@ from alpa_lite.graph.kept import kept
 from alpa_lite.intra_op.parts import connected_parts
 from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
-from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices, elimination_plan
+from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices
+from alpa_lite.intra_op.solvers.haste import choices_in_haste
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.peak import smallest_peak
 from alpa_lite.intra_op.solvers.prices import PricedSearch
@@ -35,6 +39,12 @@ from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solutio
 
 _PROGRAM_SHARE = 0.4
 """The part of the time that HiGHS may take before search gets its turn."""
+_HASTE_SHARE = 0.05
+"""The part of the time that a first answer may take, where reductions may take more than that."""
+_LEAST_SECONDS = 1.0
+"""But it gets so much, even where the time is up."""
+_SECONDS_PER_NODE, _SECONDS_PER_PAIR = 1e-4, 1e-6
+"""What reductions take at the most, on contest instances."""
 _SMALL_PROGRAM = 0.3
 """The part of the largest program that still comes before search when a gap may stay open."""
 
@@ -69,12 +79,39 @@ class Portfolio(Solver):
         return replace(solution, seconds=clock.spent)
 
     def _solve(self, problem: Problem, clock: Clock) -> Solution:
-        reduced = _simplified(problem, clock)
+        takes = 0.0 if _known_reductions(problem) else _reduction_seconds(problem)
+        if clock.over() and takes > _LEAST_SECONDS:
+            return self._in_haste(problem, clock)
+        hasty: list[Solution] = []
+
+        def early(reduced: Simplified) -> None:
+            hasty.append(self._restored(problem, reduced, self._in_haste(reduced.problem, clock)))
+            clock.report("searched in haste", cost=hasty[0].cost)
+
+        reduced = _simplified(problem, clock, early if takes > _HASTE_SHARE * clock.left else None)
         clock.report(f"reduced from {problem.num_nodes} to {reduced.problem.num_nodes} nodes")
         if math.isinf(reduced.offset):
             return no_solution(status=Status.INFEASIBLE, started=clock.started, solver=self.name)
-        inner = self._solve_parts(reduced.problem, clock.inside(reduced.offset))
-        return self._restored(problem, reduced, inner)
+        if clock.over() and (hasty or takes > _LEAST_SECONDS):
+            return hasty[0] if hasty else self._in_haste(problem, clock)
+        found = self._restored(problem, reduced, self._solve_parts(reduced.problem, clock.inside(reduced.offset)))
+        if found.choices is None and found.status is Status.TIME_LIMIT and not hasty:
+            hasty.append(self._restored(problem, reduced, self._in_haste(reduced.problem, clock)))
+        if not hasty or found.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return found
+        best = _cheaper(found, hasty[0])
+        return replace(best, bound=min(found.bound, best.cost))
+
+    def _in_haste(self, problem: Problem, clock: Clock) -> Solution:
+        """Choices that fit, without a bound, or none."""
+        nothing = no_solution(status=Status.TIME_LIMIT, started=clock.started, solver=self.name)
+        if clock.control.stop():
+            return nothing
+        seconds = max(_HASTE_SHARE * clock.left, _LEAST_SECONDS)
+        choices = choices_in_haste(problem, seconds=seconds, control=clock.control) if problem.num_nodes else None
+        if choices is None:
+            return nothing
+        return self._answer(problem, choices, bound=-math.inf, proven=False)
 
     def _solve_parts(self, problem: Problem, clock: Clock) -> Solution:
         """Part by part where no memory row joins the parts; equal parts once."""
@@ -99,8 +136,8 @@ class Portfolio(Solver):
 
     def _solve_part(self, problem: Problem, clock: Clock) -> Solution:
         """By the first method that is made for it."""
-        plan = _plan_of(problem, self.elimination.max_total_entries)
-        free = self._eliminate(problem, plan)
+        plan = _plan_of(problem, self.elimination)
+        free = self._eliminate(problem, plan, clock)
         if free.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return free
         first = free = self._priced(problem, plan, free, clock)
@@ -121,12 +158,14 @@ class Portfolio(Solver):
             max_program_entries=self.max_program_entries,
         ).solve(first)  # fmt: skip
 
-    def _eliminate(self, problem: Problem, plan: EliminationPlan) -> Solution:
+    def _eliminate(self, problem: Problem, plan: EliminationPlan, clock: Clock) -> Solution:
         """The best choices without the limit, if their tables are small: the answer if they fit, else a bound."""
         started = time.perf_counter()
         if not self.elimination.fits(plan):
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
-        choices = _cheapest(problem, plan)
+        choices = _cheapest_of(problem, plan, clock)
+        if choices is None:
+            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
         found = evaluate(problem, choices)
         if math.isinf(found.cost):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
@@ -167,26 +206,43 @@ def _known_reductions(problem: Problem) -> list[Simplified]:
     return []
 
 
-def _simplified(problem: Problem, clock: Clock) -> Simplified:
+def _reduction_seconds(problem: Problem) -> float:
+    """A guess at how long reducing a problem takes, which a few large nodes may exceed."""
+    return _SECONDS_PER_NODE * problem.num_nodes + _SECONDS_PER_PAIR * problem.edge_costs.values.size
+
+
+def _simplified(problem: Problem, clock: Clock, early: Callable[[Simplified], None] | None) -> Simplified:
     """What is left of a problem; it is not kept where time ran out."""
     known = _known_reductions(problem)
     if known:
         return known[0]
-    reduced = simplify(problem, stop=clock.over)
+    reduced = simplify(problem, early=early, stop=clock.over)
     if not clock.over():
         known.append(reduced)
     return reduced
 
 
 @kept
-def _plan_of(problem: Problem, max_total_entries: int) -> EliminationPlan:
-    return elimination_plan(problem, max_total_entries)
+def _plan_of(problem: Problem, elimination: Elimination) -> EliminationPlan:
+    return elimination.plan(problem)
 
 
 @kept
-def _cheapest(problem: Problem, plan: EliminationPlan) -> tuple[int, ...]:
-    """The best choices without the limit."""
-    return cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values).choices
+def _known_cheapest(problem: Problem) -> list[tuple[int, ...]]:
+    """Room for what `_cheapest_of` found."""
+    del problem
+    return []
+
+
+def _cheapest_of(problem: Problem, plan: EliminationPlan, clock: Clock) -> tuple[int, ...] | None:
+    """The best choices without the limit; None where time ran out, which is not kept."""
+    known = _known_cheapest(problem)
+    if not known:
+        found = cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=clock.over)
+        if found is None:
+            return None
+        known.append(found.choices)
+    return known[0]
 
 
 @kept

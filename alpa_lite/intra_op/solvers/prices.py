@@ -49,43 +49,50 @@ class PricedSearch:
         Run again, with a smaller gap, it goes on from where it was.
         """
         if not self._costs:
-            self._begin()
-        while not self._exhausted:
-            if self._rounds and (self.cost - self.bound <= relative_gap * abs(self.cost) or clock.over()):
+            self._begin(clock)
+        while self._costs and not self._exhausted:
+            if clock.over() or (self._rounds and self.cost - self.bound <= relative_gap * abs(self.cost)):
                 return
-            self._round()
+            self._round(clock)
 
-    def _begin(self) -> None:
+    def _begin(self, clock: Clock) -> None:
         self._prices = np.zeros(np.unique(self.problem.usage_times).size)
-        self._cheapest(np.ones(self._prices.size), costs_count=False)
+        if self._cheapest(np.ones(self._prices.size), clock, costs_count=False) is None:
+            return
         if np.isinf(self._costs[0]):
             self.bound = np.inf  # no choices have finite cost, whatever they hold
             self._exhausted = True
 
-    def _round(self) -> None:
+    def _round(self, clock: Clock) -> None:
         if self._rounds:
             before, self._prices = self._prices, self._next_prices()
             self._exhausted = np.allclose(self._prices, before, rtol=1e-6, atol=0.0)
         if self._exhausted:
             return
-        value = self._cheapest(self._prices)
+        value = self._cheapest(self._prices, clock)
+        if value is None:
+            return
         if value > self.bound:
             self.bound = value
-            self._push(self._prices)
+            self._push(self._prices, clock)
         self._rounds += 1
         self._exhausted = self._rounds == MAX_ROUNDS
 
-    def _push(self, prices: FloatArray) -> None:
+    def _push(self, prices: FloatArray, clock: Clock) -> None:
         """Raise prices until choices keep the limit."""
         for push in _PUSHES:
-            if np.all(self._overruns[-1] <= 0):
+            if np.all(self._overruns[-1] <= 0) or clock.over():
                 return
-            self._cheapest(push * prices)
+            self._cheapest(push * prices, clock)
 
-    def _cheapest(self, prices: FloatArray, *, costs_count: bool = True) -> float:
-        """L at some prices; its choices are noted."""
+    def _cheapest(self, prices: FloatArray, clock: Clock, *, costs_count: bool = True) -> float | None:
+        """L at some prices, whose choices are noted; None where the time is up before."""
         problem = self.problem
-        choices = cheapest_choices(self.plan, *_with_prices(problem, prices, costs_count=costs_count)).choices
+        costs = _with_prices(problem, prices, costs_count=costs_count)
+        found = cheapest_choices(self.plan, *costs, over=clock.over)
+        if found is None:
+            return None
+        choices = found.choices
         cost, used = evaluate(problem, choices).cost, usage_over_time(problem, choices)[1]
         overrun: FloatArray = used.astype(np.float64) - float(problem.limit_bytes or 0.0)
         self._costs.append(cost)

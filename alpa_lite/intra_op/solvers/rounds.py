@@ -25,12 +25,13 @@ import numpy as np
 
 from alpa_lite.intra_op.problem import IntArray, Problem, Ragged, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
+from alpa_lite.intra_op.solvers.cost_range import cost_span, largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.flat import Flat, flat_problem, with_finite_costs, with_rows
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
-from alpa_lite.intra_op.solvers.solver import Clock, closes, no_solution, solution_of
+from alpa_lite.intra_op.solvers.solver import Clock, closes, no_halt, no_solution, run_attended, solution_of
 
 _NAME = "Portfolio"
 _ENTRIES_PER_ROUND = 60_000_000
@@ -70,31 +71,9 @@ class Rounds:
     fix: bool = True
 
 
-def largest_cost(problem: Problem) -> float:
-    """sum_v max finite c_v + sum_uv max finite C_uv: no choices of finite cost cost more (seconds)."""
-    return sum(_extremes(vectors, np.maximum, -np.inf) for vectors in (problem.node_costs, problem.edge_costs))
-
-
-def smallest_cost(problem: Problem) -> float:
-    """sum_v min c_v + sum_uv min C_uv: no choices cost less (seconds)."""
-    return sum(_extremes(vectors, np.minimum, np.inf) for vectors in (problem.node_costs, problem.edge_costs))
-
-
-def _extremes(vectors: Ragged, operation: np.ufunc, neutral: float) -> float:
-    if not len(vectors):
-        return 0.0
-    values = np.where(np.isfinite(vectors.values), vectors.values, neutral)
-    return math.fsum(operation.reduceat(values, vectors.starts[:-1]).tolist())
-
-
 def _share_of(number: int) -> float:
     """How much of a whole round the round with this number does."""
     return min(1.0, (number + 1) / _SHORT_ROUNDS)
-
-
-def _span(problem: Problem) -> float:
-    """By how much choices of finite cost may differ in cost, at the most; 1 second if not at all."""
-    return largest_cost(problem) - smallest_cost(problem) or 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -130,10 +109,11 @@ class RoundSearch:
     _core: _Core = field(init=False)
     _fixed_at: float = math.inf
     _infeasible_above: float = field(init=False)
+    _halt: IntArray = field(default_factory=no_halt)
 
     def __post_init__(self) -> None:
         # No choices of finite cost cost more; the rest is for rounding.
-        self._infeasible_above = largest_cost(self.problem) + _ROUNDING * _span(self.problem)
+        self._infeasible_above = largest_cost(self.problem) + _ROUNDING * cost_span(self.problem)
 
     def solve(self, first: Solution | None) -> Solution:
         """The best choices found, within the limit, and the best bound; ``first`` is what is known before."""
@@ -157,14 +137,15 @@ class RoundSearch:
         if self._is_infeasible() or (rounds is not None and number >= rounds):
             return True
         near = self.cost - self.bound <= self.relative_gap * abs(self.cost) if math.isfinite(self.cost) else False
-        return near or closes(self.bound, self.cost) or (self.clock.over() if rounds is None else self._stopped())
+        return near or closes(self.bound, self.cost) or self._over()
 
     def _is_infeasible(self) -> bool:
         """Whether the bound exceeds what any choices of finite cost cost."""
         return self.bound > self._infeasible_above
 
-    def _stopped(self) -> bool:
-        return self.clock.control.stop()
+    def _over(self) -> bool:
+        """Where rounds are counted the clock plays no part."""
+        return self.clock.over() if self.options.max_rounds is None else self.clock.control.stop()
 
     def _solution(self) -> Solution:
         started = self.clock.started
@@ -179,12 +160,13 @@ class RoundSearch:
         flat = flat_problem(problem)
         # For search, what is forbidden must cost more than anything else; for the bound any number is right, and the
         # nearer it is to the costs that matter, the sooner messages converge.
-        searched = with_finite_costs(flat, 2.0 * _span(problem))
+        searched = with_finite_costs(flat, 2.0 * cost_span(problem))
         searches = [
-            Neighbourhood(flat=searched, seed=self.options.seed + number) for number in range(self.options.num_threads)
+            Neighbourhood(flat=searched, seed=self.options.seed + number, halt=self._halt)
+            for number in range(self.options.num_threads)
         ]
-        span = min(self._descent(searched) - smallest_cost(problem), _span(problem)) or 1.0
-        dual = Dual(flat=with_finite_costs(flat, 2.0 * span))
+        span = min(self._descent(searched) - smallest_cost(problem), cost_span(problem)) or 1.0
+        dual = Dual(flat=with_finite_costs(flat, 2.0 * span), halt=self._halt)
         nothing: list[IntArray | None] = [None] * len(searches)
         return _Core(
             problem=problem, flat=searched, dual=dual, searches=searches, at=nothing, offered=nothing.copy(),
@@ -226,8 +208,7 @@ class RoundSearch:
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
+        run_attended(pool, jobs, over=self._over, halt=self._halt)
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
         for index, search in enumerate(core.searches):
@@ -349,7 +330,9 @@ class RoundSearch:
             return
         costs = np.where(left, core.problem.node_costs.values, np.inf)
         smaller = replace(core.problem, node_costs=Ragged(values=costs, starts=core.problem.node_costs.starts))
-        reduced = simplify(smaller)
+        reduced = simplify(smaller, stop=self._over)
+        if self._over():
+            return
         if math.isinf(reduced.offset):
             self.bound = self.cost
             return

@@ -9,10 +9,16 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
+
+_POLL_SECONDS = 0.05
 
 PROOF_TOLERANCE = 1e-9
 """Costs within this relative distance count as equal: what floating-point sums of a few thousand seconds leave."""
@@ -67,6 +73,26 @@ class Clock:
         """Tell the caller; costs are those of the problem at hand."""
         offset = self.offset
         self.control.report(Progress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
+
+
+def run_attended(
+    pool: Executor, jobs: Sequence[Callable[[], None]], *, over: Callable[[], bool], halt: NDArray[np.int64]
+) -> None:
+    """Run jobs side by side, off this thread, which sees signals meanwhile; raises what they raise.
+
+    ``halt[0]`` becomes 1 once it is ``over``: compiled loops look at it, and end with what they have.
+    """
+    running = [pool.submit(job) for job in jobs]
+    while wait(running, timeout=_POLL_SECONDS).not_done:
+        if over():
+            halt[0] = 1
+    for done in running:
+        done.result()
+
+
+def no_halt() -> NDArray[np.int64]:
+    """For `run_attended`: nothing is over yet."""
+    return np.zeros(1, dtype=np.int64)
 
 
 class Solver(ABC):
