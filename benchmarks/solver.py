@@ -36,6 +36,7 @@ ABLATIONS: dict[str, Solver] = {
     "without fixing": Portfolio(rounds=Rounds(fix=False)),
     "without recombination": Portfolio(rounds=Rounds(recombine=False)),
     "without heat": Portfolio(rounds=Rounds(heat=False)),
+    "without exact blocks": Portfolio(rounds=Rounds(exact=False)),
     "on one thread": Portfolio(rounds=Rounds(num_threads=1)),
 }
 """The portfolio, and what is left of it without one of its parts."""

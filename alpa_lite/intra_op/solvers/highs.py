@@ -200,10 +200,12 @@ def _run_stoppable(highs: Any, control: Control) -> None:
 class Highs(Solver):
     """Exact; for problems of up to a few 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
 
-    ``relative_gap``: choices proven to be this close to the best are good enough.
+    ``relative_gap``: choices proven to be this close to the best are good enough. ``max_branches``: the search ends
+    after so many nodes of HiGHS's tree.
     """
 
     relative_gap: float = 0.0
+    max_branches: int | None = None
 
     def solve(
         self,
@@ -281,6 +283,8 @@ class _Run:
         )
         self.program.highs.setOptionValue("mip_rel_gap", self.solver.relative_gap)
         self.program.highs.setOptionValue("mip_abs_gap", 0.0)
+        if self.solver.max_branches is not None:
+            self.program.highs.setOptionValue("mip_max_nodes", self.solver.max_branches)
         return self._integral()
 
     def _integral(self) -> Solution:

@@ -5,6 +5,8 @@
     starts      decodings of the messages until the bound gains little; then cycles, from
                 the best or from a decoding                                         ``_settle``, ``_start_of``
     heat        falls within a cycle of rounds, and rises again with the next                ``_heat``
+    exactly     some blocks are solved to their optimum (exact_blocks.py), while rounds
+                save little                                                    ``_solving_blocks``
     between     the best choices take over what others do better (recombine.py)              ``_offer``
     fixing      strategies that the bound excludes go; what is left is handed to HiGHS
                 as soon as it is small, and reduced when it has become much smaller          ``_fix``
@@ -27,6 +29,7 @@ from alpa_lite.intra_op.problem import IntArray, Problem, Ragged, Solution, Stat
 from alpa_lite.intra_op.simplify import Simplified, simplify
 from alpa_lite.intra_op.solvers.cost_range import cost_span, largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.exact_blocks import ExactBlocks
 from alpa_lite.intra_op.solvers.flat import Flat, flat_problem, with_finite_costs, with_rows
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
@@ -54,6 +57,9 @@ _SLOW = 2e-4
 _LIKELY_GAP = 0.5
 _LEAST_GAP = 0.04
 """Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
+_IDLE_ROUNDS, _LITTLE = 4, 1e-6
+"""Blocks are solved exactly once so many rounds saved less than this part of the cost, in every other round."""
+_EXACT_BLOCKS = 2
 _ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
 _PROGRAM_SHARE = 0.5
@@ -68,6 +74,7 @@ class Rounds:
     num_threads: int = 2
     recombine: bool = True
     heat: bool = True
+    exact: bool = True
     fix: bool = True
 
 
@@ -84,9 +91,11 @@ class _Core:
     flat: Flat
     dual: Dual
     searches: list[Neighbourhood]
+    exact: ExactBlocks
     at: list[IntArray | None]
     offered: list[IntArray | None]
     span: float
+    at_exact: IntArray | None = None
     settled: int | None = None
     bounds: list[float] = field(default_factory=list[float])
     seconds_per_pass: float = 0.0
@@ -108,6 +117,7 @@ class RoundSearch:
     _reduced: list[Simplified] = field(default_factory=list[Simplified])
     _core: _Core = field(init=False)
     _fixed_at: float = math.inf
+    _idle: int = 0
     _infeasible_above: float = field(init=False)
     _halt: IntArray = field(default_factory=no_halt)
 
@@ -168,9 +178,12 @@ class RoundSearch:
         span = min(self._descent(searched) - smallest_cost(problem), cost_span(problem)) or 1.0
         dual = Dual(flat=with_finite_costs(flat, 2.0 * span), halt=self._halt)
         nothing: list[IntArray | None] = [None] * len(searches)
+        exact = ExactBlocks(
+            flat=searched, seed=self.options.seed, stop=self._over, seconds_left=lambda: self.clock.left
+        )
         return _Core(
-            problem=problem, flat=searched, dual=dual, searches=searches, at=nothing, offered=nothing.copy(),
-            span=span,
+            problem=problem, flat=searched, dual=dual, searches=searches, exact=exact, at=nothing,
+            offered=nothing.copy(), span=span,
         )  # fmt: skip
 
     def _descent(self, flat: Flat) -> float:
@@ -205,16 +218,23 @@ class RoundSearch:
         jobs: list[Callable[[], None]] = []
         if not core.dual.converged:
             jobs.append(self._bounding(number))
+        before, improved = self.cost, list[IntArray]()
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
+            if self.options.exact and self._idle >= _IDLE_ROUNDS and self._idle % 2 == 0:
+                jobs.append(self._solving_blocks(improved))
+                free = max(0, free - 1)
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
         run_attended(pool, jobs, over=self._over, halt=self._halt)
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
+        for choices in improved:
+            self._offer(choices)
         for index, search in enumerate(core.searches):
             if search.best is not None and search.best is not core.offered[index]:
                 core.offered[index] = search.best
                 self._offer(search.best)
+        self._idle = 0 if self.cost < before - _LITTLE * abs(before) or math.isinf(self.cost) else self._idle + 1
 
     def _settle(self, number: int) -> None:
         """The bound comes first: cycles of heat begin when it gains little, or has had its share of the time."""
@@ -264,6 +284,23 @@ class RoundSearch:
             core.seconds_per_block = (time.perf_counter() - begun) / num_blocks
 
         return job
+
+    def _solving_blocks(self, improved: list[IntArray]) -> Callable[[], None]:
+        """What was equal before, and is another answer now, is kept as well: the next blocks begin elsewhere."""
+        core = self._core
+        best = self._project(self.choices or ())
+        start = core.at_exact if core.at_exact is not None and self._costs_as_much(core.at_exact) else best
+
+        def job() -> None:
+            if self._fits(start):
+                core.at_exact = core.exact.improve(start, _EXACT_BLOCKS)
+                improved.append(core.at_exact)
+
+        return job
+
+    def _costs_as_much(self, choices: IntArray) -> bool:
+        """As the best of all."""
+        return evaluate(self._core.problem, choices.tolist()).cost + self._offset <= self.cost
 
     def _within(self, number: int, seconds_each: float) -> int:
         """As many as the time allows; all of them if rounds are counted instead."""

@@ -1,0 +1,180 @@
+"""Neighbourhoods that are solved to their optimum, memory rows included: where search by trees gets no further.
+
+    block      nodes that are alive in one full row, and those around them; or those around one node     ``_draw``
+    given      the nodes outside keep their strategies: their edges become costs, their bytes go from
+               the room. Of the rows in which the same nodes of the block are alive the fullest counts   ``_problem``
+    best       reductions, then elimination where no row is left, else HiGHS                             ``_solve``
+    size       grows while blocks are small once they are reduced, shrinks where they are not            ``improve``
+
+A tree search rejects a block in which several nodes together overrun a row; here they are weighed against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
+from alpa_lite.intra_op.simplify import simplify
+from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices
+from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, usage_of
+from alpa_lite.intra_op.solvers.highs import Highs
+from alpa_lite.intra_op.solvers.solver import Control
+
+_FIRST_NODES, _LEAST_NODES, _MOST_NODES = 30.0, 6.0, 400.0
+_MOST_ENTRIES = 8_000
+"""A block that has more pairs of strategies when it is reduced is left alone: HiGHS would take seconds."""
+_MOST_BRANCHES = 200
+"""Of HiGHS's tree: a number, not seconds, so that equal seeds give equal answers."""
+_GROWTH, _SHRINKAGE = 1.03, 0.8
+_OF_ROWS = 0.5
+"""How often a block begins with the nodes of a row."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ExactBlocks:
+    """A search of one problem; ``flat`` has finite costs. ``stop``: whether the time is up."""
+
+    flat: Flat
+    seed: int
+    stop: Callable[[], bool]
+    seconds_left: Callable[[], float]
+    _random: np.random.Generator = field(init=False)
+    _num_nodes: float = _FIRST_NODES
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+
+    def improve(self, choices: IntArray, num_blocks: int) -> IntArray:
+        """Choices that cost no more than these, which fit; others where that changes nothing."""
+        choices, cost = choices.copy(), cost_of(self.flat, choices)
+        used = np.zeros(self.flat.room.size)
+        usage_of(self.flat, choices, used)
+        for _ in range(num_blocks):
+            if self.stop():
+                break
+            nodes = self._draw()
+            for node in nodes.tolist():
+                add_usage(self.flat, node, int(choices[node]), -1.0, used)
+            found = self._solve(_problem(self.flat, nodes, choices, used), choices[nodes].tolist())
+            if found is not None:
+                changed = choices.copy()
+                changed[nodes] = found
+                if (changed_cost := cost_of(self.flat, changed)) <= cost:
+                    choices, cost = changed, changed_cost
+            for node in nodes.tolist():
+                add_usage(self.flat, node, int(choices[node]), 1.0, used)
+        return choices
+
+    def _draw(self) -> IntArray:
+        """The nodes of a block, ascending."""
+        flat, random, count = self.flat, self._random, int(self._num_nodes)
+        block = dict.fromkeys(self._of_a_row(count // 2) if random.random() < _OF_ROWS else ())
+        if not block:
+            block[int(random.integers(flat.cost_start.size - 1))] = None
+        front = list(block)
+        while len(block) < count and front:
+            place = int(random.integers(len(front)))
+            links = slice(flat.link_start[front[place]], flat.link_start[front[place] + 1])
+            others = [node for node in flat.link_node[links].tolist() if node not in block]
+            if not others:
+                front[place] = front[-1]
+                front.pop()
+                continue
+            node = others[int(random.integers(len(others)))]
+            block[node] = None
+            front.append(node)
+        return np.array(sorted(block))
+
+    def _of_a_row(self, count: int) -> list[int]:
+        """Some of the nodes whose strategies differ in what they keep alive in a random row."""
+        flat = self.flat
+        if flat.room.size == 0:
+            return []
+        row = int(self._random.integers(flat.room.size))
+        runs = np.flatnonzero((flat.run_first <= row) & (row < flat.run_last))
+        owners = np.unique(np.searchsorted(flat.run_start, runs, side="right") - 1)
+        return self._random.permutation(owners)[:count].tolist()
+
+    def _solve(self, problem: Problem, now: Sequence[int]) -> tuple[int, ...] | None:
+        """The best choices of a block, or none where that is too much work."""
+        reduced = simplify(problem, stop=self.stop)
+        if math.isinf(reduced.offset) or self.stop():
+            return None
+        left = reduced.problem
+        if left.num_nodes == 0:
+            return reduced.restore(())
+        self._num_nodes *= _GROWTH if left.edge_costs.values.size <= _MOST_ENTRIES else _SHRINKAGE
+        self._num_nodes = min(max(self._num_nodes, _LEAST_NODES), _MOST_NODES)
+        if not left.usage_nodes.size:
+            elimination = Elimination(max_table_entries=10**6, max_total_entries=10**7)
+            plan = elimination.plan(left)
+            if elimination.fits(plan):
+                found = cheapest_choices(plan, left.node_costs.values, left.edge_costs.values, over=self.stop)
+                return None if found is None else reduced.restore(found.choices)
+        if left.edge_costs.values.size > _MOST_ENTRIES:
+            return None
+        found = Highs(max_branches=_MOST_BRANCHES).search(
+            left,
+            time_limit_seconds=max(self.seconds_left(), 0.01),
+            control=Control(stop=self.stop),
+            start=reduced.project(now),
+        )
+        return None if found.choices is None else reduced.restore(found.choices)
+
+
+def _problem(flat: Flat, nodes: IntArray, choices: IntArray, used: FloatArray) -> Problem:
+    """That of the nodes of a block; ``used``: what the others keep alive in each row."""
+    place = {node: index for index, node in enumerate(nodes.tolist())}
+    costs: list[FloatArray] = []
+    edges: list[Edge] = []
+    for node, index in place.items():
+        own = flat.costs[flat.cost_start[node] : flat.cost_start[node + 1]].copy()
+        for link in range(int(flat.link_start[node]), int(flat.link_start[node + 1])):
+            other, table = int(flat.link_node[link]), int(flat.link_table[link])
+            if other not in place:
+                first = table + int(choices[other]) * own.size
+                own += flat.tables[first : first + own.size]
+            elif node < other:
+                size = int(flat.cost_start[other + 1] - flat.cost_start[other])
+                pairs = flat.tables[table : table + own.size * size].reshape(size, own.size)
+                edges.append(Edge(source=index, target=place[other], costs=pairs.T))
+        costs.append(own)
+    usages, limit = _usages(flat, place, [own.size for own in costs], used)
+    return Problem.of(node_costs=costs, edges=edges, usages=usages, limit_bytes=limit)
+
+
+def _usages(
+    flat: Flat, place: dict[int, int], sizes: Sequence[int], used: FloatArray
+) -> tuple[list[Usage], float | None]:
+    """Of a block, over the runs of rows in which the same of its nodes are alive; and its limit."""
+    owned = [
+        (index, run)
+        for node, index in place.items()
+        for run in range(int(flat.run_start[node]), int(flat.run_start[node + 1]))
+    ]
+    if not owned:
+        return [], None
+    runs = np.array([run for _, run in owned])
+    bounds = np.unique(np.concatenate([flat.run_first[runs], flat.run_last[runs]]))
+    starts, ends = (np.searchsorted(bounds, rows).tolist() for rows in (flat.run_first[runs], flat.run_last[runs]))
+    room = np.minimum.reduceat((flat.room - used)[: bounds[-1]], bounds[:-1])
+    limit = max(float(room.max()), 0.0)
+    usages = [
+        Usage(
+            node=index,
+            bytes=flat.bytes[flat.run_bytes[run] : flat.run_bytes[run] + sizes[index]],
+            start=start,
+            end=end,
+        )
+        for (index, run), start, end in zip(owned, starts, ends, strict=True)
+    ]
+    usages += [
+        Usage(node=0, bytes=np.full(sizes[0], limit - free), start=index, end=index + 1)
+        for index, free in enumerate(room.tolist())
+        if free < limit
+    ]
+    return usages, limit
