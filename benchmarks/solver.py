@@ -1,6 +1,8 @@
 """The intra-op solver on files with problems: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
 
-    (nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, peak memory
+    (nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, whether the limit was kept
+                    (5 % and 2 s more, reading included), seconds to the first feasible choices, the longest time
+                    without a look at the clock, peak memory
     --reductions    what each kind of reduction leaves of an instance
     --ablation      the portfolio without one of its parts, at equal time
 
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -28,7 +32,10 @@ from rich.table import Table
 from alpa_lite.intra_op.problem_file import read_problem, solution_data
 from alpa_lite.intra_op.simplify import Size, simplify
 from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME
-from alpa_lite.intra_op.solvers import Portfolio, Rounds, Solver
+from alpa_lite.intra_op.solvers import Control, Portfolio, Progress, Rounds, Solver
+from alpa_lite.intra_op.solvers.kernels import compile_kernels
+
+_MOST_OVERRUN, _MOST_LATE_SECONDS = 1.05, 2.0
 
 ABLATIONS: dict[str, Solver] = {
     "portfolio": Portfolio(),
@@ -69,17 +76,34 @@ def name_of(path: Path) -> str:
 def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
     """The child's part: solve one file and say how it went, with the memory it took."""
     solver = {**SOLVERS_BY_NAME, **ABLATIONS}[solver_name]
+    compile_kernels()
     begun = time.perf_counter()
     problem = read_problem(path)
     read_seconds = time.perf_counter() - begun
-    solution = solver.solve(problem, time_limit_seconds=timeout - read_seconds)
+    looks, feasible = [time.perf_counter()], list[float]()
+
+    def stop() -> bool:
+        looks.append(time.perf_counter())
+        return False
+
+    def report(progress: Progress) -> None:
+        if math.isfinite(progress.cost) and not feasible:
+            feasible.append(time.perf_counter() - begun)
+
+    control = Control(stop=stop, report=report)
+    solution = solver.solve(problem, time_limit_seconds=timeout - read_seconds, control=control)
+    looks.append(time.perf_counter())
     found = solution_data(solution)
-    del found["choices"]
+    if found.pop("choices") is not None and not feasible:
+        feasible.append(time.perf_counter() - begun)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         **found,
         "read_seconds": read_seconds,
         "total_seconds": time.perf_counter() - begun,
+        "feasible_after_seconds": feasible[0] if feasible else None,
+        "longest_step_seconds": max(after - before for before, after in itertools.pairwise(looks)),
+        "within_limit": time.perf_counter() - begun <= _MOST_OVERRUN * timeout + _MOST_LATE_SECONDS,
         "rss_bytes": kilobytes * 1024,
     }
 
@@ -95,7 +119,8 @@ def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
 
 def compare(files: list[Path], solvers: list[str], known: dict[str, Known], timeout: float, out: Path | None) -> Table:
     """One row for each instance and solver."""
-    table = Table("instance", "solver", "status", "cost", "ratio", "bound / cost", "gap", "seconds", "peak GB")
+    columns = ("status", "cost", "ratio", "bound / cost", "gap", "seconds", "kept", "first", "step", "peak GB")
+    table = Table("instance", "solver", *columns)
     rows: list[dict[str, Any]] = []
     for path in files:
         best = known.get(name_of(path))
@@ -111,7 +136,7 @@ def compare(files: list[Path], solvers: list[str], known: dict[str, Known], time
 
 
 def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
-    """Cost, ratio, bound, gap, seconds and memory as text; a dash for what there is not."""
+    """A run's figures as text; a dash for what there is not."""
     cost, bound, gap = (found.get(name) for name in ("cost", "bound", "gap"))
     return [
         "-" if cost is None else f"{cost:.12g}",
@@ -119,6 +144,9 @@ def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
         "-" if not cost or bound is None else f"{bound / cost:.6f}",
         "-" if gap is None else f"{gap:.4%}",
         f"{found.get('total_seconds', 0.0):.1f}",
+        "yes" if found.get("within_limit") else "no",
+        "-" if (first := found.get("feasible_after_seconds")) is None else f"{first:.1f}",
+        f"{found.get('longest_step_seconds', 0.0):.2f}",
         f"{found.get('rss_bytes', 0) / 1e9:.2f}",
     ]
 
@@ -172,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         solvers = list(ABLATIONS) if given.ablation else given.solver or ["portfolio"]
         table = compare(given.files, solvers, known, given.timeout, given.out)
-    Console(width=120).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":
