@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.intra_op.problem import Edge, Problem, Status, evaluate
 from alpa_lite.intra_op.simplify import simplify
-from alpa_lite.intra_op.solvers import Control, Elimination, Portfolio, Rounds, TooWide
+from alpa_lite.intra_op.solvers import Control, Elimination, IntegerProgram, Portfolio, Rounds, TooWide
 from alpa_lite.intra_op.solvers.elimination import elimination_plan
 from tests.intra_op.instances import random_problem, training_step
 
@@ -133,3 +133,10 @@ def test_reductions_that_are_stopped_change_nothing_or_are_right() -> None:
         found = Portfolio().solve(reduced.problem)
         assert found.choices is not None
         assert evaluate(problem, reduced.restore(found.choices)).cost == pytest.approx(best.cost)
+
+
+def test_a_program_that_is_too_large_is_refused_before_it_is_written_down() -> None:
+    problem, began = with_hubs(20_000, 40, num_strategies=8), time.perf_counter()
+    with pytest.raises(ValueError, match="use Portfolio or Highs, or raise max_entries"):
+        IntegerProgram().solve(problem, time_limit_seconds=1.0)
+    assert time.perf_counter() - began < HANGS_SECONDS

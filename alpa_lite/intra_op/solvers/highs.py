@@ -239,6 +239,8 @@ class Highs(Solver):
         program = _program(problem)
         if program is None:
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
+        if time.perf_counter() - started > time_limit_seconds or control.stop():
+            return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
         return _Run(
             solver=self, program=program, control=control, started=started, deadline=started + time_limit_seconds,
             start=start,

@@ -34,7 +34,7 @@ import highspy
 import numpy as np
 import pulp
 
-from alpa_lite.intra_op.memory import MemoryRow, maximal_rows, memory_rows
+from alpa_lite.intra_op.memory import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
@@ -149,6 +149,17 @@ def _cost_scale(problem: Problem) -> float:
     return max(spans, default=0.0) / _LARGEST_COST or 1.0
 
 
+def _num_entries(problem: Problem) -> int:
+    """The terms of the program: of strategies, of pairs and of memory rows."""
+    times = binding_times(problem)
+    first, last = np.searchsorted(times, problem.usage_times).T
+    return int(
+        problem.node_costs.values.size
+        + problem.edge_costs.values.size
+        + ((last - first) * problem.usage_bytes.sizes).sum()
+    )
+
+
 def _build(problem: Problem) -> _Model | None:
     """The program without its memory rows; None when some node or edge leaves no finite choice."""
     model = _Model(program=pulp.LpProblem("intra_op", pulp.LpMinimize), scale=_cost_scale(problem))
@@ -211,14 +222,25 @@ def _read_choices(model: _Model) -> tuple[int, ...]:
 class IntegerProgram(Solver):
     """Exact, for any problem; slow beyond about 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
 
-    ``relative_gap``: choices proven to be this close to the best are good enough.
+    ``relative_gap``: choices proven to be this close to the best are good enough. A program of more than
+    ``max_entries`` terms is refused before any work: PuLP needs about a kilobyte and 10 microseconds for each, and
+    cannot be stopped meanwhile.
     """
 
     relative_gap: float = 0.0
+    max_entries: int = 1_000_000
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound."""
+        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound.
+
+        Raises ValueError for a larger program than ``max_entries`` allows.
+        """
         started = time.perf_counter()
+        if (entries := _num_entries(problem)) > self.max_entries:
+            raise ValueError(
+                f"The program has {entries:.3g} terms and IntegerProgram writes down at most {self.max_entries:.3g}; "
+                "use Portfolio or Highs, or raise max_entries."
+            )
         rows = memory_rows(problem)
         if not problem.node_costs:
             return solution_of(problem, (), bound=0.0, started=started, solver=self.name)

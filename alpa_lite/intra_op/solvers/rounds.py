@@ -58,8 +58,10 @@ _LIKELY_GAP = 0.5
 _LEAST_GAP = 0.04
 """Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
 _IDLE_ROUNDS, _LITTLE = 4, 1e-6
-"""Blocks are solved exactly once so many rounds saved less than this part of the cost, in every other round."""
+"""Blocks are solved exactly once so many rounds saved less than this part of the cost."""
 _EXACT_BLOCKS = 2
+_LEAST_PAUSE, _MOST_PAUSE = 2, 8
+"""Rounds from one to the next in which some are; the pause doubles while that saves nothing."""
 _ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
 _PROGRAM_SHARE = 0.5
@@ -96,6 +98,8 @@ class _Core:
     offered: list[IntArray | None]
     span: float
     at_exact: IntArray | None = None
+    next_exact: int = 0
+    exact_pause: int = _LEAST_PAUSE
     settled: int | None = None
     bounds: list[float] = field(default_factory=list[float])
     seconds_per_pass: float = 0.0
@@ -221,7 +225,7 @@ class RoundSearch:
         before, improved = self.cost, list[IntArray]()
         if math.isfinite(core.dual.bound):
             free = max(1, self.options.num_threads - len(jobs))
-            if self.options.exact and self._idle >= _IDLE_ROUNDS and self._idle % 2 == 0:
+            if self.options.exact and self._idle >= _IDLE_ROUNDS and number >= core.next_exact:
                 jobs.append(self._solving_blocks(improved))
                 free = max(0, free - 1)
             jobs += [self._searching(index, number) for index in range(len(core.searches))][:free]
@@ -229,7 +233,10 @@ class RoundSearch:
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
         for choices in improved:
+            known = self.cost
             self._offer(choices)
+            core.exact_pause = _LEAST_PAUSE if self.cost < known else min(2 * core.exact_pause, _MOST_PAUSE)
+            core.next_exact = number + core.exact_pause
         for index, search in enumerate(core.searches):
             if search.best is not None and search.best is not core.offered[index]:
                 core.offered[index] = search.best
