@@ -17,7 +17,7 @@ from alpa_lite.planners.replay import Replay
 from alpa_lite.progress import Progress, Say
 from alpa_lite.runtime.execute import WATCHDOG_SECONDS, OnHang
 from alpa_lite.runtime.local_cluster import local_cluster
-from alpa_lite.schedule import MOST_MICROBATCHES
+from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from cost_models.cluster import Cluster, load_cluster
 
 Chosen = TypeVar("Chosen", bound=str)

@@ -19,7 +19,7 @@ from typing import Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.plan_parts import OpPlacement, StagePlan
-from alpa_lite.schedule import MOST_MICROBATCHES
+from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from alpa_lite.sharding import Spec
 
 _MOST_PARTS = 2**16

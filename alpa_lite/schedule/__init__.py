@@ -25,7 +25,6 @@ from alpa_lite.schedule.orders import Sequential as Sequential
 from alpa_lite.schedule.orders import WarmupSchedule as WarmupSchedule
 from alpa_lite.schedule.orders import ZeroBubbleH1 as ZeroBubbleH1
 from alpa_lite.schedule.orders import schedule_named as schedule_named
-from alpa_lite.schedule.tasks import MOST_MICROBATCHES as MOST_MICROBATCHES
 from alpa_lite.schedule.tasks import Task as Task
 from alpa_lite.schedule.tasks import TaskKind as TaskKind
 from alpa_lite.schedule.tasks import TaskLists as TaskLists
