@@ -426,8 +426,13 @@ class Vigil:
                 _end(found, GRACE_SECONDS)
 
     def _see(self, neighbours: Neighbours) -> None:
-        """In a thread of its own: where the first process is stopped, what asks for words waits as well."""
-        while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
+        """In a thread of its own: where the first process is stopped, what asks for words waits as well.
+
+        The first looks come soon, as long as the service still says where the others are.
+        """
+        pause = LOOK_SECONDS / 20
+        while not self._over.wait(pause) and not _left.is_set():
+            pause = min(2 * pause, LOOK_SECONDS)
             if stopped := neighbours.stopped(time.monotonic()):
                 end_hung(stopped)
 
