@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from alpa_lite.intra_op.problem import Edge, Problem, Status, evaluate
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers import Control, Elimination, IntegerProgram, Portfolio, Rounds, TooWide
-from alpa_lite.intra_op.solvers.elimination import elimination_plan
+from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
+from alpa_lite.intra_op.solvers.flat import flat_problem
+from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
+from alpa_lite.intra_op.solvers.solver import no_halt
 from tests.intra_op.instances import random_problem, training_step
 
 HANGS_SECONDS = 60.0
@@ -140,3 +144,35 @@ def test_a_program_that_is_too_large_is_refused_before_it_is_written_down() -> N
     with pytest.raises(ValueError, match="use Portfolio or Highs, or raise max_entries"):
         IntegerProgram().solve(problem, time_limit_seconds=1.0)
     assert time.perf_counter() - began < HANGS_SECONDS
+
+
+def test_compiled_loops_end_at_a_halt() -> None:
+    """Each would go on for days."""
+    flat = flat_problem(training_step(num_layers=2))
+    halt = no_halt()
+    halt[0] = 1
+    search, dual = Neighbourhood(flat=flat, seed=0, halt=halt), Dual(flat=flat, halt=halt)
+    start = np.zeros(flat.cost_start.size - 1, dtype=np.int64)
+    search.run(start, np.zeros(flat.room.size), num_blocks=10**12, first_heat=0.0, last_heat=0.0)
+    dual.run(10**12, upper=1.0)
+    assert math.isinf(dual.bound)
+
+
+def test_large_eliminations_look_at_the_clock() -> None:
+    """A grid whose tables take some seconds."""
+    width, size = 5, 12
+    edges = [
+        Edge(source=width * row + column, target=width * row + column + step, costs=np.ones((size, size)))
+        for row in range(30)
+        for column in range(width)
+        for step in ((1,) if column + 1 < width else ()) + ((width,) if row + 1 < 30 else ())
+    ]
+    problem = Problem.of(node_costs=[np.zeros(size)] * (30 * width), edges=edges)
+    plan, began = Elimination().plan(problem), time.perf_counter()
+    assert plan.total_entries > 1e7
+    looks = iter(range(2))
+    assert cheapest_choices(plan, problem.node_costs.values, problem.edge_costs.values, over=lambda: True) is None
+    solved = cheapest_choices(
+        plan, problem.node_costs.values, problem.edge_costs.values, over=lambda: next(looks, None) is None
+    )
+    assert solved is None and time.perf_counter() - began < HANGS_SECONDS
