@@ -24,7 +24,7 @@ from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, usage_of
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.solver import Control
 
-_FIRST_NODES, _LEAST_NODES, _MOST_NODES = 30.0, 6.0, 400.0
+_FIRST_NODES, _LEAST_NODES, _MOST_NODES = 40.0, 6.0, 400.0
 _MOST_ENTRIES = 8_000
 """A block that has more pairs of strategies when it is reduced is left alone: HiGHS would take seconds."""
 _MOST_BRANCHES = 200

@@ -57,10 +57,10 @@ _SLOW = 2e-4
 _LIKELY_GAP = 0.5
 _LEAST_GAP = 0.04
 """Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
-_IDLE_ROUNDS, _LITTLE = 4, 1e-6
-"""Blocks are solved exactly once so many rounds saved less than this part of the cost."""
-_EXACT_BLOCKS = 2
-_LEAST_PAUSE, _MOST_PAUSE = 2, 8
+_IDLE_ROUNDS, _LITTLE = 12, 1e-6
+"""Blocks are solved exactly once so many rounds saved less than this part of the cost; fixing comes before."""
+_EXACT_BLOCKS = 4
+_LEAST_PAUSE, _MOST_PAUSE = 2, 6
 """Rounds from one to the next in which some are; the pause doubles while that saves nothing."""
 _ROUNDING = 1e-6
 _MUCH_SMALLER = 0.3
