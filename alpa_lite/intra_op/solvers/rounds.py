@@ -161,6 +161,9 @@ class RoundSearch:
         """Where rounds are counted the clock plays no part."""
         return self.clock.over() if self.options.max_rounds is None else self.clock.control.stop()
 
+    def _seconds_left(self) -> float:
+        return self.clock.left if self.options.max_rounds is None else math.inf
+
     def _solution(self) -> Solution:
         started = self.clock.started
         if self.choices is not None:
@@ -182,9 +185,7 @@ class RoundSearch:
         span = min(self._descent(searched) - smallest_cost(problem), cost_span(problem)) or 1.0
         dual = Dual(flat=with_finite_costs(flat, 2.0 * span), halt=self._halt)
         nothing: list[IntArray | None] = [None] * len(searches)
-        exact = ExactBlocks(
-            flat=searched, seed=self.options.seed, stop=self._over, seconds_left=lambda: self.clock.left
-        )
+        exact = ExactBlocks(flat=searched, seed=self.options.seed, stop=self._over, seconds_left=self._seconds_left)
         return _Core(
             problem=problem, flat=searched, dual=dual, searches=searches, exact=exact, at=nothing,
             offered=nothing.copy(), span=span,
