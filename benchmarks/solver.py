@@ -5,6 +5,7 @@
                     without a look at the clock, peak memory
     --reductions    what each kind of reduction leaves of an instance
     --ablation      the portfolio without one of its parts, at equal time
+    --stages        the problems that planners give to the solver: longest solve and step (`benchmarks.stage_problems`)
 
 Every run is a process of its own. A table of best known costs has the columns name, best_known_cost and
 timeout_seconds; an instance's name is what its file's name ends with. The instances of the ASPLOS/EuroSys 2025 contest
@@ -187,6 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=0.0, help="seconds; default: those of the table, or 60")
     parser.add_argument("--reductions", action="store_true")
     parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--stages", action="store_true")
     parser.add_argument("--out", type=Path, metavar="JSON", help="keep the figures")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -195,7 +197,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(run_one(Path(path), solver, float(timeout))))
         return
     known = read_known(given.best_known)
-    if given.reductions:
+    if given.stages:
+        # Imported here, since it imports JAX, whose memory would count as the solver's in the children.
+        from benchmarks.stage_problems import every_case
+
+        table = every_case()
+    elif given.reductions:
         table = reductions(given.files)
     else:
         solvers = list(ABLATIONS) if given.ablation else given.solver or ["portfolio"]
