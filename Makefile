@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "alpa_lite needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,viz]'
-	$(BIN)/python -m alpa_lite.intra_op.solvers.kernels
-	$(BIN)/python -m alpa_lite.inter_op.kernels
+	$(BIN)/python -m alpa_lite.intra_op.solvers.compile_kernels
+	$(BIN)/python -m alpa_lite.inter_op.compile_stage_kernels
 	touch $(STAMP)
 
 demo: $(STAMP)

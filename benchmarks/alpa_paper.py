@@ -20,9 +20,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from alpa_lite.inspection.progress import planning_progress
+from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
-from alpa_lite.progress import Progress
 from benchmarks.alpa.cases import FAMILIES, PUBLISHED, Case
 from benchmarks.alpa.fixed_plans import NO_MANUAL_PLAN, FixedPlan, fixed_plans
 from benchmarks.alpa.manual_grid import grid_prices

@@ -41,7 +41,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from alpa_lite.inspection.doctor import virtual_cpu_environment
+from alpa_lite.api.doctor import virtual_cpu_environment
 from benchmarks.messages import Messages, count_messages
 from cost_models import traffic
 

@@ -27,12 +27,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.cli.child_process import run_module
 from alpa_lite.cli.command import Screen, count, ended, positive
-from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
-from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.inspection.units import show_seconds
 from alpa_lite.planners import DataParallel, Megatron, Pipeline, Planner
+from alpa_lite.text import show_seconds
 from benchmarks import text
 from benchmarks.models.gpt import GPT
 from benchmarks.models.train import TrainState, init_state, make_optimizer, make_train_step

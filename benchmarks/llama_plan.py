@@ -23,19 +23,19 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.stage_costs import free_restriction
-from alpa_lite.intra_op.build import Builder
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.problem import Problem, Solution
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solve import price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.layers import make_layers
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.pricing import Pricer
-from alpa_lite.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.layers import make_layers
 from benchmarks.models.llama import Llama
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster

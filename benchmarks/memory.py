@@ -2,7 +2,7 @@
 
 Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
 then walked, instruction by instruction, with the sizes of its buffers and with what XLA says of each executable
-(`alpa_lite.runtime.allocated`); beside it stands what the plan predicts for the same devices.
+(`alpa_lite.runtime.execute.allocated`); beside it stands what the plan predicts for the same devices.
 
 Temporaries of the CPU backend are not those of a GPU: it fuses less, copies operands of products into other layouts and
 computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.api import CompiledFunction
+from alpa_lite.api.doctor import virtual_cpu_environment
+from alpa_lite.api.parallelize import CompiledFunction
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inspection.doctor import virtual_cpu_environment
-from alpa_lite.inspection.units import show_bytes
 from alpa_lite.planners import FSDP, DataParallel, Hybrid, Megatron, Pipeline, Planner
+from alpa_lite.text import show_bytes
 from benchmarks.demo import progress_line
 from benchmarks.models.cnn import CNN
 from benchmarks.models.mlp import MLP

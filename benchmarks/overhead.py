@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.inspection.doctor import virtual_environment
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.plan.progress import PhaseTimes, Progress
 from alpa_lite.planners import DataParallel, Hybrid
-from alpa_lite.progress import PhaseTimes, Progress
 from benchmarks.models.gpt import GPT
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 import alpa_lite as al
+from alpa_lite.api.plan_cache import Cache, planned
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inspection.progress import planning_progress
-from alpa_lite.plan_cache import Cache, planned
+from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.plan.progress import PhaseTimes
 from alpa_lite.planners import Auto, Planner
-from alpa_lite.progress import PhaseTimes
 from benchmarks.alpa.cases import CASES, Case, gpt
 from benchmarks.requests import request_of
 from cost_models.cluster import Cluster

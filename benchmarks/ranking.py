@@ -31,9 +31,9 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 import alpa_lite as al
-from alpa_lite.inspection.doctor import virtual_environment
+from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.planners import FSDP, Auto, DataParallel, Hybrid, Megatron, Pipeline, Planner
-from alpa_lite.runtime.calibrate import calibrate
+from alpa_lite.runtime.calibrate.calibrate import calibrate
 from benchmarks.demo import DemoConfig, progress_line
 from benchmarks.models.cnn import CNN
 from benchmarks.models.llama import Llama

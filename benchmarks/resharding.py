@@ -34,15 +34,15 @@ from rich.markup import escape
 from rich.table import Table
 
 import alpa_lite as al
-from alpa_lite.cross_mesh import Layout, PlannedTransfer, plan_transfer
-from alpa_lite.inspection.doctor import virtual_cpu_environment
-from alpa_lite.inspection.units import show_bytes
-from alpa_lite.lower.emit import boundary_spec
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.pricing import transfer_seconds
-from alpa_lite.runtime.crossing import Message
-from alpa_lite.runtime.transfer import compile_transfer
-from alpa_lite.sharding import Spec
+from alpa_lite.api.doctor import virtual_cpu_environment
+from alpa_lite.lower.emission import boundary_spec
+from alpa_lite.plan.pricing import transfer_seconds
+from alpa_lite.runtime.execute.crossing import Message
+from alpa_lite.runtime.execute.run_transfers import compile_transfer
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.sharding.transfer import Layout, PlannedTransfer, plan_transfer
+from alpa_lite.text import show_bytes
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
 

@@ -34,7 +34,7 @@ from alpa_lite.intra_op.problem_file import read_problem, solution_data
 from alpa_lite.intra_op.simplify import Size, simplify
 from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME
 from alpa_lite.intra_op.solvers import Control, Portfolio, Progress, Rounds, Solver
-from alpa_lite.intra_op.solvers.kernels import compile_kernels
+from alpa_lite.intra_op.solvers.compile_kernels import compile_kernels
 
 _MOST_OVERRUN, _MOST_LATE_SECONDS = 1.05, 2.0
 

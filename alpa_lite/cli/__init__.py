@@ -16,5 +16,5 @@ completion what a shell needs to complete these                   `completion`
 
 from alpa_lite.cli.entry import build_parser as build_parser
 from alpa_lite.cli.entry import main as main
-from alpa_lite.cli.planning import make_planner as make_planner
+from alpa_lite.cli.plan_command import make_planner as make_planner
 from alpa_lite.planners.by_name import PLANNERS as PLANNERS

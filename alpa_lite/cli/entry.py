@@ -7,15 +7,15 @@ import sys
 import time
 
 import alpa_lite as al
-from alpa_lite.cli.benchmark import BENCH, DEMO
-from alpa_lite.cli.checking import CHECK
+from alpa_lite.cli.benchmark_commands import BENCH, DEMO
+from alpa_lite.cli.check_command import CHECK
 from alpa_lite.cli.command import Command, ended
 from alpa_lite.cli.completion import COMPLETION
-from alpa_lite.cli.launching import LAUNCH
-from alpa_lite.cli.machine import CALIBRATE, DOCTOR
-from alpa_lite.cli.planning import PLAN
-from alpa_lite.cli.reading import DIFF, EXPLAIN, SIMULATE
-from alpa_lite.cli.solving import SOLVE
+from alpa_lite.cli.launch_command import LAUNCH
+from alpa_lite.cli.machine_commands import CALIBRATE, DOCTOR
+from alpa_lite.cli.plan_command import PLAN
+from alpa_lite.cli.plan_file_commands import DIFF, EXPLAIN, SIMULATE
+from alpa_lite.cli.solve_command import SOLVE
 from alpa_lite.intra_op.solve_file import seconds_since_start
 
 COMMANDS: tuple[Command, ...] = (

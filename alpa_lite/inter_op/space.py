@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.stage_costs import BATCH_AXES
-from alpa_lite.mesh import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
 IMBALANCE = 4.0

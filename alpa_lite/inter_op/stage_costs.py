@@ -21,25 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.inter_op.solved import Kind, Question, Solved, answer_among
+from alpa_lite.inter_op.stage_cache import Kind, Question, Solved, answer_among
 from alpa_lite.inter_op.workers import Workers
 from alpa_lite.intra_op.builders import Builders
-from alpa_lite.intra_op.catalogue import Catalogue
 from alpa_lite.intra_op.choice import remap
-from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
+from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.layers import Layers
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.pricing import Pricer
-from alpa_lite.progress import Progress
-from alpa_lite.rematerialise import Remat
-from alpa_lite.sharding import Spec
-from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.plan.progress import Progress
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import Layers
+from alpa_lite.step.rematerialisation import Remat
 from cost_models.cluster import Cluster
 from cost_models.hardware import Device
 from cost_models.interface import CostModel

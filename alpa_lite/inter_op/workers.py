@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.errors import PlanError
-from alpa_lite.garbage import rare_collection
+from alpa_lite.program.collector import rare_collection
 from alpa_lite.rules.registry import only_own_rules
 
 START_SECONDS = 1.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from alpa_lite.intra_op.build import Builder
-from alpa_lite.intra_op.catalogue import Catalogue
-from alpa_lite.intra_op.sharing import Recent
+from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.interning import Recent
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
 
 _NUM_BUILDERS = 4
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.plan import Accumulator, OpPlacement
-from alpa_lite.sharding import Spec
+from alpa_lite.plan.plan import Accumulator, OpPlacement
+from alpa_lite.sharding.specs import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

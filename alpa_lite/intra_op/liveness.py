@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.kept import kept
-from alpa_lite.graph.phases import Phase
-from alpa_lite.graph.wiring import Wiring, wiring_of
 from alpa_lite.intra_op.stage import StageView
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import kept
+from alpa_lite.program.phases import Phase
+from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
-from alpa_lite.rules.graph_facts import free_values, rule_of_op
+from alpa_lite.rules.op_info import free_values, rule_of_op
 from cost_models.backend import Fusion
 
 Path = tuple[tuple[int, int], ...]

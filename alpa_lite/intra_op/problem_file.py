@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.errors import ProblemFileError
-from alpa_lite.garbage import rare_collection
 from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, Solution
+from alpa_lite.program.collector import rare_collection
 
 INFINITY = 10**18
 """What stands for infinity in a file."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import ProblemFileError
-from alpa_lite.garbage import rare_collection
 from alpa_lite.intra_op.limits import Point, explain_infeasible, pareto_front
 from alpa_lite.intra_op.problem import Solution, Status
 from alpa_lite.intra_op.problem_file import read_problem, write_solution
@@ -27,6 +26,7 @@ from alpa_lite.intra_op.solvers import (
     Solver,
     TooWide,
 )
+from alpa_lite.program.collector import rare_collection
 
 SOLVERS_BY_NAME: dict[str, Solver] = {
     "portfolio": Portfolio(),

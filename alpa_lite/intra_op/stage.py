@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.kept import kept
-from alpa_lite.graph.phases import Phase, StepGraph
-from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
-from alpa_lite.layers import Layers
-from alpa_lite.rules.graph_facts import free_ops, free_values, op_class
-from alpa_lite.sharding import Spec
+from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import kept
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.op_info import free_ops, free_values, op_class
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import Layers
 
 
 @kept

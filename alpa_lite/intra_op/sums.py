@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import ADDITIONS, wiring_of
-from alpa_lite.intra_op.placed import Scope
+from alpa_lite.intra_op.placements import Scope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.rules.graph_facts import ranked_values, rule_of_op
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.wiring import ADDITIONS, wiring_of
+from alpa_lite.rules.op_info import ranked_values, rule_of_op
 
 
 class Sums:

@@ -19,17 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from alpa_lite.graph.ir import Op, Value
-from alpa_lite.graph.parameters import parameters
-from alpa_lite.graph.phases import Phase
-from alpa_lite.graph.wiring import wiring_of
-from alpa_lite.intra_op.catalogue import Catalogue, Options, SumOptions
+from alpa_lite.intra_op.interning import FloatArray, SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
-from alpa_lite.intra_op.placed import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope
-from alpa_lite.intra_op.sharing import FloatArray, SharedArrays
+from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.sharding import Spec
-from alpa_lite.spmd import stacked
+from alpa_lite.intra_op.strategy_catalogue import Catalogue, Options, SumOptions
+from alpa_lite.plan.walk import stacked
+from alpa_lite.program.ir import Op, Value
+from alpa_lite.program.phases import Phase
+from alpa_lite.program.wiring import wiring_of
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.loop_invariants import parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,1 +1,6 @@
-"""From a plan to a program: which ops form a task, which instructions run the tasks, and the compiled executables."""
+"""From a plan to a program of instructions.
+
+Comes in: a plan and the step that it was made for. Goes out: the tasks of each stage (`slices`), the instructions that
+run them in the order of the schedule (`instructions`), and one compiled function for each task (`emission`).
+Read `instructions` first, then `slices` and `emission`.
+"""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.lower.block import block_index
+from alpa_lite.lower.local.block import block_index
 
 
 def on_first_device(

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.wiring import wiring_of
-from alpa_lite.lower.slice import Port, TaskSpec
-from alpa_lite.plan import OpPlacement
-from alpa_lite.rules.graph_facts import free_values, op_classes
+from alpa_lite.lower.slices import Port, TaskSpec
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.wiring import wiring_of
+from alpa_lite.rules.op_info import free_values, op_classes
 
 
 def task_form(

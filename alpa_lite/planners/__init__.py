@@ -1,5 +1,10 @@
-"""Planners: automatic search and the classic manual plans. Each is one class in one file; all return a `Plan`."""
+"""Planners: automatic search and the classic manual plans, each one class in one file.
 
+Comes in: a `PlanRequest`. Goes out: a `Plan`, or a `PlanError` that says why there is none.
+Read `planner` first, then `auto` (the search) and `hybrid`, which most manual planners are cases of.
+"""
+
+from alpa_lite.inter_op.plan_request import PlanRequest as PlanRequest
 from alpa_lite.planners.auto import Auto as Auto
 from alpa_lite.planners.convolution_parallel import ConvolutionParallel as ConvolutionParallel
 from alpa_lite.planners.custom import Custom as Custom
@@ -15,7 +20,6 @@ from alpa_lite.planners.on_mesh import OnMesh as OnMesh
 from alpa_lite.planners.one_weird_trick import OneWeirdTrick as OneWeirdTrick
 from alpa_lite.planners.pipeline import Pipeline as Pipeline
 from alpa_lite.planners.planner import Planner as Planner
-from alpa_lite.planners.planner import PlanRequest as PlanRequest
 from alpa_lite.planners.replay import Replay as Replay
 from alpa_lite.planners.torchgpipe import TorchGPipe as TorchGPipe
 from alpa_lite.planners.zero import FSDP as FSDP

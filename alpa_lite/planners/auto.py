@@ -17,20 +17,22 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, PlanError
-from alpa_lite.garbage import rare_collection
-from alpa_lite.inter_op.bound import least_seconds
+from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
+from alpa_lite.inter_op.joint.microbatch_counts import numbers_to_search
+from alpa_lite.inter_op.joint.search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.what_would_fit import cheapest_fit, more_hosts, more_microbatches
+from alpa_lite.inter_op.pins import Pins, pinned_axes
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.work_floor import least_seconds
 from alpa_lite.inter_op.workers import Workers, num_workers
-from alpa_lite.plan import INTERRUPTED, Plan, SolverReport
-from alpa_lite.planners.joint import SEARCH_GAP, SEARCH_SECONDS, JointSearch
+from alpa_lite.plan.plan import INTERRUPTED, Plan, SolverReport
 from alpa_lite.planners.manual import MANUAL_PLANNERS, ManualPlans
-from alpa_lite.planners.numbers import numbers_to_search
-from alpa_lite.planners.pins import Pins, pinned_axes
-from alpa_lite.planners.planner import Planner, PlanRequest, relative_gap, schedule_for, with_microbatches
-from alpa_lite.planners.relax import cheapest_fit, more_hosts, more_microbatches
-from alpa_lite.planners.steps import Steps
-from alpa_lite.rematerialise import Remat
+from alpa_lite.planners.planner import Planner
+from alpa_lite.program.collector import rare_collection
 from alpa_lite.schedule import EagerOneFOneB, GPipe, OneFOneB, Schedule, ZeroBubbleH1
+from alpa_lite.step.rematerialisation import Remat
 from cost_models.cluster import Cluster
 from cost_models.varied import with_memory_limit
 

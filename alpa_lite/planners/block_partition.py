@@ -18,11 +18,11 @@ from itertools import pairwise
 from typing import Literal
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.inter_op.loop_cuts import Cut
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import state_bytes
-from alpa_lite.layers import Layers, make_layers, natural_cut, op_flops
-from alpa_lite.planners.cutting import Cut
-from alpa_lite.planners.planner import PlanRequest
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.step.layers import Layers, make_layers, natural_cut, op_flops
 
 _ROUNDING = 1e-9
 

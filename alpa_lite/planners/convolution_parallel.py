@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from math import prod
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph.ir import Graph
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.strategies import AxisRole, Restriction
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import Kind, layout_of_kinds, named_kinds
+from alpa_lite.program.ir import Graph
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dim_names import batch_dims_of, dim_names
 from alpa_lite.rules.dims import DimClasses, major_factor
-from alpa_lite.rules.graph_facts import rule_of_op
-from alpa_lite.strategies import AxisRole, Restriction
+from alpa_lite.rules.op_info import rule_of_op
 
 _SPACE = ("height", "width")
 _KERNELS = ("channel", "filter")

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.on_mesh import OnMesh
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.spec_trees import by_path, dims_of, meshes
 
 

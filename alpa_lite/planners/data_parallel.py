@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph.ir import Value
-from alpa_lite.graph.phases import Phase, StepGraph
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
+from alpa_lite.program.ir import Value
+from alpa_lite.program.phases import Phase, StepGraph
 
 
 @dataclass(frozen=True, kw_only=True)

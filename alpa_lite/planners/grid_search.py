@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.assembly import with_microbatches
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, PlanRequest, with_microbatches
+from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB, Schedule
 
 

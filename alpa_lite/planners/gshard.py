@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,25 +19,34 @@ from math import lcm, prod
 from typing import Literal
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.inter_op.assembly import assemble, schedule_for
+from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
+from alpa_lite.inter_op.joint.what_would_fit import (
+    Change,
+    cheapest_fit,
+    more_hosts,
+    more_microbatches,
+    show_bytes,
+    show_shortage,
+)
+from alpa_lite.inter_op.loop_cuts import Cut, cut_into_stages
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.layers import subdivided
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.plan import Plan
+from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.block_partition import cut_into_blocks
-from alpa_lite.planners.cutting import Cut, cut_into_stages
-from alpa_lite.planners.placed_stage import PlacedStage
-from alpa_lite.planners.planner import Planner, PlanRequest, assemble, schedule_for
-from alpa_lite.planners.relax import Change, cheapest_fit, more_hosts, more_microbatches, show_bytes, show_shortage
-from alpa_lite.planners.shared_devices import Together, held_at_peak, solve_together
-from alpa_lite.planners.steps import policies_of
+from alpa_lite.planners.planner import Planner
 from alpa_lite.planners.weights import weights_layout
-from alpa_lite.rematerialise import Remat, rematerialise
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, Task, peak_in_flight, splits_backward
-from alpa_lite.strategies import AxisRole, Restriction, Split
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.layers import subdivided
+from alpa_lite.step.recomputation import read_originals_across
+from alpa_lite.step.rematerialisation import Remat, rematerialise
 from cost_models import Cluster
 
 

@@ -14,16 +14,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph.ir import Graph
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.intra_op.given_layout import GivenLayout, Wanted
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.strategies import FREE_CHOICE
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.auto_layout import NamedDims, least_memory
 from alpa_lite.planners.on_mesh import plan_on_mesh
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
+from alpa_lite.program.ir import Graph
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dim_names import dim_names
 from alpa_lite.rules.dims import DimClasses
-from alpa_lite.strategies import FREE_CHOICE
 
 AUTO = "auto"
 """The layout that is to be found."""

@@ -13,17 +13,19 @@ from math import prod
 from typing import Any
 
 from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.inter_op.assembly import assemble
+from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
+from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.intra_op.given_layout import NO_LAYOUT, GivenLayout
-from alpa_lite.layers import make_layers
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.plan import Plan
-from alpa_lite.planners.pins import Pins, check_results, pins_on_mesh, with_results
-from alpa_lite.planners.placed_stage import PlacedStage
-from alpa_lite.planners.planner import Planner, PlanRequest, assemble
-from alpa_lite.planners.relax import show_bytes, show_shortage
+from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
+from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB
-from alpa_lite.strategies import AxisRole, Restriction, Split
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.layers import make_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from alpa_lite.inter_op.bound import pipeline_slowdown
-from alpa_lite.plan import Plan
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.work_floor import pipeline_slowdown
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.data_parallel import renamed
 from alpa_lite.planners.hybrid import Hybrid
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB, Schedule, splits_backward
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alpa_lite.errors import MismatchError
-from alpa_lite.plan import Plan
-from alpa_lite.planners.planner import Planner, PlanRequest
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.planner import Planner
 
 
 @dataclass(frozen=True, kw_only=True)

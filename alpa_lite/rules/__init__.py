@@ -1,4 +1,8 @@
-"""Factor rules, one per primitive; importing this package registers all of them."""
+"""Factor rules: for each primitive, which dims of its operands and results belong together.
+
+Comes in: an op. Goes out: its rule (`registry`), and what the rules say of a whole graph (`op_info`, `dims`, `fusion`).
+Read `registry` first, then `elementwise` and `contraction`; importing this package registers all rules.
+"""
 
 from alpa_lite.rules import contraction, convolution, elementwise, indexing, layout, random, reduction, windows
 from alpa_lite.rules.registry import FactorKind as FactorKind

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from alpa_lite.graph.ir import Graph, Op, Value
-from alpa_lite.graph.phases import Scope
-from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import Scope
+from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
 
 Dims = tuple[int | None, ...]

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.phases import Phase, StepGraph
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.dims import DimClasses, major_factor
-from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind
 
 SPATIAL = ("width", "height", "depth")

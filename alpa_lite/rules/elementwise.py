@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from alpa_lite.graph.ir import Value
+from alpa_lite.program.ir import Value
 from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder, register_rule
 
 #: Floating-point operations that one transcendental function counts for.

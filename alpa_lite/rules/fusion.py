@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.kept import kept
-from alpa_lite.rules.graph_facts import free_values, ranked_values, rule_of_op
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import kept
+from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.backend import Fusion
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from alpa_lite.graph.ir import Graph
-from alpa_lite.graph.kept import kept
+from alpa_lite.program.ir import Graph
+from alpa_lite.program.memo import kept
 from alpa_lite.rules.fusion import Access, accesses, on_chip
-from alpa_lite.rules.graph_facts import OpClass, op_class
+from alpa_lite.rules.op_info import OpClass, op_class
 from cost_models.backend import Fusion
 
 

@@ -11,7 +11,7 @@ device draws the full array and keeps its block.
 
 from __future__ import annotations
 
-from alpa_lite.graph.ir import Value
+from alpa_lite.program.ir import Value
 from alpa_lite.rules.elementwise import pointwise
 from alpa_lite.rules.registry import FactorKind, OpView, Rule, RuleBuilder, opaque_rule, register_rule
 

@@ -26,7 +26,7 @@ from math import prod
 from typing import Any
 
 from alpa_lite.errors import RuleError
-from alpa_lite.graph.ir import Graph, Op, Value
+from alpa_lite.program.ir import Graph, Op, Value
 from cost_models.work import WorkKind
 
 Dims = tuple[tuple[int, ...], ...]

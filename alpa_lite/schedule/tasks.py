@@ -8,10 +8,34 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 MOST_MICROBATCHES = 2**15
 """How many micro-batches all stages together may run in a step: each is listed, simulated, drawn and run by itself."""
+
+
+class SpanLike(Protocol):
+    """When a task or an instruction runs, as timelines read it; `name` and `microbatch` are used where they exist."""
+
+    @property
+    def stage(self) -> int:
+        """Stage number."""
+        ...
+
+    @property
+    def kind(self) -> Any:
+        """A word, or an enum whose value is one."""
+        ...
+
+    @property
+    def start_seconds(self) -> float:
+        """Since the step began."""
+        ...
+
+    @property
+    def end_seconds(self) -> float:
+        """Since the step began."""
+        ...
 
 
 class TaskKind(enum.Enum):

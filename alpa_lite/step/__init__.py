@@ -1,5 +1,6 @@
-"""A train step cut into micro-batches, and the proof that the cut is exact.
+"""A train step cut into micro-batches, with the proof that the cut is exact.
 
-In: the program of a step at two batch sizes. Out: what each value of a micro-batch is of the value of the full batch,
-or the sentence that refuses the cut. Read `relations` first, then `additivity`.
+Comes in: the program of a step at two batch sizes. Goes out: the step as a loop over micro-batches (`split`), cut into
+layers (`layers/`) that may recompute their forward pass (`rematerialisation/`), or a sentence why it cannot be cut.
+Read `relations` first, then `additivity` and `split`.
 """

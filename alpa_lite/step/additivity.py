@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.graph.equations import GraphWithEquations
-from alpa_lite.graph.ir import Op
+from alpa_lite.program.equations import GraphWithEquations
+from alpa_lite.program.ir import Op
 from alpa_lite.step.interpreter import Interpreter, Marks, program_at, starting
 from alpa_lite.step.relations import AFTER, INVARIANT, Fact, Kind, Own, Refusal, Relation, mixed, samples
-from alpa_lite.step.transfer import ODD
+from alpa_lite.step.transfer_functions import ODD
 from alpa_lite.step.transfer_layout import WIDE
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from alpa_lite.graph.equations import Equation
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import Wiring, wiring_of
-from alpa_lite.rules.graph_facts import is_zero, op_class
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.rules.op_info import is_zero, op_class
 from alpa_lite.step import transfer_indexing, transfer_layout
 from alpa_lite.step.relations import INVARIANT, ZERO, Kind, Refusal, Relation, join, mixed, samples
-from alpa_lite.step.transfer import AGAIN, ODD, Site, Transferred, counts_once, transfer, untouched
+from alpa_lite.step.transfer_functions import AGAIN, ODD, Site, Transferred, counts_once, transfer, untouched
 from alpa_lite.step.while_guard import same_while_guard
 
 TRANSFER_MODULES = (transfer_indexing, transfer_layout)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alpa_lite.graph.equations import Equation, GraphWithEquations
-from alpa_lite.graph.ir import Graph, Op
+from alpa_lite.program.equations import Equation, GraphWithEquations
+from alpa_lite.program.ir import Graph, Op
 from alpa_lite.step.interpreter import BodyMarks, Marks
 
 _Body = tuple[Graph, tuple[Equation, ...]]

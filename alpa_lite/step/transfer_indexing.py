@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alpa_lite.rules.elementwise import ints
-from alpa_lite.rules.graph_facts import rule_of_op
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind
 from alpa_lite.step.relations import (
     MAX,
@@ -28,7 +28,7 @@ from alpa_lite.step.relations import (
     same_blocks,
     samples,
 )
-from alpa_lite.step.transfer import (
+from alpa_lite.step.transfer_functions import (
     AGAIN,
     MIXES,
     ORDERS,

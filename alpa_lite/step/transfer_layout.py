@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from math import prod
 
 from alpa_lite.step.relations import Fact, Kind, Own, Relation, samples
-from alpa_lite.step.transfer import (
+from alpa_lite.step.transfer_functions import (
     AGAIN,
     MIXES,
     ODD,

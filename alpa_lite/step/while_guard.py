@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alpa_lite.graph.ir import Graph, Op
-from alpa_lite.graph.wiring import wiring_of
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.wiring import wiring_of
 
 
 def same_while_guard(op: Op) -> bool:

@@ -19,22 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.graph.phases import StepGraph
-from alpa_lite.graph.recomputation import read_originals_across
+from alpa_lite.inter_op.assembly import assemble, inflows_between
+from alpa_lite.inter_op.joint.what_would_fit import show_bytes
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.layers import Layers, make_layers
-from alpa_lite.mesh import LogicalMesh, Submesh, place
-from alpa_lite.plan import Plan
-from alpa_lite.planners.placed_stage import PlacedStage
-from alpa_lite.planners.planner import (
-    Planner,
-    PlanRequest,
-    assemble,
-    inflows_between,
-)
-from alpa_lite.planners.relax import show_bytes
+from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.plan.plan import Plan
+from alpa_lite.planners.planner import Planner
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import OneFOneB, Schedule, peak_in_flight, simulate
-from alpa_lite.strategies import AxisRole, Restriction, Split
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh, place
+from alpa_lite.step.layers import Layers, make_layers
+from alpa_lite.step.recomputation import read_originals_across
 
 FORCED_BATCH = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.TENSOR},

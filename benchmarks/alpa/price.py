@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import alpa_lite as al
-from alpa_lite.api import TracedFunction
+from alpa_lite.api.parallelize import TracedFunction
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Auto
 from alpa_lite.planners.planner import Planner
-from alpa_lite.progress import Progress
 from benchmarks.alpa.cases import Case
 from benchmarks.alpa.fixed_plans import XLA, FixedPlan, Software
 from benchmarks.requests import request_of

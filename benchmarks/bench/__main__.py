@@ -12,12 +12,12 @@ import jax
 from rich.console import Console
 
 import alpa_lite as al
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.cli.child_process import run_module
 from alpa_lite.cli.command import Screen, ended, writing
-from alpa_lite.cli.process import run_module
 from alpa_lite.errors import PlanError
-from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.inspection.tables import render
-from alpa_lite.runtime.calibrate import calibrate
+from alpa_lite.inspection.text.tables import render
+from alpa_lite.runtime.calibrate.calibrate import calibrate
 from benchmarks.bench.chart import ChartError, check_matplotlib, draw
 from benchmarks.bench.contenders import named_contenders
 from benchmarks.bench.measured import measured_rows

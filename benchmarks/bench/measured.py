@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.runtime.function import CompiledFunction, flatten_arguments
+from alpa_lite.runtime.execute.function import CompiledFunction, flatten_arguments
 from benchmarks.bench.planned import Entry, Say, same_plan
 from benchmarks.bench.row import Row
 from benchmarks.bench.targets import Target

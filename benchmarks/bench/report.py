@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from alpa_lite.inspection.tables import Table
-from alpa_lite.inspection.units import show_bytes, show_milliseconds, show_percent, show_ratio, show_seconds
+from alpa_lite.inspection.text.tables import Table
+from alpa_lite.text import show_bytes, show_milliseconds, show_percent, show_ratio, show_seconds
 from benchmarks.bench.row import Environment, Row
 from benchmarks.bench.verdict import Verdict, verdict
 

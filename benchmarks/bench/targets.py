@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import PlanError
-from alpa_lite.user_step import load_example
 from benchmarks.alpa.cases import CASES, PUBLISHED, Case
 from benchmarks.models.batches import Model, draw_batch
 from benchmarks.models.bert import BERT

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 
-from alpa_lite.inspection.doctor import virtual_cpu_environment
+from alpa_lite.api.doctor import virtual_cpu_environment
 from benchmarks import collectives
 from benchmarks.collectives import ALGORITHMS, AXIS, executed_messages, on_mesh
 

@@ -4,7 +4,7 @@ import pytest
 
 from alpa_lite.cli.blame import blamed
 from alpa_lite.cli.command import Exit, ended
-from alpa_lite.user_step import load_example
+from alpa_lite.cli.user_step import load_example
 
 
 @pytest.fixture

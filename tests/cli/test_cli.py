@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite import cli, plan_cache
-from alpa_lite.cli import benchmark, machine, solving
+from alpa_lite import cli
+from alpa_lite.api import plan_cache
+from alpa_lite.cli import benchmark_commands, machine_commands, solve_command
 from alpa_lite.cli.command import Exit
-from alpa_lite.runtime import fingerprint as fingerprints
-from alpa_lite.user_step import load_example
+from alpa_lite.cli.user_step import load_example
+from alpa_lite.runtime.calibrate import device_fingerprint as fingerprints
 from tests.cli.schema import documented
 from tests.cli.steps import step_module
-from tests.runtime.test_calibrate import simulate
+from tests.runtime.calibrate.test_calibrate import simulate
 
 MODULE = (
     step_module(layers=4, width=64, samples=32)
@@ -244,7 +245,7 @@ def test_calibrate_writes_where_local_cluster_looks(calibrated, tmp_path, monkey
 
 def test_calibrate_virtual_devices_in_a_process_of_its_own(monkeypatch):
     calls = []
-    monkeypatch.setattr(machine, "run_module", lambda *started: calls.append(started) or 0)
+    monkeypatch.setattr(machine_commands, "run_module", lambda *started: calls.append(started) or 0)
     assert cli.main(["calibrate", "--devices", "4", "--seconds", "9", "--out", "mine.json", "--json"]) == 0
     ((name, words, environment),) = calls
     assert (name, words) == ("alpa_lite.cli", ["calibrate", "--seconds", "9.0", "--out", "mine.json", "--json"])
@@ -355,7 +356,7 @@ def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, c
         read('{"steps": 5}')
         return 3
 
-    monkeypatch.setattr(benchmark, "run_module", fake)
+    monkeypatch.setattr(benchmark_commands, "run_module", fake)
     assert cli.main([name, "--steps", "5", "--json"]) == 3
     assert calls == [(f"benchmarks.{name}", ["--steps", "5", "--json"])]
     assert json.loads(capsys.readouterr().out) == {"schema": f"alpa-lite/{name}", "version": 1, "steps": 5}
@@ -467,8 +468,8 @@ def test_solve_ends_with_the_best_so_far_on_interrupt(tmp_path, monkeypatch):
 
         return solve_file_of_package(*args, control=interrupted, **kwargs)
 
-    solve_file_of_package = solving.solve_file
-    monkeypatch.setattr(solving, "solve_file", solve_file)
+    solve_file_of_package = solve_command.solve_file
+    monkeypatch.setattr(solve_command, "solve_file", solve_file)
     handler = signal.getsignal(signal.SIGINT)
     assert cli.main(["solve", str(path), "--solver", "search", "--timeout", "600", "--out", str(out)]) == 0
     assert signal.getsignal(signal.SIGINT) is handler

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from alpa_lite.inspection.doctor import virtual_environment
+from alpa_lite.api.doctor import virtual_environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -57,7 +57,7 @@ def agreements(number: int) -> None:
     """As many of each kind."""
     import jax
 
-    from alpa_lite.runtime.job.agreement import agreed_data, everywhere, meet, same_everywhere
+    from alpa_lite.runtime.job.consensus import agreed_data, everywhere, meet, same_everywhere
 
     kinds: list[Any] = [
         lambda i: agreed_data({"number": i} if jax.process_index() == 0 else None) == {"number": i},
@@ -109,7 +109,7 @@ def saves(number: int) -> None:
     import jax
     import numpy as np
 
-    from alpa_lite.runtime.job.agreement import agreed_data
+    from alpa_lite.runtime.job.consensus import agreed_data
 
     folder = sys.argv[3] if len(sys.argv) > 3 else tempfile.mkdtemp()
     folder = str(agreed_data(folder))

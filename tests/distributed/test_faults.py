@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.inspection.doctor import virtual_environment
-from alpa_lite.runtime.job.agreement import differences
+from alpa_lite.api.doctor import virtual_environment
+from alpa_lite.runtime.job.consensus import differences
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
 from tests.distributed.launched import ROOT, run
 

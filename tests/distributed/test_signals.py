@@ -87,7 +87,7 @@ import sys
 import jax, jax.numpy as jnp
 import psutil
 import alpa_lite as al
-from alpa_lite.progress import Progress
+from alpa_lite.plan.progress import Progress
 
 def follow(progress):
     if "stages" in progress.phases and psutil.Process().children():

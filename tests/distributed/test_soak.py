@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alpa_lite.inspection.doctor import virtual_environment
+from alpa_lite.api.doctor import virtual_environment
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID, free_port
 from tests.distributed.launched import ROOT
 

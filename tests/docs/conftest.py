@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.inspection.doctor import virtual_cpu_environment
+from alpa_lite.api.doctor import virtual_cpu_environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from alpa_lite.inspection.doctor import virtual_cpu_environment
+from alpa_lite.api.doctor import virtual_cpu_environment
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "clusters").glob("*.md"))

@@ -13,8 +13,8 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Auto, Hybrid
-from alpa_lite.rematerialise import Remat
 from alpa_lite.schedule import GPipe
+from alpa_lite.step.rematerialisation import Remat
 from benchmarks.models.gpt import GPT
 from benchmarks.models.mlp import MLP
 from tests.end_to_end import cases

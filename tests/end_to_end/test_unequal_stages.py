@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.lower import program
+from alpa_lite.lower import instructions
 from alpa_lite.planners import Auto, Hybrid
-from alpa_lite.runtime.crossing import Launched, Message
-from alpa_lite.runtime.transfer import Transfer
+from alpa_lite.runtime.execute.crossing import Launched, Message
+from alpa_lite.runtime.execute.run_transfers import Transfer
 from cost_models.cluster import HostGroup
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
 from tests.end_to_end.collectives import handed_over, planned
@@ -85,7 +85,7 @@ def test_stages_send_what_the_program_says(
 ) -> None:
     """Spread, even small values cross once and are gathered by the stage that receives them."""
     if spread:
-        monkeypatch.setattr(program, "plan_transfer", partial(program.plan_transfer, direct_bytes=-1))
+        monkeypatch.setattr(instructions, "plan_transfer", partial(instructions.plan_transfer, direct_bytes=-1))
     training = Training(model="mlp", optimizer="momentum+clip")
     step = al.parallelize(training.step(), cluster=eager_cluster(), planner=planner, num_microbatches=2)
     executor = step.compiled(training.start(), make_batch(MODELS["mlp"], 0), jax.random.key(0)).executor

@@ -11,18 +11,18 @@ import jax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.graph.ir import Graph
-from alpa_lite.intra_op.build import Builder
-from alpa_lite.intra_op.catalogue import Catalogue
+from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.layers import make_layers
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.pricing import Pricer
-from alpa_lite.rules.graph_facts import rule_of_op
-from alpa_lite.sharding import Spec
-from alpa_lite.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.program.ir import Graph
+from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import make_layers
 from tests.golden.alpha_beta import AlphaBeta
 from tests.golden.models import Program
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alpa_lite.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import Restriction, Split
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import bert_layers, tied_embedding
 from tests.golden.search import DATA_AND_MODEL, Found, gradients, search

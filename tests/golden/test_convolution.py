@@ -7,7 +7,7 @@ from math import prod
 import jax
 import pytest
 
-from alpa_lite.strategies import Split
+from alpa_lite.intra_op.strategies import Split
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import convolutions, depthwise_convolutions
 from tests.golden.search import DATA_AND_MODEL, data_parallel, search

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from alpa_lite.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import Restriction, Split
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import Program, mlp
 from tests.golden.search import DATA_AND_MODEL, Found, data_parallel, gradients, search

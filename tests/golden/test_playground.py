@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from alpa_lite.strategies import FREE_CHOICE, Restriction
+from alpa_lite.intra_op.strategies import FREE_CHOICE, Restriction
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import Program, array, attention_forward, linear_network, whole
 from tests.golden.search import DATA_AND_MODEL, data_parallel, search

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.graph.ir import Value
-from alpa_lite.intra_op.catalogue import Catalogue
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.pricing import Pricer
-from alpa_lite.sharding import Spec, local_shape, num_shards
-from alpa_lite.strategies import FREE_CHOICE
+from alpa_lite.intra_op.strategies import FREE_CHOICE
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.program.ir import Value
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec, local_shape, num_shards
 from tests.golden.alpha_beta import AlphaBeta
 
 SHAPE = (12, 12)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.sharding import Spec
+from alpa_lite.sharding.specs import Spec
 from benchmarks.models.mlp import MLP
 from benchmarks.models.train import init_state, make_optimizer, make_train_step
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.inspection.parameters import arguments_of, group_arguments
-from alpa_lite.inspection.units import read_bytes
-from alpa_lite.mesh import LogicalMesh, Submesh
-from alpa_lite.plan import ArrayShape
-from alpa_lite.sharding import Spec
-from tests.inspection.test_html import HOSTILE, with_hostile_name
+from alpa_lite.inspection.text.parameter_groups import arguments_of, group_arguments
+from alpa_lite.plan.plan import ArrayShape
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import read_bytes
+from tests.inspection.page.test_html import HOSTILE, with_hostile_name
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 

@@ -11,7 +11,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.cli import main
-from alpa_lite.inspection.timeline import predicted_timeline
+from alpa_lite.inspection.text.timeline import predicted_timeline
 from alpa_lite.planners.by_name import PLANNERS
 from tests.inspection.extremes import CLUSTERS, EXTREMES, VERY_MANY, Extreme
 from tests.inspection.markup import parse

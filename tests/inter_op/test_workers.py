@@ -13,7 +13,7 @@ import alpa_lite as al
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op import workers as module
 from alpa_lite.inter_op.workers import Likely, Workers, num_workers
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import Auto
 from benchmarks.alpa.cases import CASES
 from benchmarks.requests import request_of

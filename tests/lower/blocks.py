@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.lower.local import LocalOp, bind_local
+from alpa_lite.lower.local.run_local import LocalOp, bind_local
 from alpa_lite.rules import FactorKind, Rule
-from alpa_lite.sharding import Spec
+from alpa_lite.sharding.specs import Spec
 from tests.rules.row import Case
 
 TOLERANCE = 1e-5

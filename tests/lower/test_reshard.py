@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from alpa_lite.lower.emit import boundary_spec, move
-from alpa_lite.sharding import Spec
-from alpa_lite.walks import reshard
-from tests.test_sharding import all_specs
+from alpa_lite.lower.emission import boundary_spec, move
+from alpa_lite.sharding.reshard import reshard
+from alpa_lite.sharding.specs import Spec
+from tests.sharding.test_specs import all_specs
 
 MESHES = [{"x": 8}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}]
 SHAPE = (8, 16)

@@ -12,15 +12,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import alpa_lite as al
-from alpa_lite.inspection.units import show_percent, show_seconds
-from alpa_lite.layers import natural_cut
+from alpa_lite.inter_op.joint.microbatch_counts import microbatch_numbers
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import MANUAL_PLANNERS, Auto, Hybrid, Pipeline
-from alpa_lite.planners.numbers import microbatch_numbers
-from alpa_lite.planners.planner import Planner, PlanRequest
-from alpa_lite.progress import Progress
-from alpa_lite.rematerialise import Remat
+from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import EagerOneFOneB, GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1
-from alpa_lite.sharding import Spec
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import natural_cut
+from alpa_lite.step.rematerialisation import Remat
+from alpa_lite.text import show_percent, show_seconds
 from cost_models.cluster import Cluster, HostGroup
 from tests.end_to_end.transformers import WIDE, Training, traced
 from tests.inter_op.test_stage_costs import chain_step

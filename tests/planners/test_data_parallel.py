@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.graph.ir import Value
 from alpa_lite.planners import DataParallel
 from alpa_lite.planners.data_parallel import buckets
+from alpa_lite.program.ir import Value
 from benchmarks.requests import request_of
 from cost_models.backend import Backend
 from tests.end_to_end.cases import assert_same, eager_cluster

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inspection.tables import alternatives_table
+from alpa_lite.inspection.text.tables import alternatives_table
 from alpa_lite.planners import Auto, GridSearch, Hybrid
 from alpa_lite.planners.grid_search import factorisations, microbatch_sizes
 from benchmarks.models.feed_forward import Experts
@@ -65,7 +65,7 @@ def test_the_others_can_be_saved_and_read(tmp_path: Any) -> None:
     found = _traced().plan(cluster=eager_cluster(), planner=GridSearch(max_model=2), num_microbatches=2).last_plan
     found.save(tmp_path / "plan.json")
     assert al.Plan.load(tmp_path / "plan.json") == found
-    from alpa_lite.inspection.tables import plan_summary
+    from alpa_lite.inspection.text.tables import plan_summary
 
     json.dumps(plan_summary(found), allow_nan=False)
 

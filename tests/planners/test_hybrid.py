@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
+from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.planners import FSDP, Hybrid, Megatron, Planner
 from alpa_lite.planners.hybrid import submeshes_of
-from alpa_lite.planners.planner import PlanRequest
 from alpa_lite.schedule import OneFOneB, ZeroBubbleH1
 from benchmarks.requests import request_of
 from tests.end_to_end.transformers import WIDE, Training, plan, traced

@@ -11,11 +11,11 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.errors import AlpaLiteError, BatchError, InfeasibleError
-from alpa_lite.graph.phases import StepGraph
 from alpa_lite.inter_op.workers import Likely, Workers
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.planners import FSDP, Auto, Pipeline, Planner, PlanRequest, Zero
 from alpa_lite.planners.manual import ManualPlans
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.schedule import GPipe, Interleaved1F1B, ZeroBubbleH1
 from benchmarks.requests import request_of
 from tests.end_to_end.cases import MODELS, Training, make_batch

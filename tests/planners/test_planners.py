@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.graph.phases import Phase
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.plan.walk import free_values
 from alpa_lite.planners import (
     FSDP,
     MANUAL_PLANNERS,
@@ -30,10 +31,9 @@ from alpa_lite.planners import (
     Planner,
     Zero,
 )
-from alpa_lite.planners.planner import PlanRequest
+from alpa_lite.program.phases import Phase
 from alpa_lite.schedule import GPipe, Interleaved1F1B, OneFOneB, Schedule, TaskKind, simulate
-from alpa_lite.sharding import divides
-from alpa_lite.spmd import free_values
+from alpa_lite.sharding.specs import divides
 from benchmarks.models.gpt import GPT
 from cost_models.cluster import Cluster
 from tests.end_to_end.cases import MODELS, PLANNERS, Training, eager_cluster, make_batch

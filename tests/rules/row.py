@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.graph.from_jaxpr import from_jaxpr
 from alpa_lite.rules import OpView, Rule, rule_of
+from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.graph.from_jaxpr import from_jaxpr
-from alpa_lite.graph.ir import Graph
+from alpa_lite.program.ir import Graph
 from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 
 def _graph(fun: Callable[..., Any], batch_size: int) -> Graph:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite.graph import from_jaxpr
 from alpa_lite.rules import known_primitives
+from alpa_lite.trace import from_jaxpr
 from tests.rules.opaque import OPAQUE
 
 ROOT = Path(__file__).parents[2]

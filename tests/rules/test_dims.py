@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.graph.phases import StepGraph
+from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dims import DimClasses
 
 

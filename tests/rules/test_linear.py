@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite.graph.ir import Value
+from alpa_lite.program.ir import Value
 from alpa_lite.rules import OpView, rule_of
 from tests.rules.row import names
 from tests.rules.rows import ROWS

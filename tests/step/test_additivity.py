@@ -12,8 +12,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite import planners
 from alpa_lite.errors import NonAdditiveError
-from alpa_lite.microbatch import split_step
-from alpa_lite.trace import trace
+from alpa_lite.step.split import split_step
+from alpa_lite.trace.trace import trace
 from tests.end_to_end.programs import PROGRAMS
 from tests.step.claims import check_claims
 

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
-from alpa_lite.intra_op.solvers.flat import Flat, kernel, usage_of
+from alpa_lite.intra_op.solvers.flat_problem import Flat, kernel, usage_of
 from alpa_lite.intra_op.solvers.solver import no_halt
 
 _FIRST_STEP = 0.1

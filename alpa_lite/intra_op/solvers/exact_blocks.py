@@ -20,7 +20,7 @@ import numpy as np
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solvers.elimination import Elimination, cheapest_choices
-from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, usage_of
+from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, usage_of
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.solver import Control
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, evaluate
 from alpa_lite.intra_op.solvers.cost_range import cost_span
-from alpa_lite.intra_op.solvers.flat import flat_problem, with_finite_costs
+from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.solver import Clock, Control, no_halt, run_attended
 

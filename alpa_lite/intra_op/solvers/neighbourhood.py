@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
-from alpa_lite.intra_op.solvers.flat import Flat, add_usage, cost_of, kernel, overrun_of, usage_of, with_rows
+from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, kernel, overrun_of, usage_of, with_rows
 from alpa_lite.intra_op.solvers.solver import no_halt
 
 _MAX_BLOCK = 100

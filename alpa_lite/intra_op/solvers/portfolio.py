@@ -25,17 +25,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from alpa_lite.graph.kept import kept
-from alpa_lite.intra_op.parts import connected_parts
+from alpa_lite.intra_op.components import connected_parts
 from alpa_lite.intra_op.problem import Edge, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.simplify import Simplified, simplify
 from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices
 from alpa_lite.intra_op.solvers.haste import choices_in_haste
 from alpa_lite.intra_op.solvers.highs import Highs
-from alpa_lite.intra_op.solvers.peak import smallest_peak
-from alpa_lite.intra_op.solvers.prices import PricedSearch
+from alpa_lite.intra_op.solvers.memory_prices import PricedSearch
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
+from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
 from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_solution, solution_of
+from alpa_lite.program.memo import kept
 
 _PROGRAM_SHARE = 0.4
 """The part of the time that HiGHS may take before search gets its turn."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.parts import connected_parts
+from alpa_lite.intra_op.components import connected_parts
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
-from alpa_lite.intra_op.solvers.flat import Flat, add_usage, overrun_of
+from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, overrun_of
 
 
 def _costs(problem: Problem, choices: IntArray) -> tuple[FloatArray, FloatArray]:

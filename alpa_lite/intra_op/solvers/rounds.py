@@ -30,7 +30,7 @@ from alpa_lite.intra_op.simplify import Simplified, simplify
 from alpa_lite.intra_op.solvers.cost_range import cost_span, largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.exact_blocks import ExactBlocks
-from alpa_lite.intra_op.solvers.flat import Flat, flat_problem, with_finite_costs, with_rows
+from alpa_lite.intra_op.solvers.flat_problem import Flat, flat_problem, with_finite_costs, with_rows
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine

@@ -24,12 +24,12 @@ from typing import Any
 
 import jax
 
-from alpa_lite.codec import MAX_BYTES
 from alpa_lite.errors import AlpaLiteError, CheckpointError, UnusableFileWarning
-from alpa_lite.plan import Plan
+from alpa_lite.plan.codec import MAX_BYTES
+from alpa_lite.plan.plan import Plan
+from alpa_lite.runtime.checkpoint.checkpoint_folder import Folder
 from alpa_lite.runtime.checkpoint.checksums import damage
 from alpa_lite.runtime.checkpoint.file_checks import check_files
-from alpa_lite.runtime.checkpoint.folder import Folder
 from alpa_lite.runtime.checkpoint.saved_leaves import (
     Wanted,
     check_fit,
@@ -38,14 +38,14 @@ from alpa_lite.runtime.checkpoint.saved_leaves import (
     wanted,
     write_leaves,
 )
-from alpa_lite.runtime.checkpoint.trouble import agreed_trouble, reason_of
+from alpa_lite.runtime.checkpoint.shared_errors import agreed_trouble, reason_of
 from alpa_lite.runtime.checkpoint.untrusted import TooLargeError, check_size, shown
-from alpa_lite.runtime.function import CompiledFunction
+from alpa_lite.runtime.execute.function import CompiledFunction
 from alpa_lite.runtime.job.activity import busy
-from alpa_lite.runtime.job.agreement import agreed_data, everywhere
-from alpa_lite.runtime.job.ending import leaving
+from alpa_lite.runtime.job.consensus import agreed_data, everywhere
 from alpa_lite.runtime.job.launched import summary
-from alpa_lite.runtime.job.stopping import Stopping
+from alpa_lite.runtime.job.shutdown import leaving
+from alpa_lite.runtime.job.termination import Stopping
 
 _SHOWN = 3
 _SHOWN_STEPS = 20

@@ -29,7 +29,7 @@ from alpa_lite.runtime.checkpoint import disk
 from alpa_lite.runtime.checkpoint.checksums import LIST, write_checksums, write_part
 from alpa_lite.runtime.checkpoint.file_checks import check_headers
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
-from alpa_lite.runtime.checkpoint.trouble import ConsequenceError
+from alpa_lite.runtime.checkpoint.shared_errors import ConsequenceError
 
 _CHUNK_BYTES = 16 * 2**20  # the most that is read to get at a small part of a large array
 _REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
-from alpa_lite.trace import unique
+from alpa_lite.trace.trace import unique
 from cost_models.text import parse_json
 
 FORMAT = 1

@@ -27,7 +27,7 @@ def leave(code: int, reason: str) -> None:
     if "jax" in sys.modules:
         with suppress(Exception):
             from alpa_lite import _jax
-            from alpa_lite.runtime.job.ending import take_leave
+            from alpa_lite.runtime.job.shutdown import take_leave
 
             take_leave(reason)
             _jax.forget_job()

@@ -16,9 +16,9 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.job.ending import SHUTDOWN_SECONDS, Vigil, roll
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.job.launched import leave, summary
+from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Vigil, roll
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""

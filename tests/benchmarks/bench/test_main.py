@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from alpa_lite import cli
-from alpa_lite.cli import benchmark
+from alpa_lite.cli import benchmark_commands
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench import chart
 from benchmarks.bench.row import row_of_line
 from benchmarks.bench.targets import ALPA, ZOO, named_models
 from tests.cli.schema import names_of
-from tests.inspection.test_html import parse
+from tests.inspection.page.test_html import parse
 
 PRICED = [
     "--model",
@@ -136,7 +136,7 @@ def started(monkeypatch):
         return 7
 
     monkeypatch.setattr(bench, "run_module", start)
-    monkeypatch.setattr(benchmark, "run_module", start)
+    monkeypatch.setattr(benchmark_commands, "run_module", start)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from benchmarks.bench.page import activity_svg, bars_svg, page
 from tests.benchmarks.bench.conftest import ENVIRONMENT
-from tests.inspection.test_html import parse
+from tests.inspection.page.test_html import parse
 
 
 def test_the_page_is_whole_and_needs_no_network(row, auto_row):

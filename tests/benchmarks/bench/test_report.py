@@ -2,7 +2,7 @@
 
 import pytest
 
-from alpa_lite.inspection.tables import render
+from alpa_lite.inspection.text.tables import render
 from benchmarks.bench.report import activity_table, groups, plans_table, reasons_table, shares, shortened, tables
 
 

@@ -31,8 +31,8 @@ import alpa_lite as al
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.checksums import LIST
 from alpa_lite.runtime.checkpoint.record import RECORD
+from tests.plan.test_plan import planned
 from tests.runtime.checkpoint.saved_states import bits
-from tests.test_plan import planned
 
 STEP = 5
 JSON = ("leaves.json", "plan.json", "_METADATA", RECORD)

@@ -14,8 +14,8 @@ import pytest
 import alpa_lite as al
 from alpa_lite.errors import CheckpointError, UnusableFileWarning
 from alpa_lite.runtime.checkpoint import disk, lease
+from tests.plan.test_plan import planned
 from tests.runtime.checkpoint.power_loss import Recorder, Tree, unpack
-from tests.test_plan import planned
 
 
 def state(step: int) -> dict[str, Any]:

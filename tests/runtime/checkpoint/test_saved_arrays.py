@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
+from tests.plan.test_plan import planned
 from tests.runtime.checkpoint.saved_states import ROWS, global_values
-from tests.test_plan import planned
 
 ROOT = Path(__file__).parents[3]
 

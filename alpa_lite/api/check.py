@@ -1,0 +1,110 @@
+"""`check`: does a step by its plan give what `jax.jit` gives, on the devices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from alpa_lite.api.options import Options
+from alpa_lite.api.parallelize import ParallelFunction
+from alpa_lite.api.plan_cache import Cache
+from alpa_lite.errors import ExecutionError
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.progress import Progress, Say
+from alpa_lite.planners import Planner
+from alpa_lite.runtime.check.check_report import CheckReport
+from alpa_lite.runtime.check.compare import check_compiled, check_one_process
+from alpa_lite.step.split import OnNonAdditive
+from alpa_lite.trace.batch import BatchArgnums
+from cost_models.cluster import Cluster
+
+
+def check(
+    step: Callable[..., Any],
+    *args: Any,
+    planner: Planner | Plan | None = None,
+    num_microbatches: int | str | None = None,
+    cluster: Cluster | str | None = None,
+    batch_argnums: BatchArgnums = None,
+    static_argnums: int | Sequence[int] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    on_non_additive: OnNonAdditive | None = None,
+    progress: Say | Progress | None = None,
+    cache: Cache | None = None,
+    **kwargs: Any,
+) -> CheckReport:
+    """Run `step(*args, **kwargs)` under a plan and under `jax.jit`, and compare every output.
+
+    An output is fine when it is off by no more than 32 rounding steps (8 in float16, bfloat16 or below). One step is as
+    much as the output changes under `jax.jit` when each float input moves up or down by one unit in the last place, and
+    at least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal,
+    unless `jax.jit` itself changes them then. Dtypes, shapes and the structure of the outputs must agree; NaN equals
+    NaN.
+
+    The step runs once under the plan and some six times under `jax.jit`, on one device, on copies of the arguments:
+    nothing that the caller holds is touched, donated arguments included. Do it at small size.
+
+    Args:
+        step: a function, or one that `parallelize` decorated: what is not given here counts as given there.
+        args: its arguments. For a `jax.ShapeDtypeStruct` values are drawn, always the same: normal floats 0.1 wide,
+            integers of 0 and 1, booleans, and random keys.
+        planner: as for `parallelize`; a `Plan` is replayed.
+        num_microbatches: a number that divides the batch, or "auto".
+        cluster: to plan for; it must have as many devices as this process. Default: the devices of this process.
+        batch_argnums: as for `parallelize`.
+        static_argnums: as for `parallelize`.
+        donate_argnums: as for `parallelize`.
+        on_non_additive: as for `parallelize`.
+        progress: as for `parallelize`.
+        cache: as for `parallelize`.
+        kwargs: keyword arguments of the step.
+
+    Returns:
+        The report, a table when it is printed.
+
+    Raises:
+        CheckError: an output differs; the sentence names the worst ones, and `error.report` is the report.
+        ExecutionError: the cluster has another number of devices, or this process is one of several.
+        AlpaLiteError: the step cannot be traced or planned.
+    """
+    given = {
+        "planner": planner,
+        "num_microbatches": num_microbatches,
+        "cluster": cluster,
+        "batch_argnums": batch_argnums,
+        "static_argnums": static_argnums,
+        "donate_argnums": donate_argnums,
+        "on_non_additive": on_non_additive,
+        "progress": progress,
+        "cache": cache,
+    }
+    return check_step(step, args, kwargs, given)
+
+
+def check_step(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
+) -> CheckReport:
+    """`check` with the options as a mapping, in which None stands for one that is not given."""
+    check_one_process()
+    decorated = isinstance(step, ParallelFunction)
+    named = {name: value for name, value in given.items() if value is not None}
+    chosen = Options.of(**named)
+    own = step.options if decorated else Options()
+    options = replace(own, check=False, **{name: getattr(chosen, name) for name in named})
+    _check_runs_here(options.cluster)
+    function = ParallelFunction(step.fun if decorated else step, options)
+    return check_compiled(function.trace(*args, **kwargs).plan().lower().compile(), args, kwargs)
+
+
+def _check_runs_here(cluster: Cluster | None) -> None:
+    """Raise `ExecutionError` for a cluster of another number of devices than this process has."""
+    here = len(jax.devices())
+    if cluster is not None and cluster.num_devices != here:
+        raise ExecutionError(
+            f"A check runs the step, but {cluster.name} has {cluster.num_devices} devices and this process {here}. "
+            "Leave cluster out or give al.local_cluster(), or check with as many virtual CPU devices (`alpa-lite "
+            f"check --devices {cluster.num_devices}`, or the variables that `alpa-lite doctor` prints)."
+        )

@@ -1,0 +1,250 @@
+"""Is this machine ready: versions, devices, the solver, flags that hurt, virtual CPU devices, and a self-test."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import pulp
+
+from alpa_lite import _jax
+from alpa_lite.api.self_test import SelfTest, self_test
+from alpa_lite.errors import UnusableFileWarning
+from alpa_lite.inspection.text.tables import Table, render
+from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, path_for
+from alpa_lite.runtime.calibrate.local_cluster import local_cluster
+
+PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "networkx", "rich", "pyyaml", "optax")
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_WARN_STUCK = "--xla_cpu_collective_call_warn_stuck_timeout_seconds"
+_TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences.
+
+    `calibration` says where the description of these devices comes from, `compilation_cache` where JAX
+    keeps executables. `self_test` is None where it was left out.
+    """
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    solver_seconds: float
+    solver_error: str
+    settings: dict[str, str]
+    calibration: str
+    compilation_cache: str
+    advice: tuple[str, ...]
+    self_test: SelfTest | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether planning works here, and running where that was tested."""
+        return not self.solver_error and not (self.self_test is not None and self.self_test.error)
+
+    def __str__(self) -> str:
+        solver = self.solver_error or f"solves a tiny integer program in {1e3 * self.solver_seconds:.0f} ms"
+        rows = [
+            *self.versions.items(),
+            *((f"device {i}", device) for i, device in enumerate(self.devices)),
+            ("HiGHS", solver),
+            *self.settings.items(),
+            ("calibration", self.calibration),
+            ("compilation cache", self.compilation_cache),
+            *([("self-test", str(self.self_test))] if self.self_test is not None else []),
+        ]
+        table = Table(title="This machine", columns=("what", "found"), rows=tuple(rows))
+        return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "healthy": self.healthy}
+
+
+def diagnose(*, test: bool = True) -> Diagnosis:
+    """Look at this process: its packages, its devices (this starts JAX), the solver and the environment.
+
+    `test`: also plan and run a small step, which takes some seconds.
+    """
+    devices = tuple(f"{device.platform} {device.device_kind}" for device in jax.devices())
+    start = time.perf_counter()
+    error = solver_error()
+    elapsed = time.perf_counter() - start
+    calibration, unusable = calibration_found()
+    return Diagnosis(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        devices=devices,
+        solver_seconds=elapsed,
+        solver_error=error,
+        settings={name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if name in os.environ},
+        calibration=calibration,
+        compilation_cache=compilation_cache(),
+        advice=(
+            *filter(None, [error, unusable]),
+            *device_advice(devices, os.environ),
+            *flag_advice(os.environ, {name: getattr(jax.config, name, None) for name in _HARMFUL_CONFIG}),
+        ),
+        self_test=self_test() if test else None,
+    )
+
+
+_HARMFUL_CONFIG: Mapping[str, tuple[Sequence[object], str]] = {
+    "jax_disable_jit": ((True,), "nothing is compiled, so that steps cannot be parallelized"),
+    "jax_debug_nans": ((True,), "every step waits for its values and keeps its inputs"),
+    "jax_debug_infs": ((True,), "every step waits for its values and keeps its inputs"),
+    "jax_check_tracer_leaks": ((True,), "tracing takes many times as long"),
+    "jax_enable_x64": ((True,), "numbers without a type take 8 bytes, and matrix units do not multiply float64"),
+    "jax_default_matmul_precision": (
+        ("highest", "float32", "BF16_BF16_F32_X9", "F32_F32_F32"),
+        "matrix products of float32 run at a fraction of the speed",
+    ),
+    "jax_transfer_guard": (
+        ("disallow", "disallow_explicit", "log", "log_explicit"),
+        "moving arrays is refused or told",
+    ),
+}
+"""Options of JAX that hurt: their values that do, and how."""
+
+_HARMFUL_FLAGS: Mapping[str, str] = {
+    "--xla_backend_optimization_level=0": "code is not optimised",
+    "--xla_disable_hlo_passes": "code is not optimised as it should be",
+    "--xla_dump_to": "every program is written to disk",
+    "--xla_gpu_deterministic_ops=true": "faster kernels are left out",
+    "--xla_gpu_exclude_nondeterministic_ops=true": "faster kernels are left out",
+    "--xla_gpu_autotune_level=0": "kernels are not chosen by measuring them",
+    "--xla_gpu_enable_latency_hiding_scheduler=false": "collectives are not hidden behind work",
+    "--xla_cpu_multi_thread_eigen=false": "each program runs on one core",
+}
+"""Flags in XLA_FLAGS that hurt, and how."""
+
+_HARMFUL_VARIABLES: Mapping[str, tuple[str, str]] = {
+    "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every array is allocated by the driver, which is slow"),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": ("false", "memory fragments, so that plans near the limit may not fit"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
+    "NCCL_P2P_DISABLE": ("1", "devices of a host exchange data through its memory"),
+}
+"""Environment variables that hurt: their value that does, and how."""
+
+
+def flag_advice(environment: Mapping[str, str], config: Mapping[str, object]) -> tuple[str, ...]:
+    """Settings of JAX, of XLA and of the environment that cost time or memory, each with how and what to do."""
+    found = [
+        f"{name} is {config[name]!r}: {how}. Leave it out unless you are after a fault."
+        for name, (values, how) in _HARMFUL_CONFIG.items()
+        if config.get(name) in values
+    ]
+    flags = environment.get("XLA_FLAGS", "").split()
+    for flag, how in _HARMFUL_FLAGS.items():
+        found += [f"XLA_FLAGS has {given}: {how}. Take it out." for given in flags if given.startswith(flag)]
+    for name, (value, how) in _HARMFUL_VARIABLES.items():
+        if environment.get(name, "").lower() == value:
+            found.append(f"{name} is {value}: {how}. Unset it.")
+    return tuple(found)
+
+
+def compilation_cache() -> str:
+    """Where JAX keeps compiled executables for the next start, or how to have it do so."""
+    folder = _jax.compilation_cache_folder()
+    if not folder:
+        return "off; jax.config.update('jax_compilation_cache_dir', folder) before the first step turns it on"
+    least = getattr(jax.config, "jax_persistent_cache_min_compile_time_secs", 0.0)
+    return f"{folder}, for what takes {least:g} s or more to compile (jax_persistent_cache_min_compile_time_secs)"
+
+
+def calibration_found() -> tuple[str, str]:
+    """Where `local_cluster()` takes these devices' description from, and what is wrong with it (mostly empty)."""
+    path = path_for(fingerprint(jax.devices()))
+    if not path.exists():
+        return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UnusableFileWarning)
+        local_cluster()
+    unusable = [str(each.message) for each in told if issubclass(each.category, UnusableFileWarning)]
+    return (f"{path} cannot be used", unusable[0]) if unusable else (str(path), "")
+
+
+def solver_error() -> str:
+    """Solve max x + 2y with x + y <= 1.5 in whole numbers; empty when the answer is right, else what went wrong."""
+    remedy = "Reinstall the solver: pip install --force-reinstall highspy 'pulp<4'."
+    try:
+        problem = pulp.LpProblem("doctor", pulp.LpMaximize)
+        x, y = (problem.add_variable(name, 0, 1, pulp.LpInteger) for name in "xy")
+        problem += x + 2 * y
+        problem += x + y <= 1.5
+        status = problem.solve(pulp.HiGHS(msg=False))
+        right = status == pulp.LpStatusOptimal and round(pulp.value(problem.objective)) == 2
+    except Exception as error:  # any failure of the solver or of its package is what this function is to report
+        return f"HiGHS does not run: {error}. {remedy}"
+    return "" if right else f"HiGHS runs but gives a wrong answer (status {status}). {remedy}"
+
+
+def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
+    """Environment variables for `num_devices` virtual CPU devices that cannot hang; set them before JAX starts.
+
+    XLA's CPU client must have more threads than device tasks in flight (NPROC), and a collective that is stuck all
+    the same ends the process with a message instead of waiting for ever.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": str(4 * num_devices),
+        "XLA_FLAGS": f"{_DEVICE_COUNT}={num_devices} {_WARN_STUCK}=5 {_TERMINATE_STUCK}=20",
+    }
+
+
+def steady_memory_environment() -> dict[str, str]:
+    """Environment variables under which timings on CPU compare plans, not what the C library does with freed memory.
+
+    glibc gives large arrays back to the system and pages them in again at the next step, which costs a step of tens of
+    milliseconds up to half of its time, more or less by chance. Other C libraries do not read these variables.
+    """
+    return {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
+
+
+def virtual_environment(num_devices: int) -> dict[str, str]:
+    """This environment, with so many virtual CPU devices and steady timings: for a new process."""
+    return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
+
+
+def device_advice(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What to change about the devices: how to get virtual ones, and settings under which they cannot hang."""
+    if not all(device.startswith("cpu") for device in devices):
+        return ()
+    wanted = virtual_cpu_environment(max(8, len(devices)))
+    if len(devices) == 1:
+        return (
+            "JAX sees one CPU device. Plans for described clusters work (al.cluster); to run plans here, start Python "
+            f'with XLA_FLAGS="{wanted["XLA_FLAGS"]}" NPROC={wanted["NPROC"]}.',
+        )
+    advice: list[str] = []
+    threads = environment.get("NPROC", "")
+    if not re.fullmatch(r"\d+", threads) or int(threads) < 4 * len(devices):
+        given = threads or f"not set ({os.cpu_count()} processors)"
+        advice.append(
+            f"NPROC is {given}: with {len(devices)} virtual devices XLA's thread pool can run full and hang. "
+            f"Start Python with NPROC={4 * len(devices)}."
+        )
+    if _TERMINATE_STUCK not in environment.get("XLA_FLAGS", ""):
+        advice.append(
+            f"A stuck collective would wait for a long time: add {_TERMINATE_STUCK}=20 to XLA_FLAGS to get an error."
+        )
+    return tuple(advice)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,119 @@
+"""The options of `parallelize`, checked, and what is made of the values that users give for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_args
+
+from alpa_lite.api.plan_cache import Cache
+from alpa_lite.errors import PlanError
+from alpa_lite.inter_op.plan_request import OnInterrupt
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.progress import Progress, Say
+from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.replay import Replay
+from alpa_lite.runtime.calibrate.local_cluster import local_cluster
+from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
+from alpa_lite.schedule.tasks import MOST_MICROBATCHES
+from alpa_lite.step.split import OnNonAdditive
+from alpa_lite.trace.batch import BatchArgnums
+from cost_models.cluster import Cluster, load_cluster
+
+Chosen = TypeVar("Chosen", bound=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `parallelize`; see there."""
+
+    cluster: Cluster | None = None
+    planner: Planner = field(default_factory=Auto)
+    num_microbatches: int | str = "auto"
+    donate_argnums: int | tuple[int, ...] = ()
+    static_argnums: int | tuple[int, ...] = ()
+    batch_argnums: BatchArgnums = None
+    on_non_additive: OnNonAdditive = "refuse"
+    progress: Progress = field(default_factory=Progress)
+    cache: Cache = True
+    watchdog_seconds: float | None = WATCHDOG_SECONDS
+    on_hang: OnHang = "auto"
+    on_interrupt: OnInterrupt = "raise"
+    check: bool = False
+
+    @staticmethod
+    def of(
+        *,
+        cluster: Cluster | str | None = None,
+        planner: Planner | Plan | None = None,
+        num_microbatches: int | str = "auto",
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        batch_argnums: BatchArgnums = None,
+        on_non_additive: OnNonAdditive = "refuse",
+        progress: Say | Progress | None = None,
+        cache: Cache = True,
+        watchdog_seconds: float | None = WATCHDOG_SECONDS,
+        on_hang: OnHang = "auto",
+        on_interrupt: OnInterrupt = "raise",
+        check: bool = False,
+    ) -> Options:
+        """The options as users give them. Raises `PlanError` for one that has no such value."""
+        return Options(
+            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            planner=planner_of(planner),
+            num_microbatches=check_microbatches(num_microbatches),
+            donate_argnums=as_numbers(donate_argnums),
+            static_argnums=as_numbers(static_argnums),
+            batch_argnums=batch_argnums,
+            on_non_additive=_checked("on_non_additive", on_non_additive, OnNonAdditive),
+            progress=Progress.of(progress),
+            cache=cache,
+            watchdog_seconds=_patience(watchdog_seconds),
+            on_hang=_checked("on_hang", on_hang, OnHang),
+            on_interrupt=_checked("on_interrupt", on_interrupt, OnInterrupt),
+            check=check,
+        )
+
+
+def planner_of(value: Planner | Plan | None) -> Planner:
+    """The planner that was given, `Auto` where none was; a saved plan is replayed."""
+    if isinstance(value, Plan):
+        return Replay(saved=value)
+    return value if value is not None else Auto()
+
+
+def cluster_of(value: Cluster | str | None) -> Cluster:
+    """The cluster that was given, or its name; the devices of this process where none was."""
+    named = load_cluster(value) if isinstance(value, str) else value
+    return named if named is not None else local_cluster()
+
+
+def check_microbatches(value: int | str) -> int | str:
+    """A number of micro-batches that a step can run, or "auto". Raises `PlanError` for anything else."""
+    if value == "auto":
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_MICROBATCHES:
+        return value
+    raise PlanError(
+        f'num_microbatches={value!r} was given; it must be a whole number from 1 to {MOST_MICROBATCHES} or "auto".'
+    )
+
+
+def _checked(name: str, value: Chosen, values: Any) -> Chosen:
+    if value not in get_args(values):
+        allowed = " or ".join(f'"{each}"' for each in get_args(values))
+        raise PlanError(f"{name}={value!r} was given; it must be {allowed}.")
+    return value
+
+
+def _patience(seconds: float | None) -> float | None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is None or (is_number and seconds > 0):
+        return seconds
+    raise PlanError(f"watchdog_seconds={seconds!r} was given; it must be a positive number of seconds, or None.")
+
+
+def as_numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+    """One number or several, as a tuple."""
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,444 @@
+"""The public pipeline: decorate, trace, plan, lower, compile, call.
+
+    parallelize(fn).trace(*args)  ->  TracedFunction      shapes, pytrees, batch
+                   .plan(...)     ->  PlannedFunction     a Plan for a cluster
+                   .lower()       ->  LoweredFunction     a Program
+                   .compile()     ->  CompiledFunction    executables on devices; call it like fn
+
+Each value prints itself. Calling the decorated function does all of it on the first call with new shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.api.call_key import CallKey, Static, difference, form_of, key_of_call, static_values
+from alpa_lite.api.job import check_same_program, planned_together
+from alpa_lite.api.options import Options as Options
+from alpa_lite.api.options import as_numbers, check_microbatches, cluster_of, planner_of
+from alpa_lite.api.plan_cache import Cache
+from alpa_lite.errors import AlpaLiteError, BatchError, NonAdditiveError
+from alpa_lite.inter_op.plan_request import OnInterrupt
+from alpa_lite.lower.instructions import Program, build_program
+from alpa_lite.lower.plan_fits import check_fits
+from alpa_lite.lower.planned_step import as_planned
+from alpa_lite.plan.plan import BatchDims, Plan
+from alpa_lite.plan.progress import Progress, Say
+from alpa_lite.planners import Planner, PlanRequest
+from alpa_lite.runtime.calibrate.calibrate import Calibration as Calibration
+from alpa_lite.runtime.calibrate.calibrate import calibrate as calibrate
+from alpa_lite.runtime.calibrate.local_cluster import local_cluster as local_cluster
+from alpa_lite.runtime.check.check_report import CheckReport as CheckReport
+from alpa_lite.runtime.check.compare import check_compiled
+from alpa_lite.runtime.checkpoint.checkpoints import Checkpoints as Checkpoints
+from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, Executor, OnHang
+from alpa_lite.runtime.execute.function import (
+    CompiledFunction,
+    compiling,
+    flatten_arguments,
+    refuse_shapes,
+    refuse_tracing,
+    with_own_constants,
+)
+from alpa_lite.runtime.execute.initial import init_sharded as init_sharded
+from alpa_lite.runtime.execute.measure import step_seconds
+from alpa_lite.runtime.job.activity import busy
+from alpa_lite.runtime.simulate import SimulatedStep, simulate_program
+from alpa_lite.step.split import OnNonAdditive, TracedStep, split_step
+from alpa_lite.trace.batch import BatchArgnums, argument_number
+from alpa_lite.trace.trace import Traced, trace
+from cost_models.cluster import Cluster, load_cluster
+from cost_models.composed import ComposedCostModel
+
+_logger = logging.getLogger("alpa_lite")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedFunction:
+    """A step traced for one set of shapes."""
+
+    traced: Traced
+    options: Options
+    _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
+
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, likely: bool = False) -> TracedStep:
+        """The step cut into phases, remembered; see `split_step`."""
+        key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
+        if key not in self._steps:
+            with self.options.progress.during("split"), self._telling_batch():
+                self._steps[key] = split_step(
+                    self.traced,
+                    num_microbatches,
+                    loop_parts=loop_parts,
+                    on_non_additive=self.options.on_non_additive,
+                    likely=likely,
+                )
+        return self._steps[key]
+
+    @contextmanager
+    def _telling_batch(self) -> Iterator[None]:
+        """What goes wrong with micro-batches may be due to the batch that was assumed: the sentence then tells it."""
+        try:
+            yield
+        except (NonAdditiveError, BatchError) as error:
+            if self.batch is None or not self.batch.assumed:
+                raise
+            raise type(error)(f"{error} The batch is {self.batch}.") from error
+
+    def plan(
+        self,
+        *,
+        cluster: Cluster | str | None = None,
+        planner: Planner | Plan | None = None,
+        num_microbatches: int | str | None = None,
+        cache: Cache | None = None,
+    ) -> PlannedFunction:
+        """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
+        target = cluster_of(cluster if cluster is not None else self.options.cluster)
+        chosen = planner_of(planner) if planner is not None else self.options.planner
+        wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
+        request = self._request(target, check_microbatches(wanted))
+        with busy("planning"):
+            answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
+        plan = replace(answer.plan, request=request, batch=self.batch)
+        if plan.batch is not None and plan.batch.assumed:
+            _logger.info("%s: batch: %s", self.traced.name, plan.batch)
+        return PlannedFunction(function=self, last_plan=plan, cached=answer.cached)
+
+    @property
+    def batch(self) -> BatchDims | None:
+        """Which arguments hold the batch, and whether that was assumed; None where none was found."""
+        traced = self.traced
+        if traced.batch_size is None:
+            return None
+        dims = {name: dim for name, dim in zip(traced.names, traced.batch_leaves, strict=True) if dim is not None}
+        return BatchDims(size=traced.batch_size, dims=dims, assumed=traced.batch_assumed)
+
+    def _request(self, cluster: Cluster, num_microbatches: int | str) -> PlanRequest:
+        traced = self.traced
+        if num_microbatches not in ("auto", 1):
+            self.step(int(num_microbatches))  # says what is wrong with the user's number before any search
+
+        return PlanRequest(
+            function=traced.name,
+            step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
+            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, likely=True).step,
+            num_arguments=len(traced.leaves),
+            arguments=traced.arguments,
+            results=traced.out_names,
+            batch_size=traced.batch_size,
+            cluster=cluster,
+            cost_model_for=ComposedCostModel,
+            num_microbatches=num_microbatches,
+            on_non_additive=self.options.on_non_additive,
+            on_interrupt=self.options.on_interrupt,
+            progress=self.options.progress,
+            measure=self._measured_seconds,
+        )
+
+    def _measured_seconds(self, plan: Plan) -> float:
+        """Of a step by a plan, run on the devices of this process."""
+        compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
+        return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
+
+    def __str__(self) -> str:
+        batch = f"batch: {self.batch}" if self.batch is not None else "no batch found"
+        return f"{self.traced.name}: {len(self.traced.leaves)} arrays in, {len(self.traced.out_leaves)} out, {batch}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedFunction:
+    """A traced step and a plan for it; `cached`: whether it was made before and kept (`solver.seconds` are of then)."""
+
+    function: TracedFunction
+    last_plan: Plan
+    cached: bool = False
+
+    def lower(self) -> LoweredFunction:
+        """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
+        plan = self.last_plan
+        step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
+        with busy("lowering"), self.function.options.progress.during("lower"):
+            plan.verify(step.step)
+            step = as_planned(step, plan)
+            check_fits(plan, step.step)
+            return LoweredFunction(planned=self, step=step, program=build_program(plan, step.step))
+
+    def __str__(self) -> str:
+        return str(self.last_plan)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredFunction:
+    """A plan as instructions."""
+
+    planned: PlannedFunction
+    step: TracedStep
+    program: Program
+
+    def simulate(self) -> SimulatedStep:
+        """The program on the cost model of the plan's cluster: when each instruction runs, and what devices hold."""
+        return simulate_program(self.program, self.planned.last_plan, self.step.step)
+
+    def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
+        """Executables on the devices of this process (default: `jax.devices()`)."""
+        traced = self.planned.function.traced
+        options = self.planned.function.options
+        check_same_program(self.planned.last_plan, self.program, traced.donated)
+        with busy("compiling"), options.progress.during("compile"):
+            executor = Executor(
+                self.program,
+                self.planned.last_plan,
+                self.step.step,
+                self.step.equations,
+                donated=traced.donated,
+                devices=devices,
+                progress=compiling(options.progress),
+                watchdog_seconds=options.watchdog_seconds,
+                on_hang=options.on_hang,
+            )
+            step = with_own_constants(self.step, executor, len(traced.leaves))
+        return CompiledFunction(traced=traced, plan=self.planned.last_plan, step=step, executor=executor)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+class ParallelFunction:
+    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan.
+
+    `last_check` is the report of the last comparison with `jax.jit`, with `parallelize(check=True)`; None before one.
+    """
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        """See `parallelize`."""
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.options = options
+        self.last_plan: Plan | None = None
+        self.__name__ = getattr(self, "__name__", type(fun).__name__)
+        self.last_check: CheckReport | None = None
+        self._compiled: dict[CallKey, CompiledFunction] = {}
+        self._last: tuple[Any, CompiledFunction] | None = None
+        self._last_key: CallKey | None = None
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
+        """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        options = self.options
+        with busy("tracing"), options.progress.during("trace"):
+            traced = trace(
+                self.fun,
+                args,
+                kwargs,
+                static_argnums=options.static_argnums,
+                donate_argnums=options.donate_argnums,
+                batch_argnums=options.batch_argnums,
+            )
+        return TracedFunction(traced=traced, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; the first call of its kind (see `call_key`) traces, plans, lowers and compiles.
+
+        Raises `TraceError` where JAX is tracing another function, and for shapes in the place of arrays.
+        """
+        refuse_tracing(self.__name__)
+        configuration = _jax.configuration()
+        tree, static = self._dynamic(args, kwargs)
+        leaves, structure = jax.tree.flatten(tree)
+        # Arrays that the step before returned have the very avals of the call before: this compares pointers.
+        try:
+            seen = (structure, static, [x.aval for x in leaves], configuration)
+        except AttributeError:
+            seen = (structure, static, [form_of(x) for x in leaves], configuration)
+        if self._last is None or self._last[0] != seen:
+            if getattr(jax.config, "jax_disable_jit", False):
+                return self.fun(*args, **kwargs)  # as jax.jit does: one operation after the other, for debugging
+            refuse_shapes(self.__name__, leaves)
+            key = key_of_call(self.fun, structure, static, leaves, configuration)
+            self._last = seen, self._compiled_for(key, args, kwargs)
+        compiled = self._last[1]
+        self.last_plan = compiled.plan
+        return compiled.run_flat(leaves, None)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+        """The compiled function for arguments of this kind; shapes will do."""
+        refuse_tracing(self.__name__)
+        tree, static = self._dynamic(args, kwargs)
+        leaves, structure = jax.tree.flatten(tree)
+        key = key_of_call(self.fun, structure, static, leaves, _jax.configuration())
+        return self._compiled_for(key, args, kwargs)
+
+    def _compiled_for(self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
+        """Found by its key, or made now."""
+        if key not in self._compiled:
+            if self._last_key is not None:
+                told = difference(self.fun, self._last_key, key)
+                _logger.info(
+                    "%s is traced and compiled again, since the call differs from the last: %s", self.__name__, told
+                )
+            planned = self._planned(key, self.trace(*args, **kwargs))
+            made = planned.lower().compile()
+            if self.options.check:
+                self.last_check = check_compiled(made, args, kwargs)
+            self._compiled[key] = made
+        self._last_key = key
+        return self._compiled[key]
+
+    def _planned(self, key: CallKey, traced: TracedFunction) -> PlannedFunction:
+        """By the plan of another call with the same shapes, if it fits (weak types, for one, change no plan)."""
+        for other, compiled in self._compiled.items():
+            if key.has_same_arrays(other):
+                with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
+                    return traced.plan(planner=compiled.plan)
+        return traced.plan()
+
+    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Static]:
+        """The dynamic arguments as one pytree, and the static ones."""
+        if not self.options.static_argnums:
+            return flatten_arguments(args, kwargs, ()), ()
+        numbers = sorted({argument_number(i, len(args)) for i in as_numbers(self.options.static_argnums)})
+        return flatten_arguments(args, kwargs, numbers), static_values(self.fun, args, numbers)
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    planner: Planner | Plan | None = None,
+    num_microbatches: int | str = "auto",
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: BatchArgnums = None,
+    on_non_additive: OnNonAdditive = "refuse",
+    progress: Say | Progress | None = None,
+    cache: Cache = True,
+    watchdog_seconds: float | None = WATCHDOG_SECONDS,
+    on_hang: OnHang = "auto",
+    on_interrupt: OnInterrupt = "raise",
+    check: bool = False,
+) -> Any:
+    """Decorate a plain JAX train step so that it runs in parallel.
+
+    Args:
+        fun: the step: a function of arrays and pytrees of arrays. Left out, as in `@parallelize(cluster=…)`, what
+            comes back is the decorator.
+        cluster: a cluster (or its name) to plan for; default: the devices of this process.
+        planner: how to plan; default `planners.Auto()`; a `Plan` is replayed.
+        num_microbatches: a number that divides the batch, or "auto".
+        donate_argnums: arguments whose buffers may be reused, as in `jax.jit`.
+        static_argnums: arguments that are no arrays, as in `jax.jit`.
+        batch_argnums: the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
+            their leading dim; a mapping gives another dim. Found by itself in most steps.
+        on_non_additive: what to do about a step that is no sum over its samples, as with batch norm, when it is to run
+            in micro-batches: "refuse", or "mean_of_means": the mean of what they give by themselves.
+        progress: called with a line of text at each step of planning and compiling; or a `Progress`, whose followers
+            are also told the phases and how much work is left.
+        cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
+        watchdog_seconds: a step of which nothing has ended for so long hangs; None waits for ever. A process of the
+            job that plans or compiles in the meantime is waited for.
+        on_hang: what a hang does: "end" writes the stacks of all processes and their last instructions, and ends the
+            job with exit code 124; "raise" raises `HangError`, which names the instruction that it waits for, with the
+            next call; "auto" ends jobs of several processes that joined by `initialize`, and raises otherwise.
+        on_interrupt: what Ctrl-C does to the search of `planners.Auto`: "raise" stops it and raises
+            `KeyboardInterrupt`; "best" goes on with the best plan so far.
+        check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments, before it
+            runs on these; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
+
+    Returns:
+        A `ParallelFunction`, which is called like `fun`. It raises `AlpaLiteError`s, in sentences, when it is called.
+    """
+    if fun is None:
+        return functools.partial(
+            parallelize,
+            cluster=cluster,
+            planner=planner,
+            num_microbatches=num_microbatches,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            batch_argnums=batch_argnums,
+            on_non_additive=on_non_additive,
+            progress=progress,
+            cache=cache,
+            watchdog_seconds=watchdog_seconds,
+            on_hang=on_hang,
+            on_interrupt=on_interrupt,
+            check=check,
+        )
+    options = Options.of(
+        cluster=cluster,
+        planner=planner,
+        num_microbatches=num_microbatches,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        batch_argnums=batch_argnums,
+        on_non_additive=on_non_additive,
+        progress=progress,
+        cache=cache,
+        watchdog_seconds=watchdog_seconds,
+        on_hang=on_hang,
+        on_interrupt=on_interrupt,
+        check=check,
+    )
+    return ParallelFunction(fun, options)
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | str | None = None,
+    planner: Planner | Plan | None = None,
+    num_microbatches: int | str = "auto",
+    static_argnums: int | Sequence[int] = (),
+    batch_argnums: BatchArgnums = None,
+    on_non_additive: OnNonAdditive = "refuse",
+    on_interrupt: OnInterrupt = "raise",
+    progress: Say | Progress | None = None,
+    cache: Cache = True,
+    **kwargs: Any,
+) -> Plan:
+    """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
+
+    Nothing runs on a device, but for two cases: without a `cluster` this machine's devices are measured, unless
+    `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.
+
+    `fun` may be decorated already; the options given here count, not those of the decorator.
+
+    Raises:
+        TraceError: the function cannot be traced, or micro-batches do not divide its batch.
+        PlanError: no plan can be made; `InfeasibleError` where nothing fits into memory.
+    """
+    function = parallelize(
+        fun.fun if isinstance(fun, ParallelFunction) else fun,
+        cluster=cluster,
+        planner=planner,
+        num_microbatches=num_microbatches,
+        static_argnums=static_argnums,
+        batch_argnums=batch_argnums,
+        on_non_additive=on_non_additive,
+        on_interrupt=on_interrupt,
+        progress=progress,
+        cache=cache,
+    )
+    return function.trace(*args, **kwargs).plan().last_plan
+
+
+def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
+    """A cluster by name (`alpa_lite.cluster("p3.16xlarge:2")`) or from a JSON file.
+
+    Args:
+        name: a cluster that ships with the package, or the path of a `.json` file; ":N" after it says how many hosts.
+        num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
+
+    Raises:
+        ClusterError: an unknown name (the sentence lists those that are close), or a file that describes no cluster,
+            two numbers of hosts.
+    """
+    return load_cluster(name, num_hosts=num_hosts)

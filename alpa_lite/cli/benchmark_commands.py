@@ -1,0 +1,51 @@
+"""`alpa-lite bench` and `alpa-lite demo`: programs of the benchmarks, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from alpa_lite.cli.child_process import run_module
+from alpa_lite.cli.command import Command, enveloped
+
+
+def run_benchmark(given: argparse.Namespace) -> int:
+    """`benchmarks.bench` or `benchmarks.demo`, which make the devices that they need.
+
+    Of what it prints as JSON, each line gets the envelope.
+    """
+
+    def wrap(line: str) -> None:
+        print(json.dumps(enveloped(given.command, json.loads(line))) if line.startswith("{") else line, flush=True)
+
+    return run_module(f"benchmarks.{given.command}", given.words, os.environ, read=wrap if given.json else None)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from benchmarks.bench.options import add_options
+
+    add_options(parser)
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    from benchmarks.demo import add_options
+
+    add_options(parser)
+
+
+BENCH = Command(
+    name="bench",
+    about="planners against each other",
+    example="--model train.py:example --cluster p3.16xlarge",
+    run=run_benchmark,
+    add_arguments=_bench_arguments,
+)
+
+DEMO = Command(
+    name="demo",
+    about="plan, train and compare on this machine",
+    example="--steps 20",
+    run=run_benchmark,
+    add_arguments=_demo_arguments,
+)

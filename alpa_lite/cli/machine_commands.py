@@ -1,0 +1,67 @@
+"""`alpa-lite calibrate` and `alpa-lite doctor`: this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+import alpa_lite as al
+from alpa_lite.api.doctor import diagnose, virtual_environment
+from alpa_lite.cli.child_process import run_module
+from alpa_lite.cli.command import Command, Exit, answer, positive, seconds
+from alpa_lite.inspection.text.calibration_report import CalibrationProgress, calibration_data, calibration_text
+
+
+def run_calibrate(given: argparse.Namespace) -> int:
+    """`alpa_lite.calibrate`, and the file that `alpa_lite.local_cluster` reads."""
+    if given.devices is not None:
+        options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
+        words = ["calibrate", *options, *(["--json"] if given.json else [])]
+        return run_module("alpa_lite.cli", words, virtual_environment(given.devices))
+    with CalibrationProgress(Console(stderr=True)) as progress:
+        found = al.calibrate(limit_seconds=given.seconds, progress=progress)
+    path = found.save(given.out)
+    text = "" if given.json else f"{calibration_text(found)}\nWritten to {path}."
+    answer(given, text, lambda: {**calibration_data(found), "path": str(path)})
+    return Exit.DONE
+
+
+def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="where to write the cluster (default: where local_cluster() looks)",
+    )
+    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="S", help="limit for the timing (default: 60)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="measure N virtual CPU devices instead")
+
+
+def run_doctor(given: argparse.Namespace) -> int:
+    """`inspection.doctor.diagnose`."""
+    found = diagnose(test=not given.quick)
+    answer(given, found, found.to_json)
+    return Exit.DONE if found.healthy else Exit.ERROR
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="leave out the self-test, which takes some seconds")
+
+
+CALIBRATE = Command(
+    name="calibrate",
+    about="measure this machine's devices",
+    example="--seconds 30 --out mine.json",
+    run=run_calibrate,
+    add_arguments=_calibrate_arguments,
+)
+
+DOCTOR = Command(
+    name="doctor",
+    about="is this machine ready",
+    example="--json",
+    run=run_doctor,
+    add_arguments=_doctor_arguments,
+)

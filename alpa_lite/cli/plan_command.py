@@ -1,0 +1,226 @@
+"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and see what pins cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import alpa_lite as al
+from alpa_lite.api.parallelize import PlannedFunction
+from alpa_lite.cli.command import Command, Exit, answer, check_writable, suggests, writing
+from alpa_lite.cli.pin_file import PinFile, read_pins
+from alpa_lite.cli.user_step import load_example
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
+from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.inspection.text.tables import plan_summary
+from alpa_lite.inspection.why.what_if import Candidate, Comparison, PinsCost, varied
+from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
+from alpa_lite.text import read_bytes
+from cost_models.cluster import Cluster, known_clusters
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a command line asks for: the step, how it is to be planned, and who tells how far that is."""
+
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    planner: al.planners.Planner | al.Plan
+    num_microbatches: int | str
+    cache: bool
+    console: Console
+
+    def planned(self, cluster: Cluster | None, planner: al.planners.Planner | al.Plan | None = None) -> PlannedFunction:
+        """The plan for a cluster (None: this machine), by the planner that was named or another."""
+        with planning_progress(self.console) as progress:
+            function = al.parallelize(
+                self.step,
+                cluster=cluster,
+                planner=planner or self.planner,
+                num_microbatches=self.num_microbatches,
+                progress=progress,
+                on_interrupt="best",
+                cache=self.cache,
+            )
+            return function.trace(*self.args, **self.kwargs).plan()
+
+
+def run_plan(given: argparse.Namespace) -> int:
+    """What `alpa_lite.plan` does. Ctrl-C ends it with the best plan so far, if there is one."""
+    check_writable(given.output)
+    step, args, kwargs = load_example(given.step)
+    clusters = _clusters(given)
+    asked = _Asked(
+        step=step,
+        args=args,
+        kwargs=kwargs,
+        planner=make_planner(given.planner, given.option),
+        num_microbatches=given.num_microbatches,
+        cache=not given.no_cache,
+        console=Console(stderr=True, quiet=given.json),
+    )
+    if isinstance(asked.planner, al.Plan) and (len(clusters) > 1 or given.memory or given.bandwidth_scale):
+        raise PlanError(
+            "A saved plan keeps its own predictions: --memory, --bandwidth-scale and several clusters need a planner. "
+            f"Name one of {', '.join(PLANNERS)} as --planner."
+        )
+    if len(clusters) > 1:
+        return _compare(given, asked, clusters)
+    cluster = clusters[0] if clusters else None
+    return _plan(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
+
+
+def _plan(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+    found = asked.planned(cluster)
+    plan = found.last_plan
+    _save(given, plan)
+    note = "\nThis plan is from the cache; --no-cache plans anew." if found.cached else ""
+    text = "" if given.json else f"{plan}{note}"
+    answer(given, text, lambda: {"kind": "plan", **plan_summary(plan), "cached": found.cached})
+    return Exit.DONE
+
+
+def _plan_with_pins(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+    file = read_pins(given.pins)
+    pinned_planner = _with_pins(asked.planner, file, given.planner)
+    free = asked.planned(cluster)
+    file.check(free.function.step(1).step, axes_of_search=isinstance(asked.planner, al.planners.Auto))
+    plan = asked.planned(free.last_plan.cluster, pinned_planner).last_plan
+    _save(given, plan)
+    found = PinsCost(pins=tuple(file.pins), free=free.last_plan, pinned=plan)
+    text = "" if given.json else str(found)
+    answer(given, text, lambda: {"kind": "pins", **plan_summary(plan), **found.to_json()})
+    return Exit.DONE
+
+
+def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str) -> al.planners.Planner:
+    """The planner with the pins of a file. Raises `PlanError` for one that takes none."""
+    if isinstance(planner, (al.planners.Auto, al.planners.OnMesh)):
+        return replace(planner, pins=file.pins)
+    taking = [known for known, kind in PLANNERS.items() if "pins" in options_of(kind)]
+    raise PlanError(f"--pins was given, but the planner {name!r} takes none: use {' or '.join(taking)}.")
+
+
+def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluster]) -> int:
+    for option in ("output", "pins"):
+        if getattr(given, option) is not None:
+            raise PlanError(
+                f"--{option} is for one plan, but --cluster was given {len(clusters)} times. Leave one out."
+            )
+    candidates, infeasible = list[Candidate](), False
+    for cluster in clusters:
+        try:
+            candidates.append(Candidate(cluster=cluster, plan=asked.planned(cluster).last_plan))
+        except AlpaLiteError as error:
+            candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
+            infeasible |= isinstance(error, InfeasibleError)
+    found = Comparison(candidates=tuple(candidates))
+    answer(given, found, lambda: {"kind": "clusters", **found.to_json()})
+    return Exit.DONE if found.fastest is not None else Exit.INFEASIBLE if infeasible else Exit.ERROR
+
+
+def _clusters(given: argparse.Namespace) -> list[Cluster]:
+    """The clusters that were named, changed as was asked for; none for this machine as it is."""
+    changes = {"memory_bytes": given.memory, "bandwidth_scale": given.bandwidth_scale}
+    if given.cluster:
+        return [varied(al.cluster(name, num_hosts=given.num_hosts), **changes) for name in given.cluster]
+    if given.num_hosts is not None:
+        raise PlanError("--num-hosts says how many hosts a described cluster has: give --cluster as well.")
+    return [varied(al.local_cluster(), **changes)] if any(value is not None for value in changes.values()) else []
+
+
+def _save(given: argparse.Namespace, plan: al.Plan) -> None:
+    if given.output is not None:
+        with writing(given.output):
+            plan.save(given.output)
+
+
+def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
+    """The planner of that name with `name=value` options, or the plan of a file. Raises `PlanError` for others."""
+    if name.endswith(".json"):
+        return al.Plan.load(name)
+    return planner_by_name(name, options)
+
+
+def _count_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} was given; it must be a whole number or "auto"')
+    return text if text == "auto" else int(text)
+
+
+def _memory(text: str) -> float:
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: write 40GB, 40GiB or a number") from error
+
+
+def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """`--planner` and `--option`."""
+    planner = parser.add_argument(
+        "--planner",
+        default=default,
+        metavar="NAME",
+        help=f"{', '.join(PLANNERS)}, or a saved plan (default: {default or 'as decorated, else auto'})",
+    )
+    suggests(planner, tuple(PLANNERS))
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the planner, e.g. num_stages=4"
+    )
+
+
+def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """`--num-microbatches`."""
+    count = parser.add_argument(
+        "--num-microbatches", type=_count_or_auto, default=default, metavar="N", help='a number, or "auto"'
+    )
+    suggests(count, ("auto",))
+
+
+STEP_HELP = "or FILE.py:FUNCTION: returns (train_step, args) or (train_step, args, kwargs)"
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "step",
+        metavar="MODULE:FUNCTION",
+        help=STEP_HELP,
+    )
+    cluster = parser.add_argument(
+        "--cluster",
+        action="append",
+        default=[],
+        metavar="NAME[:HOSTS]",
+        help="a known cluster or a .json file, with its number of hosts (default: this machine's devices); several are "
+        "compared",
+    )
+    suggests(cluster, known_clusters())
+    parser.add_argument("--num-hosts", type=int, metavar="N", help="hosts of each cluster (default: as described)")
+    parser.add_argument(
+        "--memory", type=_memory, metavar="SIZE", help="what if each device had this much memory, as 40GB"
+    )
+    parser.add_argument(
+        "--bandwidth-scale", type=float, metavar="X", help="what if all links had X times their bandwidth, as 0.5"
+    )
+    add_planner(parser, "auto")
+    parser.add_argument(
+        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints what that costs as well"
+    )
+    add_microbatches(parser, "auto")
+    parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
+    parser.add_argument("--output", type=Path, metavar="PLAN.json", help="save the plan")
+
+
+PLAN = Command(
+    name="plan",
+    about="plan a train step for a cluster, or compare clusters",
+    example="train.py:example --cluster p3.16xlarge --output plan.json",
+    run=run_plan,
+    add_arguments=_arguments,
+)

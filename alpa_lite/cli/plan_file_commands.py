@@ -1,0 +1,176 @@
+"""`alpa-lite explain`, `alpa-lite diff` and `alpa-lite simulate`: plans that were saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import alpa_lite as al
+from alpa_lite.api.parallelize import PlannedFunction
+from alpa_lite.cli.command import Command, Exit, answer, check_writable, writing
+from alpa_lite.cli.user_step import load_example
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.diff import compare
+from alpa_lite.inspection.text.progress_bar import planning_progress
+from alpa_lite.inspection.text.tables import plan_summary, render
+from alpa_lite.inspection.text.timeline import (
+    chrome_trace,
+    compared,
+    comparison_text,
+    overlaid,
+    predicted_timeline,
+)
+from alpa_lite.inspection.why.explain import Explanation, explanation
+from alpa_lite.inspection.why.memory_use import MemoryUse, allocated_table, memory_use
+from alpa_lite.inspection.why.time_use import TimeUse, time_use
+from alpa_lite.plan.progress import Progress
+
+_STEP_HELP = "the step that was planned: the plan is checked against it, and what only the step tells is shown too"
+
+
+def run_explain(given: argparse.Namespace) -> int:
+    """`Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
+    if sum((given.subject is not None, given.time, given.memory)) > 1:
+        given.parser.error("give one of a subject, --time and --memory")
+    check_writable(given.html)
+    plan = al.Plan.load(given.plan)
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        if given.step is not None:
+            plan = _planned(plan, given.step, progress).last_plan
+        found = _explained(plan, given)
+    if given.html is not None:
+        with writing(given.html):
+            plan.to_html(given.html)
+    if found is None:
+        answer(given, plan, lambda: {"kind": "plan", **plan_summary(plan)})
+    else:
+        answer(given, found, found.to_json)
+    return Exit.DONE
+
+
+def _explained(plan: al.Plan, given: argparse.Namespace) -> TimeUse | MemoryUse | Explanation | None:
+    """What was asked for; None for the plan itself."""
+    if given.time:
+        return time_use(plan)
+    if given.memory:
+        return memory_use(plan)
+    return None if given.subject is None else explanation(plan, given.subject)
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument(
+        "subject", nargs="?", help="a parameter's path, `stage 0`, `layer 2`, `op 12`, or part of a source line"
+    )
+    parser.add_argument("--time", action="store_true", help="where a step's time goes, and what to do about it")
+    parser.add_argument("--memory", action="store_true", help="the peak of each stage, and what is alive then")
+    parser.add_argument("--step", metavar="MODULE:FUNCTION", help=_STEP_HELP)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+
+
+def run_diff(given: argparse.Namespace) -> int:
+    """`inspection.diff.compare`."""
+    found = compare(al.Plan.load(given.before), al.Plan.load(given.after))
+    answer(given, found, found.to_json)
+    return Exit.DONE
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A.json")
+    parser.add_argument("after", metavar="B.json")
+
+
+def run_simulate(given: argparse.Namespace) -> int:
+    """`inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    check_writable(given.html)
+    check_writable(given.trace)
+    plan = al.Plan.load(given.plan)
+    if given.step is None:
+        if given.measure:
+            raise PlanError("--measure runs the step: give --step MODULE:FUNCTION as well.")
+        timeline = predicted_timeline(plan)
+        _write_trace(given.trace, chrome_trace(timeline, "predicted"))
+        _write_page(given.html, plan)
+        answer(given, timeline, timeline.to_json)
+        return Exit.DONE
+    with planning_progress(Console(stderr=True, quiet=given.json)) as progress:
+        lowered = _planned(plan, given.step, progress).lower()
+        with progress.during("simulate", "simulating the program"):
+            simulated = lowered.simulate()
+        compiled = lowered.compile() if given.measure else None
+        with progress.during("measure", "running the program"):
+            measured = () if compiled is None else compiled.measure()
+    if compiled is None:
+        _write_trace(given.trace, chrome_trace(simulated.times, "predicted"))
+        _write_page(given.html, plan, simulated=simulated.times)
+        answer(given, simulated, simulated.to_json)
+        return Exit.DONE
+    allocated = [each.peak_bytes for each in compiled.allocated()]
+    rows = compared(simulated.times, measured)
+    _write_trace(given.trace, overlaid(simulated.times, measured))
+    _write_page(given.html, plan, simulated=simulated.times, measured=measured, allocated_bytes=allocated)
+    found = {"tasks": [asdict(row) for row in rows], "allocated_bytes": allocated}
+    text = f"{simulated}\n{comparison_text(rows)}\n{render((), [allocated_table(plan, allocated)])}"
+    answer(given, text, lambda: {**simulated.to_json(), **found})
+    return Exit.DONE
+
+
+def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
+    """The plan for the step that a function returns. Raises `MismatchError` when it was made for another."""
+    step, args, kwargs = load_example(name)
+    return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
+
+
+def _write_trace(path: Path | None, trace: Mapping[str, Any]) -> None:
+    if path is not None:
+        with writing(path):
+            path.write_text(json.dumps(trace))
+
+
+def _write_page(path: Path | None, plan: al.Plan, **known: Any) -> None:
+    if path is not None:
+        with writing(path):
+            plan.to_html(path, **known)
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument(
+        "--step", metavar="MODULE:FUNCTION", help="the step that was planned: simulate each instruction of its program"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="also run the program on this machine's devices, and compare"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write it for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page with this timeline")
+
+
+EXPLAIN = Command(
+    name="explain",
+    about="show a plan, or why something in it is so",
+    example='plan.json "params/layers/0/w" --step train.py:example',
+    run=run_explain,
+    add_arguments=_explain_arguments,
+)
+
+DIFF = Command(
+    name="diff",
+    about="what changes from one plan to another",
+    example="plan.json other.json",
+    run=run_diff,
+    add_arguments=_diff_arguments,
+)
+
+SIMULATE = Command(
+    name="simulate",
+    about="the timeline of a plan, predicted or measured",
+    example="plan.json --step train.py:example --trace timeline.json",
+    run=run_simulate,
+    add_arguments=_simulate_arguments,
+)

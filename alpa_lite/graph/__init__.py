@@ -1,1 +1,0 @@
-"""The program as plain immutable data: values, ops and their phases."""

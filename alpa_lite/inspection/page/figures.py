@@ -1,0 +1,174 @@
+"""Figures of a plan for papers, drawn by matplotlib: `timeline_figure(plan).savefig("step.pdf")`.
+
+timeline_figure    the step, a row per submesh; simulated and measured below it where they are given
+submesh_figure     hosts and devices in the colours of their stages, above the layers
+memory_figure      what a device of each submesh holds during the step, against its capacity
+
+Each returns a `matplotlib.figure.Figure` of its own: nothing is shown, no backend is chosen. matplotlib is an optional
+extra, `pip install 'alpa_lite[viz]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import util
+from typing import TYPE_CHECKING, Any
+
+from alpa_lite.errors import FigureError
+from alpa_lite.inspection.page.drawings import kind_class
+from alpa_lite.inspection.page.memory_timeline import memory_over_time
+from alpa_lite.inspection.page.palette import KINDS, stage_colour
+from alpa_lite.inspection.text.timeline import predicted_timeline, row_name
+from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule.tasks import SpanLike
+from alpa_lite.text import show_bytes, show_count, show_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH = 7.0
+"""Inches: the text of a page."""
+
+_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "weight": "weight gradients",
+    "update": "update",
+    "receive": "transfer",
+    "other": "other",
+}
+_SMALL = 0.02
+"""Tasks shorter than this part of the step are drawn without their micro-batch."""
+
+
+def timeline_figure(
+    plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
+) -> Figure:
+    """The step on a clock: predicted, and below it simulated and measured spans. Raises `FigureError`."""
+    given: dict[str, Sequence[Any]] = {"predicted": predicted_timeline(plan).bars}
+    given |= {name: spans for name, spans in (("simulated", simulated), ("measured", measured)) if spans}
+    count = len(plan.stages_together)
+    figure = _figure((0.7 + 0.28 * count) * len(given) + 0.5)
+    all_axes: Any = figure.subplots(len(given), 1, sharex=True, squeeze=False)[:, 0]
+    kinds: dict[str, None] = {}
+    longest = max(span.end_seconds for spans in given.values() for span in spans)
+    scale, unit = _seconds_unit(longest)
+    for axes, (name, spans) in zip(all_axes, given.items(), strict=True):
+        kinds |= dict.fromkeys(_draw_spans(axes, plan, spans, longest))
+        axes.tick_params(labelsize=8)
+        axes.set_yticks(range(count), [f"stage {row_name(stages)}" for stages in plan.stages_together], fontsize=8)
+        axes.set_ylim(count - 0.5, -0.5)
+        axes.set_xlim(0.0, longest / scale)
+        end = show_seconds(max(span.end_seconds for span in spans))
+        axes.set_title(f"{name}: {end}", fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel(unit, fontsize=9)
+    _legend(figure, [kind for kind in KINDS if kind in kinds])
+    return figure
+
+
+def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> set[str]:
+    """Draws what keeps devices busy, transfers as thin lines below; returns the kinds that occur."""
+    row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    scale, _ = _seconds_unit(longest)
+    for span in spans:
+        length = span.end_seconds - span.start_seconds
+        if length <= 0:
+            continue
+        kind = kind_class(str(getattr(span, "name", span.kind)) if span.kind == "RUN" else str(span.kind))
+        row = row_of[span.stage]
+        bars.setdefault((kind, row), []).append((span.start_seconds / scale, length / scale))
+        microbatch = getattr(span, "microbatch", None)
+        if microbatch is not None and kind != "receive" and length > _SMALL * longest:
+            middle = (span.start_seconds + span.end_seconds) / 2 / scale
+            axes.text(middle, row, str(microbatch), ha="center", va="center", fontsize=6, color="white")
+    for (kind, row), found in bars.items():
+        place = (row + 0.36, 0.1) if kind == "receive" else (row - 0.34, 0.68)
+        axes.broken_barh(found, place, facecolors=KINDS[kind][0], edgecolors="white", linewidth=0.2)
+    return {kind for kind, _ in bars}
+
+
+def submesh_figure(plan: Plan) -> Figure:
+    """Hosts as rows of devices in the colours of their stages, and the layers of each stage. Raises `FigureError`."""
+    cluster = plan.cluster
+    hosts, devices = cluster.num_hosts, cluster.devices_per_host
+    figure = _figure(1.5 + min(6.0, 0.22 * hosts))
+    above, below = figure.subplots(2, 1, height_ratios=[max(1.0, 0.5 * hosts), 0.8])
+    stage_of = {
+        device: stages[0] for stages in plan.stages_together for device in plan.stages[stages[0]].submesh.devices
+    }
+    for device in range(cluster.num_devices):
+        host, place = divmod(device, devices)
+        colour = stage_colour(stage_of[device]) if device in stage_of else "#d5dae0"
+        above.broken_barh([(place + 0.04, 0.92)], (host + 0.06, 0.88), facecolors=colour)
+    above.set_xlim(0, devices)
+    above.set_ylim(hosts, 0)
+    named = range(0, hosts, max(1, hosts // 16))
+    above.set_xticks([])
+    above.set_yticks([host + 0.5 for host in named], [f"host {host}" for host in named], fontsize=7)
+    title = f"{plan.name} on {cluster.name}, {show_count(cluster.num_devices, 'device')}"
+    above.set_title(title, fontsize=9, loc="left")
+    for number, stage in enumerate(plan.stages):
+        first, last = stage.layers
+        cells = [(layer + 0.04, 0.92) for layer in range(first, last + 1)]
+        below.broken_barh(cells, (0, 1), facecolors=stage_colour(number))
+        if last - first + 1 > 0.03 * plan.num_layers:
+            below.text((first + last + 1) / 2, 0.5, str(number), ha="center", va="center", fontsize=8, color="white")
+    below.set_xlim(0, plan.num_layers)
+    below.set_ylim(0, 1)
+    below.set_yticks([])
+    below.set_xticks([])
+    below.set_xlabel(f"{show_count(plan.num_layers, 'layer')}, numbers of stages", fontsize=9)
+    for axes in (above, below):
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    return figure
+
+
+def memory_figure(plan: Plan) -> Figure:
+    """Bytes per device over time, a row per submesh, the capacity dashed where it is near. Raises `FigureError`."""
+    tracks = memory_over_time(plan)
+    figure = _figure(0.6 + max(0.9, 0.55 * len(tracks)))
+    all_axes: Any = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    end = max(track.seconds[-1] for track in tracks)
+    capacity = min(track.capacity_bytes for track in tracks)
+    top = max(track.peak_bytes for track in tracks)
+    time_scale, time_unit = _seconds_unit(end)
+    scale, unit = next(((2.0**p, u) for p, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if top >= 2.0**p), (1.0, "B"))
+    for axes, track in zip(all_axes, tracks, strict=True):
+        times = [seconds / time_scale for seconds in (*track.seconds, end)]
+        held = [size / scale for size in (*track.bytes, track.bytes[-1])]
+        colour = stage_colour(track.stages[0])
+        axes.fill_between(times, held, step="post", facecolor=colour, alpha=0.35, edgecolor=colour, linewidth=0.6)
+        if capacity < 3 * top:
+            axes.axhline(capacity / scale, color="#b3261e", linestyle="dashed", linewidth=0.8)
+        axes.set_ylabel(f"stage {row_name(track.stages)}\n{show_bytes(track.peak_bytes)}", fontsize=7, rotation=0)
+        axes.yaxis.set_label_coords(-0.1, 0.3)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_xlim(0.0, end / time_scale)
+    all_axes[0].set_ylim(bottom=0.0)
+    all_axes[0].set_title(f"{unit} per device, of {show_bytes(capacity)}", fontsize=9, loc="left")
+    all_axes[-1].set_xlabel(time_unit, fontsize=9)
+    return figure
+
+
+def _seconds_unit(longest: float) -> tuple[float, str]:
+    """How many seconds the unit of an axis has, and its name."""
+    return next(((s, name) for s, name in ((1.0, "s"), (1e-3, "ms")) if longest >= 2 * s), (1e-6, "µs"))
+
+
+def _legend(figure: Any, kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch  # an optional extra
+
+    handles = [Patch(color=KINDS[kind][0], label=_NAMES[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _figure(height: float) -> Any:
+    if util.find_spec("matplotlib") is None:
+        raise FigureError("Figures are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")
+    from matplotlib.figure import Figure  # an optional extra
+
+    return Figure(figsize=(_WIDTH, height), layout="constrained")

@@ -1,0 +1,266 @@
+"""The sections of a plan's page, each a heading with an anchor and its body; those without a body are left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from alpa_lite.inspection.page.drawings import cluster_svg, layers_svg, stage_names
+from alpa_lite.inspection.page.elements import table_html
+from alpa_lite.inspection.page.palette import KINDS
+from alpa_lite.inspection.text.axis_traffic import AxisUse, axis_uses
+from alpa_lite.inspection.text.tables import (
+    alternatives_table,
+    collectives_table,
+    headline,
+    opaque_table,
+    stages_table,
+    undivided_table,
+)
+from alpa_lite.inspection.text.timeline import compared, comparison_table, predicted_timeline
+from alpa_lite.inspection.why.memory_use import allocated_table
+from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule.tasks import SpanLike
+from alpa_lite.text import (
+    show_bytes,
+    show_count,
+    show_layers,
+    show_milliseconds,
+    show_number,
+    show_percent,
+    show_ratio,
+    show_seconds,
+)
+
+KEYS = (
+    "Keys: <kbd>/</kbd> search, <kbd>Esc</kbd> all rows again; in the timeline <kbd>+</kbd> <kbd>−</kbd> zoom, "
+    "<kbd>←</kbd> <kbd>→</kbd> move, <kbd>0</kbd> the whole step, <kbd>↑</kbd> <kbd>↓</kbd> choose a row, "
+    "<kbd>,</kbd> <kbd>.</kbd> the task before and after."
+)
+
+MAX_COLLECTIVES = 500
+_MANY_HOSTS = 8
+_CLOSE = 0.02
+"""A timeline that differs by no more from the predicted step needs no word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page, and what links to it are called."""
+
+    id: str
+    title: str
+    body: str
+
+    def __str__(self) -> str:
+        name = f"{self.id}-title"
+        return (
+            f'<section id="{self.id}" aria-labelledby="{name}"><h2 id="{name}">{escape(self.title)}</h2>\n'
+            f"{self.body}</section>"
+        )
+
+
+def summary_section(plan: Plan) -> Section:
+    """What one sees first: the numbers, where each stage runs, which layers it has."""
+    first, second, *more = headline(plan)
+    batch = "".join(f"<p>{escape(line)}</p>" for line in more)
+    cards = "".join(_cards(plan))
+    legend = "".join(_legend(plan))
+    # A few hosts leave room for the stages beside them.
+    wide = " wide" if plan.cluster.num_hosts > _MANY_HOSTS else ""
+    body = (
+        f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
+        f'<p class="print">{escape(second)}</p>{batch}'
+        f'<div class="cards">{cards}</div>'
+        f'<div class="where{wide}"><figure>{cluster_svg(plan)}</figure>'
+        f'<div class="legend" role="group" aria-label="Show one stage">{legend}</div></div>'
+        f"<figure>{layers_svg(plan)}</figure>"
+    )
+    return Section(id="summary", title="Summary", body=body)
+
+
+def _cards(plan: Plan) -> list[str]:
+    prediction, solver = plan.prediction, plan.solver
+    step, fullest = prediction.step_seconds, plan.fullest_stage
+    peak, capacity = prediction.peak_bytes[fullest], plan.capacity_bytes(fullest)
+    devices, found_in = show_count(plan.cluster.num_devices, "device"), show_seconds(solver.seconds)
+    moved = sum(use.bytes * use.count for use in prediction.collectives)
+    number = sum(use.count for use in prediction.collectives)
+    cards = [
+        _card("step, predicted", show_seconds(step), f"no plan below {show_seconds(solver.bound)}"),
+        _card("gap to the bound", show_percent(solver.gap), f"{solver.status}, found in {found_in}"),
+        _card(
+            "bubble",
+            show_percent(prediction.bubble_fraction),
+            f"{plan.schedule}, {show_count(plan.num_microbatches, 'micro-batch')}",
+        ),
+        _card(
+            "peak memory",
+            show_bytes(peak),
+            f"{show_percent(peak / capacity)} of {show_bytes(capacity)}, stage {fullest}",
+            share=peak / capacity,
+        ),
+        _card("work of a device", _rate(prediction.flops_per_device, step), f"of the busiest of {devices}"),
+        _card(
+            "collectives",
+            show_bytes(moved),
+            f"{show_number(round(number))} per step, {show_seconds(prediction.collective_seconds)} in all",
+        ),
+    ]
+    others = [(seconds, name) for name, seconds in plan.alternatives if math.isfinite(seconds)]
+    if others and step > 0:
+        seconds, name = min(others)
+        cards.append(_card("best plan beside it", show_ratio(seconds / step), f"{name}, {show_seconds(seconds)}"))
+    return cards
+
+
+def _rate(flops: float, seconds: float) -> str:
+    rate = flops / seconds if seconds > 0 else 0.0
+    scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if rate >= s), (1e3, "k"))
+    return f"{rate / scale:.3g} {unit}FLOP/s"
+
+
+def _card(name: str, value: str, note: str, share: float | None = None) -> str:
+    bar = ""
+    if share is not None:
+        full = " over" if share > 1 else ""
+        bar = f'<span class="level{full}"><span style="width:{min(100.0, 100 * share):.1f}%"></span></span>'
+    words = f"<span>{escape(name)}</span><b>{escape(value)}</b>{bar}<small>{escape(note)}</small>"
+    return f'<div class="card">{words}</div>'
+
+
+def _legend(plan: Plan) -> list[str]:
+    buttons: list[str] = []
+    for number, stage in enumerate(plan.stages):
+        text = f"{show_layers(*stage.layers)} · {stage.submesh} · {stage.mesh_shape}"
+        buttons.append(
+            f'<button type="button" data-stage="{number}" aria-pressed="false">{stage_names([number])} '
+            f"{escape(text)}</button>"
+        )
+    return buttons
+
+
+def timeline_section(
+    plan: Plan, *, simulated: Sequence[SpanLike] | None, measured: Sequence[SpanLike] | None
+) -> Section:
+    """Where the script draws the step, and the tasks of both compared where they were simulated and measured."""
+    names = ["predicted", *(["simulated"] if simulated else []), *(["measured"] if measured else [])]
+    buttons = "".join(
+        f'<button type="button" data-zoom="{key}" aria-label="{label}" title="{label} ({key})">{sign}</button>'
+        for key, label, sign in (
+            ("+", "zoom in", "+"),
+            ("-", "zoom out", "−"),
+            ("ArrowLeft", "earlier", "←"),
+            ("ArrowRight", "later", "→"),
+            ("0", "the whole step", "0"),
+        )
+    )
+    kinds = ("forward", "backward", "weight gradients", "update", "transfer", "other")
+    legend = "".join(
+        f'<span data-kind="{name}"><svg class="key" viewBox="0 0 10 10" aria-hidden="true">'
+        f'<rect class="{name}" width="10" height="10"/></svg> {kind}</span>'
+        for kind, name in zip(kinds, KINDS, strict=True)
+    )
+    body = (
+        f'<div class="tools" role="toolbar" aria-label="Timeline">{buttons}<span class="kinds">{legend}</span></div>'
+        f'<div id="timeline" class="chart" tabindex="0" role="group" aria-describedby="hint" '
+        f'aria-label="Timeline, {" and ".join(names)}"><noscript>The timeline needs JavaScript.</noscript></div>'
+        '<p id="task" role="status" aria-live="polite"></p><p id="hint">Click it, then turn the wheel to zoom and drag '
+        "to move (or hold Ctrl); with the keyboard + − ← → 0. The numbers are micro-batches.</p>"
+    )
+    makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
+    if abs(makespan - step) > _CLOSE * step:
+        body += (
+            f"<p>The predicted step of {show_seconds(step)} also holds what hosts take to start programs and to wait "
+            f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
+        )
+    if simulated and measured:
+        body += table_html(comparison_table(compared(simulated, measured)), heading="h3")
+    return Section(id="step", title="One step", body=body)
+
+
+def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -> Section:
+    """Where the script draws memory over time, on the clock of the timeline; what XLA allocates, if that is known."""
+    peaks = ", ".join(
+        f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}: "
+        f"{show_bytes(plan.prediction.peak_bytes[stages[0]])}"
+        for stages in plan.stages_together
+    )
+    body = (
+        '<div id="memory" class="chart" tabindex="0" role="group" aria-describedby="peaks" '
+        'aria-label="Predicted memory over time"></div>'
+        f'<p id="peaks">Bytes per device, on the clock of the timeline. <span id="scale"></span> Peaks: '
+        f"{escape(peaks)}.</p>"
+    )
+    if allocated_bytes is not None:
+        body += table_html(allocated_table(plan, allocated_bytes), heading="h3")
+    return Section(id="memory-over-time", title="Memory", body=body)
+
+
+def stages_section(plan: Plan) -> Section:
+    """The table of stages."""
+    table = stages_table(plan)
+    cells = {"stage": lambda text: stage_names([int(text)])}
+    return Section(id="stages", title="Stages", body=table_html(table, heading="", cells=cells, search=True))
+
+
+def communication_section(plan: Plan) -> Section:
+    """Bytes and seconds by mesh axis, then all collectives by line."""
+    uses = axis_uses(plan)
+    most = max((use.bytes for use in uses), default=0.0)
+    rows = "".join(_axis_row(use, most) for use in uses)
+    transfers = plan.prediction.transfer_seconds
+    between = f"<p>Transfers between stages: {show_seconds(transfers)} per step in all.</p>" if transfers > 0 else ""
+    axes = (
+        '<div class="scroll"><table aria-label="Collectives by axis"><thead><tr><th>axis</th><th>devices</th>'
+        '<th>links</th><th>kind</th><th class="number">count</th><th class="number">bytes</th>'
+        '<th class="number">ms</th><th></th></tr>'
+        f"</thead><tbody>\n{rows}</tbody></table></div>"
+        "<p>Per step, summed over the stages; bytes as each device hands them to the collective.</p>"
+    )
+    listed = table_html(collectives_table(plan, MAX_COLLECTIVES), heading="h3", search=True)
+    body = (axes if uses else "") + between + (listed if uses else "")
+    return Section(id="communication", title="Communication", body=body)
+
+
+def _axis_row(use: AxisUse, most: float) -> str:
+    share = 100 * use.bytes / most if most > 0 else 0.0
+    return (
+        f'<tr><th scope="row">{escape(use.axis)}</th><td>{escape(use.devices)}</td><td>{escape(use.links)}</td>'
+        f'<td>{escape(use.kind)}</td><td class="number">{show_number(round(use.count, 2))}</td>'
+        f'<td class="number">{show_bytes(use.bytes)}</td><td class="number">{show_milliseconds(use.seconds)}</td>'
+        f'<td class="bars"><span style="width:{share:.1f}%"></span></td></tr>\n'
+    )
+
+
+def alternatives_section(plan: Plan) -> Section:
+    """What else was priced, the fastest first."""
+    table = alternatives_table(plan)
+    seconds = (plan.prediction.step_seconds, *(found for _, found in plan.alternatives))
+    worst = max((found for found in seconds if math.isfinite(found)), default=0.0)
+    # The chosen plan is the first of the table, and stays before those that are as fast.
+    ordered = sorted(zip(table.rows, seconds, strict=False), key=lambda pair: pair[1])
+    rows = "\n".join(
+        f'<tr{" class=chosen" if row is table.rows[0] else ""}><th scope="row">{escape(row[0])}</th>'
+        f'<td class="number">{escape(row[1])}</td><td class="number">{escape(row[2])}</td><td class="bars">'
+        + (f'<span style="width:{100 * found / worst:.1f}%"></span>' if math.isfinite(found) and worst > 0 else "")
+        + "</td></tr>"
+        for row, found in ordered
+    )
+    head = "".join(f"<th{' class=number' if c in table.numeric else ''}>{c}</th>" for c in table.columns)
+    body = (
+        f'<div class="scroll"><table data-search aria-label="{escape(table.title)}"><thead><tr>{head}<th></th></tr>'
+        f"</thead><tbody>\n{rows}\n</tbody></table></div>"
+    )
+    return Section(id="alternatives", title=table.title, body=body if ordered else "")
+
+
+def notes_sections(plan: Plan) -> list[Section]:
+    """What stays whole: for want of a rule, or of a divisor."""
+    tables = {"opaque": opaque_table(plan), "undivided": undivided_table(plan)}
+    return [
+        Section(id=name, title=table.title, body=table_html(table, heading="", search=True) if table.rows else "")
+        for name, table in tables.items()
+    ]

@@ -1,0 +1,172 @@
+"""What changes from one plan to another, and what it buys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from alpa_lite.inspection.text.parameter_groups import Argument, arguments_of, group_arguments
+from alpa_lite.inspection.text.tables import Table, render
+from alpa_lite.plan.plan import CollectiveUse, Plan
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import show_bytes, show_layers, show_number, show_seconds
+
+_MAX_SPEC_ROWS = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that differs, as people read it."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDiff:
+    """Differences of two plans; `seconds` and `peak_bytes` are (before, after)."""
+
+    before: str
+    after: str
+    seconds: tuple[float, float]
+    peak_bytes: tuple[float, float]
+    decisions: tuple[Change, ...]
+    specs: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+    different_steps: bool
+
+    def __str__(self) -> str:
+        tables = (
+            _table("Decisions", self.decisions, "what"),
+            _table("Specs", self.specs[:_MAX_SPEC_ROWS], "argument", more=len(self.specs) - _MAX_SPEC_ROWS),
+            _table("Collectives per step", self.collectives, "kind"),
+        )
+        return render((*self.summary(), ""), [table for table in tables if table.rows])
+
+    def summary(self) -> tuple[str, ...]:
+        """What it buys, in sentences."""
+        lines = [f"From {self.before} to {self.after}:", f"  {_buys(*self.seconds)} {_memory(*self.peak_bytes)}"]
+        if self.different_steps:
+            lines.append("  The plans were made for different steps: other code, or arguments of other shapes.")
+        if not (self.decisions or self.specs or self.collectives):
+            lines.append("  The plans decide the same.")
+        return tuple(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """The differences from `plan` to `other` as text."""
+    return str(compare(plan, other))
+
+
+def compare(plan: Plan, other: Plan) -> PlanDiff:
+    """The differences from `plan` to `other` as data."""
+    return PlanDiff(
+        before=f"{plan.name} on {plan.cluster.name}",
+        after=f"{other.name} on {other.cluster.name}",
+        seconds=(plan.prediction.step_seconds, other.prediction.step_seconds),
+        peak_bytes=(max(plan.prediction.peak_bytes, default=0.0), max(other.prediction.peak_bytes, default=0.0)),
+        decisions=_decisions(plan, other),
+        specs=_specs(plan, other),
+        collectives=_collectives(plan.prediction.collectives, other.prediction.collectives),
+        different_steps=_different_steps(plan, other),
+    )
+
+
+def _different_steps(plan: Plan, other: Plan) -> bool:
+    """Whether the plans surely belong to different code or shapes; micro-batches change the fingerprint as well."""
+    alike = (plan.num_microbatches, plan.loop_parts) == (other.num_microbatches, other.loop_parts)
+    return alike and plan.fingerprint != other.fingerprint
+
+
+def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
+    pairs = [
+        ("function", plan.function, other.function),
+        ("cluster", _cluster(plan), _cluster(other)),
+        ("micro-batches", str(plan.num_microbatches), str(other.num_microbatches)),
+        ("schedule", str(plan.schedule), str(other.schedule)),
+        ("rematerialised", plan.recomputed or "nothing", other.recomputed or "nothing"),
+        ("stages", str(len(plan.stages)), str(len(other.stages))),
+    ]
+    for number in range(max(len(plan.stages), len(other.stages))):
+        pairs.append((f"stage {number}", _stage(plan, number), _stage(other, number)))
+    return tuple(Change(what=what, before=a, after=b) for what, a, b in pairs if a != b)
+
+
+def _cluster(plan: Plan) -> str:
+    return f"{plan.cluster.name}, {plan.cluster.num_devices} devices"
+
+
+def _stage(plan: Plan, number: int) -> str:
+    if number >= len(plan.stages):
+        return "–"
+    stage = plan.stages[number]
+    return f"{show_layers(*stage.layers)} of {plan.num_layers}, {stage.submesh}, {stage.mesh_shape}"
+
+
+def _specs(plan: Plan, other: Plan) -> tuple[Change, ...]:
+    """Specs that differ, repeated layers as one row; optimizer state that changes as its parameter does is left out.
+
+    The axis names count: [x] and [data] are different specs.
+    """
+    arguments, others = arguments_of(plan), arguments_of(other)
+    before, after = arguments.by_name, others.by_name
+    texts = {name: (_text(before.get(name)), _text(after.get(name))) for name in dict.fromkeys([*before, *after])}
+    owners = {**others.owners, **arguments.owners}
+    changed: dict[tuple[str, str], list[Argument]] = {}
+    for name, (old, new) in texts.items():
+        if old != new and (name not in owners or texts[owners[name]] != (old, new)):
+            argument = before.get(name) or after[name]
+            # One spec for all, so that only the change decides what is grouped.
+            changed.setdefault((old, new), []).append(replace(argument, spec=Spec(())))
+    return tuple(
+        Change(
+            what=group.pattern + (f" ×{len(group.members)}" if len(group.members) > 1 else ""), before=old, after=new
+        )
+        for (old, new), arguments in changed.items()
+        for group in group_arguments(arguments)
+    )
+
+
+def _text(argument: Argument | None) -> str:
+    return "–" if argument is None else str(argument.spec)
+
+
+def _collectives(before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]) -> tuple[Change, ...]:
+    kinds = sorted({use.kind for use in (*before, *after)})
+    pairs = [(kind, _kind_text(before, kind), _kind_text(after, kind)) for kind in kinds]
+    return tuple(Change(what=kind, before=a, after=b) for kind, a, b in pairs if a != b)
+
+
+def _kind_text(uses: Sequence[CollectiveUse], kind: str) -> str:
+    mine = [use for use in uses if use.kind == kind]
+    if not mine:
+        return "none"
+    moved, seconds = sum(u.bytes * u.count for u in mine), sum(u.seconds * u.count for u in mine)
+    return f"{show_number(sum(u.count for u in mine))}, {show_bytes(moved)}, {show_seconds(seconds)}"
+
+
+def _buys(before: float, after: float) -> str:
+    times = f"{show_seconds(before)} → {show_seconds(after)} per step (predicted)"
+    if before <= 0 or after <= 0 or abs(after - before) < 5e-4 * before:
+        return f"{times}, the same."
+    word, ratio = ("faster", before / after) if after < before else ("slower", after / before)
+    return f"{times}, {ratio:.2f}× {word}."
+
+
+def _memory(before: float, after: float) -> str:
+    change = after - before
+    sign = "the same" if abs(change) < 0.5 else f"{show_bytes(abs(change))} {'less' if change < 0 else 'more'}"
+    return f"Peak memory per device {show_bytes(before)} → {show_bytes(after)}, {sign}."
+
+
+def _table(title: str, changes: Sequence[Change], first: str, more: int = 0) -> Table:
+    rows = tuple((change.what, change.before, change.after) for change in changes)
+    return Table(
+        title=title, columns=(first, "before", "after"), rows=rows, note=f"… and {more} more" if more > 0 else ""
+    )

@@ -1,0 +1,174 @@
+"""The specs of a plan's arguments, grouped: repeated layers become one row, optimizer state one line.
+
+layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
+layers/w[0:6], layers/w[6:12] (rows of a stack) →   layers/w[*] ×2             (`group_arguments`)
+opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from alpa_lite.plan.plan import ArrayShape, Plan, StagePlan
+from alpa_lite.sharding.specs import Spec, local_shape, num_shards
+from alpa_lite.text import show_numbers
+
+OPTIMIZER_NAMES = frozenset(
+    "opt_state opt optimizer optimizer_state optim mu nu momentum momentums velocity trace inner_state".split()
+)
+"""Path components that mark optimizer state in optax, flax and most hand-written train steps."""
+
+_NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
+_ROWS = re.compile(r"^(?P<stem>.+)\[(?P<rows>\d+:\d+)\]$")
+
+_MOST_ROWS = 3
+"""Parts of a stack that are listed; of more the rest of the row has to tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One array among the arguments of the step: its path, the stage where it lives, its spec and number of blocks.
+
+    `shape` is that of the whole array, `block` that of what one device holds; None in plans of earlier versions.
+    """
+
+    name: str
+    stage: int
+    spec: Spec
+    num_shards: int
+    shape: ArrayShape | None = None
+    block: ArrayShape | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentGroup:
+    """Arguments that differ in numbers of their path alone and share a spec; `pattern` has `*` in those places."""
+
+    pattern: str
+    members: tuple[Argument, ...]
+
+    @property
+    def spec(self) -> Spec:
+        """The spec that all share."""
+        return self.members[0].spec
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages where members live."""
+        return tuple(sorted({member.stage for member in self.members}))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """All named arguments of a plan, and which of them are state of the optimizer."""
+
+    all: tuple[Argument, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Argument]:
+        """Arguments by path."""
+        return {argument.name: argument for argument in self.all}
+
+    @cached_property
+    def plain(self) -> tuple[Argument, ...]:
+        """Parameters and inputs: everything but optimizer state."""
+        return tuple(a for a in self.all if not is_optimizer_state(a.name))
+
+    @cached_property
+    def optimizer(self) -> tuple[Argument, ...]:
+        """State of the optimizer."""
+        return tuple(a for a in self.all if is_optimizer_state(a.name))
+
+    @cached_property
+    def owners(self) -> Mapping[str, str]:
+        """Path of an optimizer array → path of the parameter that it belongs to, where there is one."""
+        by_suffix: dict[tuple[str, ...], str] = {}
+        for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
+            parts = tuple(argument.name.split("/"))
+            for start in range(len(parts)):
+                by_suffix.setdefault(parts[start:], argument.name)
+        owners = {a.name: parameter_of(a.name, by_suffix) for a in self.optimizer}
+        return {name: owner for name, owner in owners.items() if owner is not None}
+
+    @cached_property
+    def unlike_parameter(self) -> tuple[Argument, ...]:
+        """Optimizer arrays whose spec is not that of their parameter."""
+        return tuple(
+            a for a in self.optimizer if a.name in self.owners and a.spec != self.by_name[self.owners[a.name]].spec
+        )
+
+
+def arguments_of(plan: Plan) -> Arguments:
+    """The named arguments of a plan, stage by stage."""
+    return Arguments(
+        tuple(_argument(name, number, stage) for number, stage in enumerate(plan.stages) for name in stage.specs)
+    )
+
+
+def _argument(name: str, number: int, stage: StagePlan) -> Argument:
+    spec, sizes, shape = stage.specs[name], stage.mesh_shape.axis_sizes, stage.shapes.get(name)
+    block = None if shape is None else replace(shape, dims=local_shape(spec, shape.dims, sizes))
+    return Argument(name=name, stage=number, spec=spec, num_shards=num_shards(spec, sizes), shape=shape, block=block)
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a path goes through optimizer state."""
+    return any(part in OPTIMIZER_NAMES for part in name.split("/")[:-1])
+
+
+def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | None:
+    """The parameter that an optimizer array belongs to: the longest tail of its path that ends a parameter's path."""
+    parts = tuple(name.split("/"))
+    last = max(i for i, part in enumerate(parts[:-1]) if part in OPTIMIZER_NAMES)
+    tails = (parts[start:] for start in range(last + 1, len(parts)))
+    return next((by_suffix[tail] for tail in tails if tail in by_suffix), None)
+
+
+def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
+    """Arguments with one spec whose paths differ in numbers alone; groups in order of first appearance of the path."""
+    listed = tuple(arguments)
+    alike: dict[tuple[str, ...], int] = {}
+    groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
+    for argument in listed:
+        stems = _stems(argument.name)
+        alike[stems] = alike.get(stems, 0) + 1
+        groups.setdefault((stems, argument.spec), []).append(argument)
+    order = {stems: number for number, stems in enumerate(alike)}
+    return tuple(
+        ArgumentGroup(pattern=_pattern(members, whole=len(members) == alike[stems]), members=tuple(members))
+        for (stems, _), members in sorted(groups.items(), key=lambda item: order[item[0][0]])
+    )
+
+
+def _stems(name: str) -> tuple[str, ...]:
+    """The path with its numbers taken out."""
+    return tuple(map(_stem, name.split("/")))
+
+
+def _stem(part: str) -> str:
+    if (rows := _ROWS.match(part)) is not None:
+        return f"{_stem(rows['stem'])}[*]"
+    match = _NUMBER.match(part)
+    return part if match is None else f"{match['stem']}*"
+
+
+def _pattern(members: Sequence[Argument], *, whole: bool) -> str:
+    """The common path: `*` (or the numbers, when others with another spec are left out) where the members differ."""
+    columns = zip(*(member.name.split("/") for member in members), strict=True)
+    return "/".join(_column(parts, whole=whole) for parts in columns)
+
+
+def _column(parts: Sequence[str], *, whole: bool) -> str:
+    if len(set(parts)) == 1:
+        return parts[0]
+    rows = [match for part in parts if (match := _ROWS.match(part)) is not None]
+    if rows:
+        stem = _column([match["stem"] for match in rows], whole=whole)
+        listed = list(dict.fromkeys(match["rows"] for match in rows))
+        return f"{stem}[{'*' if whole or len(listed) > _MOST_ROWS else ', '.join(listed)}]"
+    matches = [match for part in parts if (match := _NUMBER.match(part)) is not None]
+    numbers = "*" if whole else f"{{{show_numbers(int(match['number']) for match in matches)}}}"
+    return f"{matches[0]['stem']}{numbers}"

@@ -1,0 +1,395 @@
+"""A plan as tables: what every stage does, how every parameter lies, which collectives cost most, what else was tried.
+
+Each table is built once as data (`Table`); `plan_text` renders them for a terminal, `html` for a page.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from alpa_lite.inspection.text.parameter_groups import ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.plan.codec import encode
+from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.text import (
+    short_source,
+    show_bytes,
+    show_count,
+    show_milliseconds,
+    show_number,
+    show_numbers,
+    show_percent,
+    show_range,
+    show_ratio,
+    show_seconds,
+)
+
+WIDTH = 120
+"""Columns of a plan in a terminal."""
+
+MAX_PARAMETER_ROWS = 25
+MAX_COLLECTIVE_ROWS = 10
+
+SCREEN_ROWS = {"stages": 16, "parameters": 8, "collectives": 6, "opaque": 4, "undivided": 4, "alternatives": 5}
+"""Rows of each table of a plan in a terminal; all of them are in `plan_tables`, on pages and in JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of text: `numeric` columns are aligned to the right; `note` stands below."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[str] = frozenset()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveGroup:
+    """Collectives of one kind that arise on one source line: `count` per step, sums of bytes and seconds."""
+
+    kind: str
+    axis: str
+    phase: str
+    source: str
+    stages: tuple[int, ...]
+    count: float
+    bytes: float
+    seconds: float
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan on one screen: `WIDTH` columns, no colour codes."""
+    tables = (
+        shortened(stages_table(plan), SCREEN_ROWS["stages"]),
+        parameters_table(plan, SCREEN_ROWS["parameters"]),
+        collectives_table(plan, SCREEN_ROWS["collectives"]),
+        shortened(opaque_table(plan), SCREEN_ROWS["opaque"]),
+        shortened(undivided_table(plan), SCREEN_ROWS["undivided"]),
+        shortened(alternatives_table(plan), SCREEN_ROWS["alternatives"]),
+    )
+    return render([*headline(plan), ""], [table for table in tables if table.rows])
+
+
+def shortened(table: Table, max_rows: int) -> Table:
+    """The first rows of a table, and how many more there are."""
+    rest = len(table.rows) - max_rows
+    if rest <= 0:
+        return table
+    note = "; ".join(filter(None, (f"… and {rest} more rows", table.note)))
+    return replace(table, rows=table.rows[:max_rows], note=note)
+
+
+def plan_tables(plan: Plan) -> tuple[Table, ...]:
+    """The tables of a plan in reading order; empty ones are left out."""
+    tables = (
+        stages_table(plan),
+        parameters_table(plan),
+        collectives_table(plan),
+        opaque_table(plan),
+        undivided_table(plan),
+        alternatives_table(plan),
+    )
+    return tuple(table for table in tables if table.rows)
+
+
+def headline(plan: Plan) -> tuple[str, ...]:
+    """Lines: what was planned for what, what to expect, and which arguments hold the batch, where that is known."""
+    prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
+    layers = show_count(plan.num_layers, "layer")
+    shared = ", which share one processor" if cluster.shared_processor else ""
+    first = (
+        f"{plan.function} on {cluster.name} ({show_count(cluster.num_devices, 'device')}{shared}): {plan.name}, "
+        f"{show_count(len(plan.stages), 'stage')} of {layers}, {show_count(plan.num_microbatches, 'micro-batch')}"
+        f"{', whose results are averaged' if plan.averaged else ''}, "
+        f"schedule {plan.schedule}"
+        + (f", rematerialised: {plan.recomputed}" if plan.recomputed else "")
+        + (f", gradients in {len(plan.buckets)} buckets" if plan.buckets else "")
+    )
+    fullest = plan.fullest_stage
+    second = (
+        f"predicted step {show_seconds(prediction.step_seconds)} · bubble {show_percent(prediction.bubble_fraction)} · "
+        f"peak {show_bytes(prediction.peak_bytes[fullest])} of {show_bytes(plan.capacity_bytes(fullest))} · "
+        f"no plan below {show_seconds(solver.bound)}, gap {show_percent(solver.gap)} · "
+        f"solution {solver.status}, found in {show_seconds(solver.seconds)}"
+    )
+    return (first, second) if plan.batch is None else (first, second, f"batch: {plan.batch}")
+
+
+def stages_table(plan: Plan) -> Table:
+    """A row per stage: where it runs, what it holds, how long it takes, communication too."""
+    rows = [_stage_row(plan, number, stage) for number, stage in enumerate(plan.stages)]
+    capacities = sorted({plan.capacity_bytes(number) for number in range(len(plan.stages))})
+    capacity = " to ".join(show_bytes(capacity) for capacity in dict.fromkeys((capacities[0], capacities[-1])))
+    per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
+    columns = (
+        "stage",
+        "layers",
+        "devices",
+        "mesh",
+        "parameters",
+        "forward",
+        "backward",
+        "communication",
+        "update",
+        "peak memory",
+    )
+    return Table(
+        title="Stages",
+        columns=columns,
+        rows=tuple(rows),
+        numeric=frozenset(columns[4:]),
+        note=f"per device, of {capacity}{shared_note(plan)}; parameters with their optimizer state; "
+        f"forward and backward: ms {per}; communication (all collectives, hidden ones too) and update: ms per step",
+    )
+
+
+def shared_note(plan: Plan) -> str:
+    """That stages share devices, if they do."""
+    return "" if len(plan.stages_together) == len(plan.stages) else ", with that of all stages on the device"
+
+
+def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+    uses = [use for use in plan.prediction.collectives if use.stage == number]
+    peak = plan.prediction.peak_bytes[number]
+    devices = stage.submesh.devices
+    return (
+        str(number),
+        show_range(*stage.layers),
+        show_range(devices[0], devices[-1]),
+        str(stage.mesh_shape),
+        show_bytes(stage.state_bytes),
+        show_milliseconds(stage.forward_seconds),
+        show_milliseconds(stage.backward_seconds),
+        show_milliseconds(sum(use.seconds * use.count for use in uses)) if uses else "none",
+        show_milliseconds(stage.update_seconds),
+        f"{show_bytes(peak)} ({show_percent(peak / plan.capacity_bytes(number))})",
+    )
+
+
+def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
+    """A row per group of parameters (and inputs) with one spec; optimizer state only where it differs."""
+    arguments = arguments_of(plan)
+    groups = (*group_arguments(arguments.plain), *group_arguments(arguments.unlike_parameter))
+    rows = [_parameter_row(group) for group in groups[:max_rows]]
+    if len(groups) > max_rows:
+        rows.append((f"… and {len(groups) - max_rows} more", "", "", "", ""))
+    return Table(
+        title="Parameters and inputs (mesh axes per dim, - where it is whole)",
+        columns=("path", "spec", "arrays", "stages", "each device holds"),
+        rows=tuple(rows),
+        numeric=frozenset({"arrays"}),
+        note=_optimizer_note(arguments),
+    )
+
+
+def _parameter_row(group: ArgumentGroup) -> tuple[str, ...]:
+    shares = sorted({member.num_shards for member in group.members})
+    held = " or ".join("all" if n == 1 else f"1/{n}" for n in shares)
+    return group.pattern, str(group.spec), f"×{len(group.members)}", show_numbers(group.stages), held
+
+
+def _optimizer_note(arguments: Arguments) -> str:
+    if not arguments.optimizer:
+        return ""
+    unlike, owned = len(arguments.unlike_parameter), len(arguments.owners)
+    rest = len(arguments.optimizer) - owned
+    like = f"{owned - unlike} arrays lie like their parameter" if owned > unlike else ""
+    differ = f"{unlike} otherwise (listed)" if unlike else ""
+    other = f"{rest} belong to no parameter" if rest else ""
+    return "optimizer state: " + ", ".join(filter(None, (like, differ, other)))
+
+
+def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, ...]:
+    """Collectives by kind, axis, phase and source line, the longest first."""
+    groups: dict[tuple[str, ...], list[CollectiveUse]] = {}
+    for use in uses:
+        groups.setdefault((use.kind, use.axis, use.phase, source_of(use)), []).append(use)
+    found = [
+        CollectiveGroup(
+            kind=kind,
+            axis=axis,
+            phase=phase,
+            source=source,
+            stages=tuple(sorted({use.stage for use in members})),
+            count=sum(use.count for use in members),
+            bytes=sum(use.bytes * use.count for use in members),
+            seconds=sum(use.seconds * use.count for use in members),
+        )
+        for (kind, axis, phase, source), members in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda group: -group.seconds))
+
+
+def source_of(use: CollectiveUse) -> str:
+    """The user's line, short; what the collective is for where it belongs to no line."""
+    if use.source:
+        return short_source(use.source)
+    if use.phase == "update":
+        return "(gradients, summed)" if use.kind in ("all_reduce", "reduce_scatter") else "(new state)"
+    return "(between lines)"
+
+
+def collectives_table(plan: Plan, max_rows: int = MAX_COLLECTIVE_ROWS) -> Table:
+    """The collectives that cost most."""
+    groups = group_collectives(plan.prediction.collectives)
+    rows = collective_rows(groups[:max_rows])
+    rest = groups[max_rows:]
+    note = f"… and {len(rest)} more, {show_seconds(sum(g.seconds for g in rest))} in all" if rest else ""
+    columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
+    return Table(title="Collectives by time", columns=columns, rows=rows, numeric=frozenset(columns[4:7]), note=note)
+
+
+def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...], ...]:
+    """Cells of `collectives_table`."""
+    return tuple(
+        (
+            group.kind,
+            group.axis,
+            group.phase,
+            show_numbers(group.stages),
+            show_number(group.count),
+            show_bytes(group.bytes / group.count),
+            show_milliseconds(group.seconds),
+            group.source,
+        )
+        for group in groups
+    )
+
+
+def opaque_table(plan: Plan) -> Table:
+    """Primitives that no rule can split, and where they stand in the user's code."""
+    rows = tuple(
+        (
+            use.primitive,
+            str(use.num_ops),
+            show_bytes(use.bytes),
+            ", ".join(dict.fromkeys(map(short_source, use.sources))),
+        )
+        for use in plan.opaque
+    )
+    columns = ("primitive", "ops", "bytes of results", "source")
+    note = "give them a rule with al.register_rule, if they can be split: docs/extend/primitive.md"
+    return Table(
+        title="Run whole on every device, without a sharding rule",
+        columns=columns,
+        rows=rows,
+        numeric=frozenset(columns[1:3]),
+        note=note,
+    )
+
+
+def undivided_table(plan: Plan) -> Table:
+    """Dims that stay whole because their devices do not divide them, and what padding them would save."""
+    rows = tuple(
+        (
+            dim.name,
+            f"{dim.dim} ({dim.size})",
+            f"{dim.axis} ({dim.num_devices})",
+            str(dim.padded),
+            show_bytes(dim.bytes_saved),
+            show_milliseconds(dim.seconds_saved),
+        )
+        for dim in plan.undivided[:MAX_PARAMETER_ROWS]
+    )
+    columns = ("argument", "dim (size)", "axis (devices)", "padded to", "saves per device", "saves ms")
+    rest = len(plan.undivided) - len(rows)
+    note = "pad them in the model to have them split" + (f"; {rest} more" if rest else "")
+    return Table(
+        title="Whole because the devices do not divide them",
+        columns=columns,
+        rows=rows,
+        numeric=frozenset(columns[3:]),
+        note=note,
+    )
+
+
+def alternatives_table(plan: Plan) -> Table:
+    """The other plans that the search priced; no rows for a manual plan."""
+    chosen = plan.prediction.step_seconds
+    rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
+    for name, seconds in plan.alternatives:
+        works, ratio = math.isfinite(seconds), show_ratio(seconds / chosen) if chosen > 0 else ""
+        rows.append((name, show_milliseconds(seconds), ratio) if works else (name, "does not work", ""))
+    columns = ("plan", "predicted ms per step", "against the chosen one")
+    return Table(title="Plans considered", columns=columns, rows=tuple(rows), numeric=frozenset(columns[1:]))
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """The numbers of `plan_text` as plain data, for JSON."""
+    prediction = plan.prediction
+    return {
+        "function": plan.function,
+        "name": plan.name,
+        "cluster": plan.cluster.name,
+        "num_devices": plan.cluster.num_devices,
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule.name,
+        "step_seconds": prediction.step_seconds,
+        "bubble_fraction": prediction.bubble_fraction,
+        "flops_per_device": prediction.flops_per_device,
+        "breakdown_seconds": prediction.breakdown(),
+        "solver": {"status": plan.solver.status, "gap": plan.solver.gap, "seconds": plan.solver.seconds},
+        "stages": [
+            {
+                "layers": list(stage.layers),
+                "devices": list(stage.submesh.devices),
+                "mesh": stage.mesh_shape.axis_sizes,
+                "forward_seconds": stage.forward_seconds,
+                "backward_seconds": stage.backward_seconds,
+                "update_seconds": stage.update_seconds,
+                "communication_seconds": sum(u.seconds * u.count for u in prediction.collectives if u.stage == number),
+                "state_bytes": stage.state_bytes,
+                "peak_bytes": peak,
+                "capacity_bytes": plan.capacity_bytes(number),
+                "specs": {name: str(spec) for name, spec in stage.specs.items()},
+                "shapes": {name: str(shape) for name, shape in stage.shapes.items()},
+            }
+            for number, (stage, peak) in enumerate(zip(plan.stages, prediction.peak_bytes, strict=True))
+        ],
+        "alternatives": [
+            {"name": name, "step_seconds": seconds if math.isfinite(seconds) else None}
+            for name, seconds in plan.alternatives
+        ],
+        "opaque": [
+            {"primitive": use.primitive, "num_ops": use.num_ops, "bytes": use.bytes, "sources": list(use.sources)}
+            for use in plan.opaque
+        ],
+        "undivided": [encode(dim) for dim in plan.undivided],
+        "averaged": plan.averaged,
+        "batch": encode(plan.batch),
+    }
+
+
+def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
+    """Lines and tables as plain text of at most `WIDTH` columns (long lines are wrapped)."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        for line in lines:
+            console.print(line)
+        for number, table in enumerate(tables):
+            if number:
+                console.print()
+            console.print(rich_table(table))
+            if table.note:
+                console.print(f" {table.note}")
+    lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
+    return "\n".join(line for line, before in zip(lines, ["x", *lines], strict=False) if line or before)
+
+
+def rich_table(table: Table) -> RichTable:
+    """The table for rich, without its note."""
+    rich = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        rich.add_column(column, justify="right" if column in table.numeric else "left", overflow="fold")
+    for row in table.rows:
+        rich.add_row(*row)
+    return rich

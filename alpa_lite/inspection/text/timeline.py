@@ -1,0 +1,276 @@
+"""Timelines of one step, predicted and measured, and their form for chrome://tracing and Perfetto.
+
+predicted    schedule.simulate on the plan's stage times, then the update of each stage     (`predicted_timeline`)
+simulated    spans of runtime.simulate, of every instruction of a program                   (`chrome_trace`)
+measured     the same spans of runtime.execute; or any with stage, kind, start_seconds, end_seconds
+both         in one trace, and side by side, task by task                                   (`overlaid`, `compared`)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from alpa_lite.inspection.text.tables import Table, render
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.pricing import dispatch_seconds
+from alpa_lite.schedule import Timeline, passes_of, simulate
+from alpa_lite.schedule.tasks import SpanLike
+from alpa_lite.text import show_milliseconds, show_percent, show_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A predicted span: forward, backward or update of a stage. `row`: number of its submesh in the plan."""
+
+    stage: int
+    row: int
+    kind: str
+    microbatch: int | None
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedTimeline:
+    """A predicted step. `busy_seconds` and `update_seconds` are per stage; the makespan includes the update.
+
+    `rows`: the stages on each submesh, which run in turn.
+    """
+
+    bars: tuple[Bar, ...]
+    makespan_seconds: float
+    bubble_fraction: float
+    busy_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    rows: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        columns = ("stage", "tasks", "busy ms", "of the step", "update ms")
+        rows = tuple(
+            (
+                row_name(stages),
+                str(sum(bar.stage in stages for bar in self.bars)),
+                show_milliseconds(busy),
+                show_percent(busy / self.makespan_seconds if self.makespan_seconds > 0 else 0.0),
+                show_milliseconds(sum(self.update_seconds[stage] for stage in stages)),
+            )
+            for stages in self.rows
+            for busy in [sum(self.busy_seconds[stage] for stage in stages)]
+        )
+        table = Table(title="Stages", columns=columns, rows=rows, numeric=frozenset(columns[1:]))
+        end, bubble = show_seconds(self.makespan_seconds), show_percent(self.bubble_fraction)
+        return render([f"predicted step {end}, bubble {bubble}", ""], [table])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def predicted_timeline(plan: Plan) -> PredictedTimeline:
+    """The step on a clock, from the times in the plan.
+
+    Every task pays one dispatch, as in the plan's own prediction. A plan keeps the sum of its transfers, so each
+    boundary between stages gets an equal share: with three stages or more the makespan can differ a little from
+    `plan.prediction.step_seconds`, which also holds what the step waits for the last host.
+    """
+    stages, count = plan.stages, plan.num_microbatches
+    dispatch = dispatch_seconds(plan.cluster)
+    whole = len(stages) == 1 and count == 1
+    tasks = plan.schedule.tasks(len(stages), count)
+    each = dispatch / len(tasks[0]) if whole else dispatch
+    apart = [float(a.submesh != b.submesh) for a, b in pairwise(stages)]
+    passes = len(passes_of(tasks[0]))
+    transfer = plan.prediction.transfer_seconds / (passes * count * sum(apart)) if any(apart) else 0.0
+    timeline = simulate(
+        tasks,
+        [stage.forward_seconds for stage in stages],
+        [stage.backward_seconds for stage in stages],
+        weight_seconds=[stage.weight_seconds for stage in stages],
+        dispatch_seconds=each,
+        transfer_seconds=[transfer * each for each in apart],
+        serialized=plan.cluster.shared_processor,
+    )
+    updates = tuple(stage.update_seconds + (0.0 if whole else dispatch) for stage in stages)
+    rows = plan.stages_together
+    in_turn = [tuple(range(len(stages)))] if plan.cluster.shared_processor else rows
+    row_of = {stage: row for row, numbers in enumerate(rows) for stage in numbers}
+    bars = (*_bars(timeline, row_of), *_updates(updates, in_turn, timeline.makespan_seconds, row_of))
+    busy = [sum(bar.end_seconds - bar.start_seconds for bar in bars if bar.stage == s) for s in range(len(stages))]
+    return PredictedTimeline(
+        bars=bars,
+        makespan_seconds=max((bar.end_seconds for bar in bars), default=0.0),
+        bubble_fraction=timeline.bubble_fraction,
+        busy_seconds=tuple(busy),
+        update_seconds=updates,
+        rows=rows,
+    )
+
+
+def row_name(stages: Sequence[int]) -> str:
+    """The numbers of the stages on one submesh."""
+    return ", ".join(map(str, stages))
+
+
+def chrome_trace(
+    spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step", *, number: int = 1
+) -> dict[str, Any]:
+    """Spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
+
+    A predicted step has a row per submesh. Spans that overlap, as transfers may, get further rows of the same name:
+    viewers take spans of one row for calls within calls. `process` names the group of rows and `number` (from 1 on, as
+    Perfetto takes 0 for none) tells it from others; traces are joined by joining their `traceEvents`.
+    """
+    # Tasks and transfers count however short they are, and what else takes time: buffers come and go in between.
+    listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
+    rows: dict[int, list[Any]] = {}
+    for span in listed:
+        rows.setdefault(_row(span), []).append(span)
+    events: list[dict[str, Any]] = [_meta(number, "process_name", process)]
+    for row, members in sorted(rows.items()):
+        does = " receives" if row >= _RECEIVING else ""
+        name = f"stage {row_name(sorted({span.stage for span in members}))}{does}"
+        for more, part in enumerate(_apart(members)):
+            events.append(_meta(number, "thread_name", name, row + more * _FURTHER))
+            events += [_event(number, row + more * _FURTHER, span) for span in part]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
+    """Both in one trace, one group of rows above the other."""
+    traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured", number=2))
+    return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
+
+
+def _apart(spans: Iterable[Any]) -> list[list[Any]]:
+    """Spans in lists in which none begins before the one before it has ended."""
+    lists: list[list[Any]] = []
+    for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
+        free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
+        if (found := next(free, None)) is None:
+            lists.append([span])
+        else:
+            found.append(span)
+    return lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskComparison:
+    """Seconds per run of one task (or of all transfers to a stage), predicted and measured."""
+
+    name: str
+    runs: int
+    predicted_seconds: float
+    measured_seconds: float
+
+
+def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tuple[TaskComparison, ...]:
+    """Task by task: the median run as it was predicted and as it was measured, of the same instructions."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for a, b in zip(predicted, measured, strict=True):
+        if a.kind in ("RUN", "SEND"):
+            name = f"stage {a.stage} receives" if a.kind == "SEND" else str(getattr(a, "name", a.kind))
+            seconds = a.end_seconds - a.start_seconds, b.end_seconds - b.start_seconds
+            groups.setdefault(name, []).append(seconds)
+    return tuple(
+        TaskComparison(
+            name=name,
+            runs=len(pairs),
+            predicted_seconds=median(a for a, _ in pairs),
+            measured_seconds=median(b for _, b in pairs),
+        )
+        for name, pairs in groups.items()
+    )
+
+
+def comparison_text(rows: Sequence[TaskComparison]) -> str:
+    """The comparison as text."""
+    return render(["median of the runs in one step", ""], [comparison_table(rows)])
+
+
+def comparison_table(rows: Sequence[TaskComparison]) -> Table:
+    """The comparison as a table."""
+    columns = ("task", "runs", "predicted ms", "measured ms", "measured / predicted")
+    cells = tuple(
+        (
+            row.name,
+            str(row.runs),
+            show_milliseconds(row.predicted_seconds),
+            show_milliseconds(row.measured_seconds),
+            f"{row.measured_seconds / row.predicted_seconds:.2f}" if row.predicted_seconds > 0 else "-",
+        )
+        for row in rows
+    )
+    return Table(title="Tasks", columns=columns, rows=cells, numeric=frozenset(columns[1:]))
+
+
+def _spans(spans: Iterable[SpanLike] | Timeline | PredictedTimeline) -> Iterable[Any]:
+    if isinstance(spans, Timeline):
+        return spans.spans
+    return spans.bars if isinstance(spans, PredictedTimeline) else spans
+
+
+def _event(number: int, row: int, span: Any) -> dict[str, Any]:
+    kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
+    microbatch = getattr(span, "microbatch", None)
+    label = getattr(span, "name", "") or kind
+    return {
+        "name": label if microbatch is None else f"{label} {microbatch}",
+        "cat": kind,
+        "ph": "X",
+        "pid": number,
+        "tid": row,
+        "ts": span.start_seconds * 1e6,
+        "dur": (span.end_seconds - span.start_seconds) * 1e6,
+        "args": {"stage": span.stage, "microbatch": microbatch},
+    }
+
+
+_SHOWN = ("RUN", "SEND")
+"""The instructions that predicted and measured traces have in common."""
+
+_RECEIVING = 10_000
+"""Transfers to a stage have a row of their own, as they go on beside its tasks: its number plus this."""
+
+_FURTHER = 1_000_000
+"""Between the numbers of the rows that share a name."""
+
+
+def _row(span: Any) -> int:
+    """From 1 on: viewers take thread 0 for none, or for the first one."""
+    return 1 + getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
+
+
+def _meta(number: int, kind: str, name: str, row: int = 1) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
+
+
+def _bars(timeline: Timeline, row_of: Mapping[int, int]) -> tuple[Bar, ...]:
+    return tuple(
+        Bar(
+            stage=span.stage,
+            row=row_of[span.stage],
+            kind=span.kind.value,
+            microbatch=span.microbatch,
+            start_seconds=span.start_seconds,
+            end_seconds=span.end_seconds,
+        )
+        for span in timeline.spans
+    )
+
+
+def _updates(
+    seconds: Sequence[float], in_turn: Iterable[Sequence[int]], start: float, row_of: Mapping[int, int]
+) -> Iterable[Bar]:
+    """The updates after the last task: side by side, but in turn those of stages that run on the same devices."""
+    for stages in in_turn:
+        end = start
+        for stage in stages:
+            begin, end = end, end + seconds[stage]
+            if seconds[stage] > 0:
+                span = {"start_seconds": begin, "end_seconds": end}
+                yield Bar(stage=stage, row=row_of[stage], kind="update", microbatch=None, **span)

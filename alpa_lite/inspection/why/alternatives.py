@@ -1,0 +1,358 @@
+"""What else a decision of a plan could have been, what the step would take then, and what makes the difference.
+
+Each row gives one decision another value and has everything else in its stage solved again (`planners.reprice`);
+stages, their devices and micro-batches stay. What decides is what grows the most: a collective on a line (an edge of
+the stage's problem), the compute, or the memory at the moment when the most is alive (a row of its memory limit).
+
+    parameters   the specs that the arrays can have                                       `of_parameters`
+    ops          the placements of an op                                                  `of_op`
+    stages       other logical meshes over its devices                                    `of_stage`
+    layers       at the border of a stage: the neighbour's                                `of_layer`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from alpa_lite.inspection.text.tables import Table, group_collectives
+from alpa_lite.inspection.why.repricing import Repricing, placed_stage
+from alpa_lite.inspection.why.stage_problem import Given, StageProblem
+from alpa_lite.inter_op.space import meshes_of
+from alpa_lite.intra_op.placements import Key
+from alpa_lite.intra_op.problem import Status
+from alpa_lite.intra_op.shortage import shortage_of
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.plan.walk import placed_specs
+from alpa_lite.sharding.meshes import LogicalMesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.text import short_sources, show_bytes, show_milliseconds, show_percent, show_seconds
+
+MAX_PRICED = 12
+"""So many values of a decision are priced: those that cost least while all else stays as it is."""
+
+MAX_ROWS = 8
+
+_PHASE = "alternatives"
+"""Of a `Progress`: each value of a decision that is priced is a unit of work."""
+
+_SAME = 1e-3
+"""Differences below this part of the step are none: stages are solved to half of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One value of a decision: the predicted step with everything else in its stage chosen for it (None: not possible),
+    bytes per device at the peak of the stages that it concerns, and what decides for or against it."""
+
+    what: str
+    chosen: bool
+    step_seconds: float | None
+    peak_bytes: float | None
+    decides: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternatives:
+    """The values of a decision, the chosen one first, others by their cost; `sentences`: what follows from them."""
+
+    decision: str
+    rows: tuple[Alternative, ...]
+    sentences: tuple[str, ...]
+
+    def table(self) -> Table:
+        """For people."""
+        chosen = self.rows[0].step_seconds or 0.0
+        columns = (self.decision, "ms per step", "change", "peak memory", "what decides")
+        shown = self.rows[:MAX_ROWS]
+        rest = len(self.rows) - len(shown)
+        return Table(
+            title="Alternatives, with the rest of the stage chosen for each",
+            columns=columns,
+            rows=tuple(_row(each, chosen) for each in shown),
+            numeric=frozenset(columns[1:4]),
+            note=f"… and {rest} more, which cost more" if rest else "",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"decision": self.decision, "rows": [asdict(row) for row in self.rows]}
+
+
+def _row(each: Alternative, chosen: float) -> tuple[str, ...]:
+    what = f"{each.what} (chosen)" if each.chosen else each.what
+    peak = "" if each.peak_bytes is None else show_bytes(each.peak_bytes)
+    if each.step_seconds is None:
+        return what, "–", "not possible", peak, each.decides
+    change = (each.step_seconds - chosen) / chosen if chosen > 0 else 0.0
+    sign = f"{'+' if change > 0 else '−'}{show_percent(abs(change))}" if abs(change) >= _SAME else "the same"
+    sign = "" if each.chosen else sign
+    return what, show_milliseconds(each.step_seconds), sign, peak, each.decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """Stages with something given: by stage, its problem and what its nodes may take."""
+
+    what: str
+    chosen: bool
+    stages: Mapping[int, tuple[StageProblem, Given]]
+
+
+def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) -> Alternatives | None:
+    """The specs that arguments can have, all of them the same; names by stage. None where there is no choice."""
+    tables: list[tuple[int, dict[Spec, Given]]] = []
+    chosen: Spec | None = None
+    for number, names in members.items():
+        stage, wanted = repricing.stages[number], frozenset(names)
+        for v in stage.view.external:
+            if stage.view.graph.values[v].name in wanted and stage.view.lives_here(v):
+                tables.append((number, stage.strategies_of_input(v)))
+                chosen = repricing.plan.stages[number].inputs[v]
+    common = [spec for spec in (tables[0][1] if tables else ()) if all(spec in table for _, table in tables)]
+    if chosen is None or len(common) < 2:
+        return None
+    changes = [
+        _Change(
+            what=str(spec),
+            chosen=spec == chosen,
+            stages={
+                number: (repricing.stages[number], _merged(table[spec] for n, table in tables if n == number))
+                for number in members
+            },
+        )
+        for spec in common
+    ]
+    return _priced(repricing, "spec", str(chosen), _promising(repricing, changes))
+
+
+def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
+    """The placements of an op, or of the ops of several stages that do the same, all of them the same; by stage.
+
+    None where there is no choice.
+    """
+    tables = {number: repricing.stages[number].strategies_of_op(key) for number, key in keys.items()}
+    first, *_ = keys
+    common = [placement for placement in tables[first] if all(placement in table for table in tables.values())]
+    if len(common) < 2:
+        return None
+    stage = repricing.stages[first]
+    chosen = _chosen_placement(stage, tables[first])
+    changes = [
+        _Change(
+            what=_placement_text(stage, keys[first], placement),
+            chosen=placement == chosen,
+            stages={number: (repricing.stages[number], table[placement]) for number, table in tables.items()},
+        )
+        for placement in common
+    ]
+    text = _placement_text(stage, keys[first], chosen)
+    return _priced(repricing, "reads → makes", text, _promising(repricing, changes))
+
+
+def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
+    node = next(iter(next(iter(options.values()))))
+    return next(p for p, given in options.items() if stage.choices[node] in given[node])
+
+
+def _placement_text(stage: StageProblem, key: Key, placement: OpPlacement) -> str:
+    graph, op = stage.op(key)
+    specs = placed_specs(graph, op, placement)
+    read = [str(s) for s, v in zip(specs.operands, graph.operands(op), strict=True) if v.rank]
+    return f"{' × '.join(read) or 'scalars'} → {', '.join(map(str, placement.results))}"
+
+
+def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
+    """Other logical meshes over the devices of a stage."""
+    stage, plan = repricing.stages[number], repricing.plan
+    meshes = meshes_of(stage.submesh, plan.cluster)
+    others = [mesh for mesh in meshes if not _alike(mesh, stage.mesh)]
+    if not others:
+        return None
+    first, last = plan.stages[number].layers
+    changes = [_Change(what=str(stage.mesh), chosen=True, stages={number: (stage, {})})]
+    for mesh in others:
+        problem = repricing.problem(number, first=first, last=last, mesh=mesh)
+        changes.append(_Change(what=str(mesh), chosen=False, stages={number: (problem, {})}))
+    return _priced(repricing, "logical mesh", str(stage.mesh), changes[:MAX_PRICED])
+
+
+def _alike(a: LogicalMesh, b: LogicalMesh) -> bool:
+    """One axis is like another, whatever its name."""
+    return a == b or (len(a.shape) == len(b.shape) == 1)
+
+
+def of_layer(repricing: Repricing, layer: int) -> Alternatives | None:
+    """The stages that a layer at the border of its stage could belong to as well."""
+    plan = repricing.plan
+    home = plan.stage_of_layer(layer)
+    first, last = plan.stages[home].layers
+    if first == last:
+        return None
+    changes = [_Change(what=f"stage {home}", chosen=True, stages={})]
+    for other, at_border in ((home - 1, layer == first), (home + 1, layer == last)):
+        if not at_border or not 0 <= other < len(plan.stages):
+            continue
+        mine = (first + 1, last) if other < home else (first, last - 1)
+        theirs = plan.stages[other].layers
+        grown = (theirs[0], layer) if other < home else (layer, theirs[1])
+        stages = dict[int, tuple[StageProblem, Given]]()
+        for number, (a, b) in ((home, mine), (other, grown)):
+            stages[number] = repricing.problem(number, first=a, last=b, mesh=plan.stages[number].mesh_shape), {}
+        changes.append(_Change(what=f"stage {other}", chosen=False, stages=stages))
+    return _priced(repricing, "stage of the layer", f"stage {home}", changes) if len(changes) > 1 else None
+
+
+def _merged(given: Iterable[Given]) -> Given:
+    found: dict[int, frozenset[int]] = {}
+    for each in given:
+        for node, allowed in each.items():
+            found[node] = found.get(node, allowed) & allowed
+    return found
+
+
+def _promising(repricing: Repricing, changes: Sequence[_Change]) -> list[_Change]:
+    """The changes that cost least while all else stays as it is, the chosen one among them."""
+    if len(changes) <= MAX_PRICED:
+        return list(changes)
+
+    def alone(change: _Change) -> tuple[bool, float]:
+        seconds = 0.0
+        for stage, given in change.stages.values():
+            for node, allowed in given.items():
+                costs = stage.single_change_seconds(node)
+                seconds += min(float(costs[i]) for i in allowed)
+        return not change.chosen, seconds
+
+    return sorted(changes, key=alone)[:MAX_PRICED]
+
+
+def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[_Change]) -> Alternatives:
+    """All changes with their steps; the chosen value as the plan has it."""
+    plan = repricing.plan
+    stages = sorted({number for change in changes for number in change.stages})
+    rows: list[Alternative] = []
+    anew: Alternative | None = None
+    progress = repricing.request.progress
+    progress.begin(_PHASE)
+    with progress.during(_PHASE):
+        progress.expect(_PHASE, len(changes))
+        for number, change in enumerate(changes):
+            progress(f"{decision} {number + 1} of {len(changes)}: {change.what}")
+            row = _alternative(repricing, change)
+            if change.chosen:
+                anew = row
+            else:
+                rows.append(row)
+            progress.did()
+    peaks = [plan.prediction.peak_bytes[number] for number in stages]
+    first = Alternative(
+        what=chosen,
+        chosen=True,
+        step_seconds=plan.prediction.step_seconds,
+        peak_bytes=max(peaks, default=None),
+        decides="",
+    )
+    rows.sort(key=lambda row: (row.step_seconds is None, row.step_seconds or 0.0))
+    sentences = _sentences(first, rows, anew)
+    return Alternatives(decision=decision, rows=(first, *rows), sentences=sentences)
+
+
+def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternative | None) -> tuple[str, ...]:
+    """What it would cost to change, and whether the rest fits the decision as well as it could."""
+    found: list[str] = []
+    step = chosen.step_seconds or 0.0
+    possible = [row for row in rows if row.step_seconds is not None]
+    if possible:
+        seconds = (possible[0].step_seconds or 0.0) - step
+        word = f"costs {show_seconds(seconds)} per step more" if seconds > _SAME * step else "costs the same"
+        if seconds < -_SAME * step:
+            word = f"takes {show_seconds(-seconds)} per step less"
+        decides = f" ({possible[0].decides})" if possible[0].decides and abs(seconds) > _SAME * step else ""
+        found.append(f"The cheapest change, to {possible[0].what}, {word}{decides}.")
+    elif rows:
+        found.append(f"Nothing else is possible: {rows[0].decides}.")
+    if anew is not None and anew.step_seconds is not None and anew.step_seconds < step * (1 - 10 * _SAME):
+        found.append(
+            f"With {chosen.what} kept, and the rest of the stage free, a step would take "
+            f"{show_seconds(anew.step_seconds)}: the planner of this plan does not look for that."
+        )
+    return tuple(found)
+
+
+def _alternative(repricing: Repricing, change: _Change) -> Alternative:
+    solved = repricing.solve_all(change.stages)
+    failed = [number for number, solution in solved.items() if solution.choice is None]
+    if failed:
+        worst = max(failed, key=lambda number: change.stages[number][0].in_flight)
+        return Alternative(
+            what=change.what,
+            chosen=change.chosen,
+            step_seconds=None,
+            peak_bytes=None,
+            decides=_why_not(*change.stages[worst], solved[worst]),
+        )
+    changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
+    before, after = repricing.as_planned, repricing.predicted(changed)
+    step = repricing.plan.prediction.step_seconds + after.step_seconds - before.step_seconds
+    planned = {number: repricing.stages[number].as_planned for number in solved}
+    return Alternative(
+        what=change.what,
+        chosen=change.chosen,
+        step_seconds=step,
+        peak_bytes=max((after.peak_bytes[number] for number in solved), default=None),
+        decides=_decides(
+            planned,
+            solved,
+            stacks_seconds=repricing.stacks_seconds(changed) - repricing.stacks_seconds({}),
+            slower=after.step_seconds >= before.step_seconds,
+        ),
+    )
+
+
+def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
+    """The memory row that forbids it, or that nothing was found in time."""
+    if solution.status is not Status.INFEASIBLE:
+        return "nothing was found in time"
+    why = shortage_of(stage.builder, stage.problem(given), in_flight=stage.in_flight)
+    if why.explained.impossible:
+        return "no sharding of its neighbours goes with it"
+    over = why.explained.over_bytes
+    largest = f", {show_bytes(why.values[0].bytes)} of it {short_sources(why.values[0].name)}" if why.values else ""
+    return f"memory: {show_bytes(over)} too much {short_sources(why.when)}{largest}"
+
+
+def _decides(
+    before: Mapping[int, StageSolution], after: Mapping[int, StageSolution], *, stacks_seconds: float, slower: bool
+) -> str:
+    """What grows the most, or shrinks the most where the change is for the better: a collective, or the compute."""
+    changes = {"stacked arrays are brought together, as stages no longer hold their rows alike": stacks_seconds}
+    for number, solution in after.items():
+        for sign, which in ((-1.0, before[number]), (1.0, solution)):
+            changes["compute"] = changes.get("compute", 0.0) + sign * which.compute_seconds
+            for group in group_collectives(which.collectives):
+                name = f"{group.kind} over {group.axis}, {group.phase}, {group.source}"
+                changes[name] = changes.get(name, 0.0) + sign * group.seconds
+    pick = max if slower else min
+    what, seconds = pick(changes.items(), key=lambda item: item[1], default=("", 0.0))
+    if abs(seconds) < 1e-9 or (seconds > 0) != slower:
+        return ""
+    return f"{'+' if seconds > 0 else '−'}{show_milliseconds(abs(seconds))} ms {what}"
+
+
+def without_memory_limit(repricing: Repricing, number: int) -> str:
+    """What the memory limit of a stage costs, as a sentence; empty where it costs nothing."""
+    stage = repricing.stages[number]
+    free, bound = stage.solve(limited=False), repricing.as_planned.step_seconds
+    if free.choice is None:
+        return ""
+    after = repricing.predicted({number: placed_stage(stage, free)})
+    saved = bound - after.step_seconds
+    if after.peak_bytes[number] <= stage.limit_bytes or saved < 10 * _SAME * bound:
+        return ""
+    return (
+        f"Memory decides here: with {show_bytes(after.peak_bytes[number])} per device a step would take "
+        f"{show_seconds(saved)} less."
+    )

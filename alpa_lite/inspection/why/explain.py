@@ -1,0 +1,396 @@
+"""Why something in a plan is as it is: a parameter, a stage, a layer, an op, or a line of the user's code.
+
+stage 1                          its layers, devices, times, memory and collectives
+layer 3                          its stage, the arguments that live in it, how many ops it has
+op 12                            its layer, how its factors are split, the specs of its results
+layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
+model.py:31, (attention)         the collectives that arise on a source line
+
+Where the step is known (`Plan.request`), each comes with what else it could have been, priced (`alternatives`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from alpa_lite.errors import PlanError
+from alpa_lite.inspection.text.parameter_groups import Argument, ArgumentGroup, Arguments, arguments_of, group_arguments
+from alpa_lite.inspection.text.tables import CollectiveGroup, Table, collective_rows, group_collectives, render
+from alpa_lite.inspection.why.alternatives import (
+    Alternatives,
+    of_layer,
+    of_op,
+    of_parameters,
+    of_stage,
+    without_memory_limit,
+)
+from alpa_lite.inspection.why.deciding_ops import deciding_ops
+from alpa_lite.inspection.why.repricing import Repricing
+from alpa_lite.intra_op.placements import Key
+from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.text import (
+    short_source,
+    show_bytes,
+    show_count,
+    show_layers,
+    show_numbers,
+    show_percent,
+    show_seconds,
+)
+from cost_models.text import printable
+
+_NUMBERED = re.compile(r"^(?P<what>stage|layer|op)\s+(?P<number>\d+)$")
+_MAX_COLLECTIVES = 12
+_MAX_HINTS = 6
+
+_NEARLY_FULL = 0.8
+"""From this part of a device's memory on it is asked whether the limit costs time."""
+
+_NEEDS_THE_STEP = (
+    "What else it could be, and at what cost, is priced with the step: replay the plan with"
+    " al.plan(step, *args, planner=plan), or give alpa-lite explain the option --step."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is known of a subject: a sentence or more, the collectives that have to do with it, and what else it could
+    be (None where there is no choice, or the step is not known)."""
+
+    subject: str
+    kind: str
+    sentences: tuple[str, ...]
+    collectives: tuple[CollectiveGroup, ...] = ()
+    alternatives: Alternatives | None = None
+
+    def __str__(self) -> str:
+        columns = ("kind", "axis", "phase", "stages", "count", "bytes each", "ms per step", "source")
+        rest = self.collectives[_MAX_COLLECTIVES:]
+        table = Table(
+            title="Collectives",
+            columns=columns,
+            rows=collective_rows(self.collectives[:_MAX_COLLECTIVES]),
+            numeric=frozenset(columns[4:7]),
+            note=f"… and {len(rest)} more, {show_seconds(sum(c.seconds for c in rest))} in all" if rest else "",
+        )
+        more = () if self.alternatives is None else self.alternatives.sentences
+        lines = (self.subject, *(f"  {sentence}" for sentence in (*self.sentences, *more)))
+        tables = [] if self.alternatives is None else [self.alternatives.table()]
+        tables += [table] if table.rows else []
+        return render((*lines, ""), tables) if tables else render(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        fields = ("kind", "axis", "phase", "source", "stages", "count", "bytes", "seconds")
+        return {
+            "subject": self.subject,
+            "kind": self.kind,
+            "sentences": list(self.sentences),
+            "collectives": [{name: getattr(group, name) for name in fields} for group in self.collectives],
+            "alternatives": None if self.alternatives is None else self.alternatives.to_json(),
+        }
+
+
+def explain(plan: Plan, subject: str) -> str:
+    """The explanation as text. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    return str(explanation(plan, subject))
+
+
+def explanation(plan: Plan, subject: str) -> Explanation:
+    """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    wanted = printable(subject)  # as names in plans are
+    if plan.request is None:
+        return _explanation(plan, wanted)
+    with plan.request.progress.during("explain", f"explaining {wanted}"):
+        return _explanation(plan, wanted)
+
+
+def _explanation(plan: Plan, wanted: str) -> Explanation:
+    repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
+    if (match := _NUMBERED.match(wanted.strip())) is not None:
+        explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
+        return _noted(plan, explained(plan, int(match["number"]), repricing))
+    arguments = arguments_of(plan)
+    if (group := _find_group(arguments, wanted)) is not None:
+        return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
+    wanted = wanted.strip()
+    uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
+    keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
+    if uses or keys:
+        return _noted(plan, _explain_source(plan, wanted, uses, repricing, keys))
+    raise PlanError(_unknown(plan, arguments, wanted))
+
+
+def _noted(plan: Plan, found: Explanation) -> Explanation:
+    """With a word on what is missing where the step is not known."""
+    return found if plan.request is not None else replace(found, sentences=(*found.sentences, _NEEDS_THE_STEP))
+
+
+def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
+    if number >= len(plan.stages):
+        raise PlanError(f"There is no stage {number}: this plan has {_stage_names(plan)}.")
+    stage = plan.stages[number]
+    uses = [use for use in plan.prediction.collectives if use.stage == number]
+    per = "per micro-batch" if plan.num_microbatches > 1 else "per step"
+    count, seconds = sum(use.count for use in uses), sum(use.seconds * use.count for use in uses)
+    return Explanation(
+        subject=f"stage {number}",
+        kind="stage",
+        sentences=(
+            f"{show_layers(*stage.layers).capitalize()} of {plan.num_layers}, on {stage.submesh} of "
+            f"{plan.cluster.name} as {stage.mesh_shape}.",
+            f"Forward {show_seconds(stage.forward_seconds)} and backward {show_seconds(stage.backward_seconds)} {per}, "
+            f"update {show_seconds(stage.update_seconds)} per step.",
+            f"{show_count(count, 'collective')} per step, {show_seconds(seconds)} in all.",
+            *_memory_sentences(plan, number, stage),
+            *_limit_sentences(plan, number, repricing),
+        ),
+        collectives=group_collectives(uses),
+        alternatives=None if repricing is None else of_stage(repricing, number),
+    )
+
+
+def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
+    """Whether the memory limit of a stage costs time; asked where the stage comes near to it."""
+    nearly = _NEARLY_FULL * plan.capacity_bytes(number)
+    if repricing is None or plan.prediction.peak_bytes[number] < nearly:
+        return []
+    return [*filter(None, [without_memory_limit(repricing, number)])]
+
+
+def _explain_layer(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
+    if number >= plan.num_layers:
+        raise PlanError(f"There is no layer {number}: this plan has layer 0 to layer {plan.num_layers - 1}.")
+    home = plan.stage_of_layer(number)
+    stage, count = plan.stages[home], plan.op_layers.count(number)
+    sentences = [
+        f"{show_count(count, 'op')} on stage {home} ({stage.submesh}, {stage.mesh_shape}), which has "
+        f"{show_layers(*stage.layers)}."
+    ]
+    policy = plan.remat[number] if plan.remat else None
+    if policy is not None:
+        sentences.append(f"In the backward pass it computes again: {policy}.")
+    if repricing is not None:
+        graph = repricing.step.graph
+        mine = [graph.values[v] for v, h in zip(graph.inputs, plan.input_layers, strict=True) if h == number]
+        named = [value for value in mine if value.name in stage.specs]
+        listed = ", ".join(f"{value.name} {stage.specs[value.name]}" for value in named[:_MAX_HINTS])
+        more = f", … and {len(named) - _MAX_HINTS} more" if len(named) > _MAX_HINTS else ""
+        sentences.append(f"{show_count(len(named), 'argument')} live in it{f': {listed}{more}' if listed else ''}.")
+    found = None if repricing is None else of_layer(repricing, number)
+    if repricing is not None and found is None:
+        sentences.append("It is not at a border of its stage with others in it: no single layer can move from here.")
+    return Explanation(subject=f"layer {number}", kind="layer", sentences=tuple(sentences), alternatives=found)
+
+
+def _memory_sentences(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
+    held = plan.schedule.in_flight(number, len(plan.stages), plan.num_microbatches)
+    peak, capacity = plan.prediction.peak_bytes[number], plan.capacity_bytes(number)
+    return (
+        f"Peak memory per device {show_bytes(peak)}, {show_percent(peak / capacity)} of {show_bytes(capacity)}:",
+        f"{show_bytes(stage.state_bytes)} of arguments, {show_bytes(stage.accumulator_bytes)} of gradient sums, "
+        f"{held} × {show_bytes(stage.activation_bytes)} of saved values ({show_count(held, 'micro-batch')} in flight), "
+        f"{show_bytes(stage.temporary_bytes)} of temporaries.",
+        *_others_on_its_devices(plan, number),
+    )
+
+
+def _others_on_its_devices(plan: Plan, number: int) -> list[str]:
+    others = next(stages for stages in plan.stages_together if number in stages)
+    listed = ", ".join(str(stage) for stage in others if stage != number)
+    return [f"The peak counts what its devices hold of stage {listed} too."] if listed else []
+
+
+def _explain_op(plan: Plan, number: int, repricing: Repricing | None) -> Explanation:
+    homes = [(i, stage) for i, stage in enumerate(plan.stages) if number in stage.ops]
+    if not homes:
+        there = show_numbers(_op_numbers(plan))
+        raise PlanError(f"There is no op {number} in this plan: {f'its ops are {there}' if there else 'it has none'}.")
+    layer = plan.op_layers[number] if number < len(plan.op_layers) else None
+    where = f"It belongs to layer {layer}." if layer is not None else "It is repeated wherever its result is read."
+    sentences = [where]
+    if repricing is not None:
+        op = repricing.step.graph.ops[number]
+        sentences.insert(0, f"{op.primitive}{f' at {short_source(op.source)}' if op.source else ''}.")
+    for index, stage in homes:
+        placement = stage.ops[number]
+        split = [f"factor {i} over {' × '.join(axes)}" for i, axes in enumerate(placement.factors) if axes]
+        splits = f"it splits {', '.join(split)}" if split else "it is not split"
+        sums = f"its operands are partial sums over {', '.join(placement.partial)}; " if placement.partial else ""
+        results = ", ".join(map(str, placement.results)) or "none"
+        sentences.append(f"On stage {index} ({stage.mesh_shape}) {splits}; {sums}results {results}.")
+    found = None if repricing is None else of_op(repricing, {homes[0][0]: (0, number)})
+    if repricing is not None and found is None:
+        sentences.append("It has no choice of its own: loops are decided by what is in them, scalars by nothing.")
+    return Explanation(subject=f"op {number}", kind="op", sentences=tuple(sentences), alternatives=found)
+
+
+def _explain_parameter(
+    plan: Plan, arguments: Arguments, group: ArgumentGroup, repricing: Repricing | None
+) -> Explanation:
+    first, spec = group.members[0], group.spec
+    same = f"{show_count(len(group.members), 'array')} of this path" if len(group.members) > 1 else "The array"
+    axes = sorted(spec.axes)
+    sentences = [
+        f"Spec {spec}: "
+        + (f"split over {' and '.join(axes)}." if axes else "every device of its stage holds all of it.")
+    ]
+    sentences.extend(_share_sentences(plan, group))
+    sentences.extend(_optimizer_sentences(arguments, first))
+    uses = [use for use in plan.prediction.collectives if use.stage in group.stages]
+    sentences.append(_axis_sentence(plan, group, uses))
+    related = [use for use in uses if not axes or spec.axes & set(use.axis.split("·")) or use.phase == "update"]
+    return Explanation(
+        subject=group.pattern if len(group.members) == 1 else f"{group.pattern} ({same})",
+        kind="parameter",
+        sentences=tuple(sentences),
+        collectives=group_collectives(related),
+        alternatives=None if repricing is None else of_parameters(repricing, _names_by_stage(group)),
+    )
+
+
+def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
+    """What each device holds of an array, by stage; stages that do alike together."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number in group.stages:
+        member = next(m for m in group.members if m.stage == number)
+        share = f"1/{member.num_shards} of the bytes" if member.num_shards > 1 else "all bytes"
+        if member.shape is not None and member.block is not None:
+            share += f", {show_bytes(member.block.bytes)} of {member.shape}"
+        alike.setdefault((str(plan.stages[number].mesh_shape), share), []).append(number)
+    found: list[str] = []
+    for (mesh, share), numbers in alike.items():
+        where = f"Stages {show_numbers(numbers)} ({mesh} each)"
+        if len(numbers) == 1:
+            stage = plan.stages[numbers[0]]
+            where = f"Stage {numbers[0]} ({show_layers(*stage.layers)}, {stage.submesh}, {mesh})"
+        found.append(f"{where}: each device holds {share}.")
+    return found
+
+
+def _names_by_stage(group: ArgumentGroup) -> dict[int, list[str]]:
+    return {number: [m.name for m in group.members if m.stage == number] for number in group.stages}
+
+
+def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUse]) -> str:
+    """What the mesh axes that split the array, and those that do not, cost on its stages."""
+    seconds: dict[str, float] = {}
+    for use in uses:
+        seconds[use.axis] = seconds.get(use.axis, 0.0) + use.seconds * use.count
+    sizes = {axis: size for number in group.stages for axis, size in plan.stages[number].mesh_shape.axis_sizes.items()}
+    does = {axis: "splits it" if axis in group.spec.axes else "copies it" for axis in sizes}
+    parts = [
+        f"{axis}={size} ({does[axis]}): {show_seconds(seconds.get(axis, 0.0))}"
+        for axis, size in sizes.items()
+        if size > 1
+    ]
+    if not parts:
+        return "One device per stage: no collectives."
+    return f"Collectives per step on its stages, by mesh axis: {', '.join(parts)}."
+
+
+def _optimizer_sentences(arguments: Arguments, first: Argument) -> list[str]:
+    owned = [arguments.by_name[name] for name, owner in arguments.owners.items() if owner == first.name]
+    if not owned:
+        return []
+    listed = ", ".join(f"{a.name} {a.spec}" for a in owned)
+    return [f"Optimizer state: {listed}."]
+
+
+def _explain_source(
+    plan: Plan,
+    wanted: str,
+    uses: Sequence[CollectiveUse],
+    repricing: Repricing | None,
+    keys: Mapping[int, Key],
+) -> Explanation:
+    groups = group_collectives(uses)
+    total = sum(group.seconds for group in groups)
+    moved = sum(group.bytes for group in groups)
+    lines = sorted({short_source(use.source) for use in uses if use.source})
+    found, chosen = None, list[str]()
+    if repricing is not None and keys:
+        found = of_op(repricing, keys)
+        number, key = next(iter(keys.items()))
+        _, op = repricing.stages[number].op(key)
+        name = f"op {op.id}" if key[0] == 0 else "in a loop"
+        where = f"{name}, stage {show_numbers(keys)}"
+        chosen = [f"What decides there is {op.primitive} at {short_source(op.source)} ({where})."]
+    return Explanation(
+        subject=wanted,
+        kind="source",
+        sentences=(
+            f"{show_count(sum(g.count for g in groups), 'collective')} per step, {show_bytes(moved)}, "
+            f"{show_seconds(total)} of a step of {show_seconds(plan.prediction.step_seconds)}.",
+            *([f"Arising on {show_count(len(lines), 'line')}: {', '.join(lines[:_MAX_HINTS])}."] if lines else []),
+            *chosen,
+        ),
+        collectives=groups,
+        alternatives=found,
+    )
+
+
+def _searchable(use: CollectiveUse) -> str:
+    return f"{use.kind} {use.source} {short_source(use.source)}"
+
+
+def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
+    """The arguments that a path, a tail or a part of one, or a pattern with `*` names.
+
+    Raises `PlanError` when it names several that have not one spec.
+    """
+    if wanted in arguments.by_name:
+        return group_arguments([arguments.by_name[wanted]])[0]
+    if not wanted:
+        return None
+    pattern = wanted.replace("[*]", "[[]*]")  # the parts of a stack, as they are printed
+    tests = (
+        lambda name: fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}"),
+        lambda name: name.endswith(f"/{wanted}"),
+        lambda name: f"/{wanted}/" in f"/{name}/",
+        lambda name: wanted in name,
+    )
+    for candidates in (arguments.plain, arguments.optimizer):
+        for test in tests:
+            found = group_arguments(a for a in candidates if test(a.name))
+            if len(found) == 1:
+                return found[0]
+            if found:
+                listed = [f"{group.pattern} {group.spec}" for group in found]
+                more = f", … and {len(listed) - _MAX_HINTS} more" if len(listed) > _MAX_HINTS else ""
+                raise PlanError(
+                    f"{wanted!r} names several arrays: {', '.join(listed[:_MAX_HINTS])}{more}. Give one path."
+                )
+    return None
+
+
+def _unknown(plan: Plan, arguments: Arguments, wanted: str) -> str:
+    names = [group.pattern for group in group_arguments(arguments.all)]
+    parts = {part: name for name in reversed(names) for part in name.split("/")}
+    lines = sorted({short_source(use.source) for use in plan.prediction.collectives if use.source})
+    last = wanted.rsplit("/", 1)[-1]
+    close = [
+        *difflib.get_close_matches(wanted, names, n=3, cutoff=0.5),
+        *(parts[part] for part in difflib.get_close_matches(last, list(parts), n=3, cutoff=0.6)),
+        *difflib.get_close_matches(wanted, lines, n=3, cutoff=0.4),
+    ]
+    known = list(dict.fromkeys(close or names[:3]))[:_MAX_HINTS]
+    label = "Close to it" if close else "For example"
+    return (
+        f"The plan of {plan.function!r} has no argument, stage, layer, op or line that {wanted!r} names. "
+        f"{label}: {', '.join(known) or 'nothing'}. It also knows {_stage_names(plan)}, `layer N` and `op N`."
+    )
+
+
+def _stage_names(plan: Plan) -> str:
+    last = len(plan.stages) - 1
+    return "stage 0" if last == 0 else f"stage 0 to stage {last}"
+
+
+def _op_numbers(plan: Plan) -> set[int]:
+    return {number for stage in plan.stages for number in stage.ops}

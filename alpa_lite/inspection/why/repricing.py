@@ -1,0 +1,207 @@
+"""What a plan would cost with something in it changed: the rest of the stage is solved again, the schedule simulated.
+
+    given       some nodes of a stage's problem may take some strategies alone                   `Repricing.solve_all`
+    step        predicted as plans are, with the solutions of the stages that change             `Repricing.predicted`
+
+Submeshes, schedule and micro-batches stay as they are. What a manual plan forbids is allowed here, so that the same
+decision with the rest solved again may cost less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from alpa_lite.inspection.why.stage_problem import Given, StageProblem
+from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import held_at_peak
+from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
+from alpa_lite.intra_op.choice import remap
+from alpa_lite.intra_op.solve import StageSolution
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.plan.plan import Plan, Prediction
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.schedule import Task, splits_backward
+from alpa_lite.sharding.meshes import LogicalMesh
+from alpa_lite.step.layers import Layers
+from alpa_lite.step.recomputation import read_originals_across
+from alpa_lite.step.rematerialisation import rematerialise
+
+
+def planned_step(plan: Plan, request: PlanRequest) -> StepGraph:
+    """The step whose ops a plan numbers: with what layers compute again."""
+    step = request.step_at(plan.num_microbatches, plan.loop_parts)
+    own = read_originals_across(step, plan.traced_layers if plan.remat else plan.op_layers)
+    return rematerialise(own, plan.traced_layers, plan.remat).step if plan.remat else own
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Solved:
+    """A stage that was solved."""
+
+    stage: StageProblem
+    solution: StageSolution
+
+    def answers(self, other: StageProblem) -> bool:
+        """Whether it will do for a stage like it: in the same memory, or as it fits there too."""
+        mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
+        has_choice = self.solution.choice is not None
+        return mine == theirs or (has_choice and self.solution.bytes_in_flight(other.in_flight) <= other.limit_bytes)
+
+    def solution_for(self, other: StageProblem) -> StageSolution:
+        """With the numbers of a stage like it."""
+        solution, view = self.solution, self.stage.view
+        if solution.choice is None or view is other.view:
+            return solution
+        return replace(solution, choice=remap(solution.choice, view, other.view))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Repricing:
+    """A plan, the request that it answers, and its stages as problems."""
+
+    plan: Plan
+    request: PlanRequest
+    step: StepGraph
+    layers: Layers
+    _solved: dict[object, list[_Solved]] = field(default_factory=dict[object, "list[_Solved]"], repr=False)
+
+    @staticmethod
+    def of(plan: Plan, request: PlanRequest) -> Repricing:
+        """Of a plan that was made for the step of the request. Prices are those of the plan's own cluster."""
+        layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
+        own = replace(request, cluster=plan.cluster)
+        return Repricing(plan=plan, request=own, step=planned_step(plan, own), layers=layers)
+
+    @cached_property
+    def stages(self) -> tuple[StageProblem, ...]:
+        """The stages of the plan."""
+        return tuple(
+            self.problem(number, first=stage.layers[0], last=stage.layers[1], mesh=stage.mesh_shape)
+            for number, stage in enumerate(self.plan.stages)
+        )
+
+    def problem(self, number: int, *, first: int, last: int, mesh: LogicalMesh) -> StageProblem:
+        """What stage `number` would be with these layers and this mesh, in the memory that other stages leave."""
+        stage, request = self.plan.stages[number], self.request
+        tasks = self._tasks(number)
+        cluster, submesh = request.cluster, stage.submesh
+        here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
+        in_flight = held_at_peak(tasks).get(number, 1)
+        mine = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes + in_flight * stage.activation_bytes
+        others = 0.0
+        if len({task.stage for task in tasks}) > 1:
+            others = max(0.0, self.plan.prediction.peak_bytes[number] - mine)
+        same = (first, last) == stage.layers and mesh == stage.mesh_shape
+        return StageProblem(
+            view=StageView(
+                step=self.step,
+                layers=self.layers,
+                first=first,
+                last=last,
+                outputs=stage.outputs,
+                keeps_gathered=stage.keeps_gathered,
+            ),
+            submesh=submesh,
+            mesh=mesh,
+            pricer=Pricer(cost_model=request.cost_model_for(here), submesh=submesh, mesh=mesh),
+            in_flight=in_flight,
+            limit_bytes=max(0.0, float(here.device.memory_bytes) - others),
+            in_two=splits_backward(tasks),
+            placed=stage if same else None,
+            restriction=None if same or mesh != stage.mesh_shape else self.stages[number].used_restriction,
+        )
+
+    def _tasks(self, number: int) -> tuple[Task, ...]:
+        lists = self.plan.schedule.tasks(len(self.plan.stages), self.plan.num_microbatches)
+        return next(tasks for tasks in lists if any(task.stage == number for task in tasks))
+
+    def solve(self, stage: StageProblem, given: Given | None = None) -> StageSolution:
+        """`StageProblem.solve`, remembered."""
+        return self._solve_each({0: (stage, given or {})})[0]
+
+    def solve_all(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
+        """Stages with something given; a stage without a choice does not fit.
+
+        Where stages no longer hold stacked arguments alike, also with the forms of the last one given to all (or those
+        of the others to the ones that change), if that is better.
+        """
+        found = self._solve_each(stages)
+        after = self._as_placed(stages, found)
+        if after is None or self.stacks_seconds(after) <= self.stacks_seconds({}):
+            return found
+        others = sorted(set(range(len(self.stages))) - set(stages))
+        number = others[-1] if others else max(stages)
+        choice = self.placed[number].solution.choice if others else found[number].choice
+        assert choice is not None
+        forms = {leaf: choice.inputs[v] for leaf, v in self.stages[number].rows if v in choice.inputs}
+        agreed = self._solve_each({n: (stage, stage.with_forms(given, forms)) for n, (stage, given) in stages.items()})
+        then = self._as_placed(stages, agreed)
+        if then is None or self.predicted(then).step_seconds > self.predicted(after).step_seconds:
+            return found
+        return agreed
+
+    def _as_placed(
+        self, stages: Mapping[int, tuple[StageProblem, Given]], found: Mapping[int, StageSolution]
+    ) -> dict[int, PlacedStage] | None:
+        """The stages with their solutions; None where one does not fit."""
+        if any(solution.choice is None for solution in found.values()):
+            return None
+        return {number: placed_stage(stages[number][0], solution) for number, solution in found.items()}
+
+    def _solve_each(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
+        """Those that are alike are solved for the most memory, and once more for the least if that does not fit all of
+        them; what is known already counts."""
+        alike: dict[object, list[int]] = {}
+        for number, (stage, given) in stages.items():
+            submesh = (stage.submesh.num_hosts, stage.submesh.devices_per_host)
+            key = (stage.view.signature, submesh, stage.mesh, stage.in_two, tuple(sorted(given.items())))
+            alike.setdefault(key, []).append(number)
+        found: dict[int, StageSolution] = {}
+        for key, numbers in alike.items():
+            known = self._solved.setdefault(key, [])
+            ordered = sorted(numbers, key=lambda n: (stages[n][0].in_flight, -stages[n][0].limit_bytes))
+            for number in ordered:
+                stage = stages[number][0]
+                fitting = next((each for each in known if each.answers(stage)), None)
+                if fitting is None:
+                    tight = ordered[0] if number == ordered[0] else ordered[-1]
+                    problem, given = stages[tight]
+                    fitting = _Solved(stage=problem, solution=problem.solve(given))
+                    known.append(fitting)
+                found[number] = fitting.solution_for(stage)
+                if fitting.solution.choice is None:
+                    found |= dict.fromkeys(numbers, fitting.solution)
+                    break
+        return found
+
+    def predicted(self, changed: Mapping[int, PlacedStage]) -> Prediction:
+        """The step with some of its stages changed."""
+        return predict(self.request, self.step, self.layers, self._with(changed), self.plan.schedule)
+
+    def stacks_seconds(self, changed: Mapping[int, PlacedStage]) -> float:
+        """What it takes to bring together stacked arrays of which stages no longer hold their rows alike."""
+        return stacks_at_rest(self.request.cost_model, self.step, self.layers, self._with(changed)).seconds
+
+    def _with(self, changed: Mapping[int, PlacedStage]) -> list[PlacedStage]:
+        return [changed.get(number, placed) for number, placed in enumerate(self.placed)]
+
+    @cached_property
+    def placed(self) -> tuple[PlacedStage, ...]:
+        """The stages as planned."""
+        return tuple(placed_stage(stage, stage.as_planned) for stage in self.stages)
+
+    @cached_property
+    def as_planned(self) -> Prediction:
+        """The step as planned, predicted again."""
+        return self.predicted({})
+
+
+def placed_stage(stage: StageProblem, solution: StageSolution) -> PlacedStage:
+    """A solved stage as `predict` takes it."""
+    view = stage.view
+    return PlacedStage(first=view.first, last=view.last, submesh=stage.submesh, mesh=stage.mesh, solution=solution)

@@ -1,0 +1,271 @@
+"""A stage as a problem of its own: solved with something given, and taken apart under what a plan decided for it.
+
+    given       some nodes of the problem may take some strategies alone                         `StageProblem.solve`
+    choices     the strategies that mean what the plan says                                      `StageProblem.choices`
+    usages      what is alive when under these                                                   `StageProblem.usages`
+
+The problem is that of the search on the stage's logical mesh: what a manual plan forbids is allowed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from alpa_lite.inter_op.stage_costs import free_restriction
+from alpa_lite.intra_op.choice import Choice
+from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.interning import SharedArrays
+from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum
+from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
+from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice
+from alpa_lite.intra_op.solvers.portfolio import Portfolio
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.strategies import Restriction
+from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
+from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
+from alpa_lite.plan.plan import OpPlacement, StagePlan
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+
+SOLVE_SECONDS = 10.0
+"""How long the rest of a stage may take to be solved again."""
+
+REPRICING_GAP = 5e-4
+"""How close to the best it is solved: closer than plans are, since differences are what counts."""
+
+Given = Mapping[int, frozenset[int]]
+"""The strategies that nodes may take; others are free."""
+
+Option = TypeVar("Option", Spec, OpPlacement)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageProblem:
+    """The problem of some layers on a logical mesh, with so many micro-batches in flight within so many bytes.
+
+    `placed`: what the plan decided for these layers on this mesh, if it did. `restriction`: what each axis may be used
+    for; None: as the search uses axes of these names, unless the plan uses them otherwise.
+    """
+
+    view: StageView
+    submesh: Submesh
+    mesh: LogicalMesh
+    pricer: Pricer
+    in_flight: int
+    limit_bytes: float
+    in_two: bool
+    placed: StagePlan | None = None
+    restriction: Restriction | None = None
+
+    @cached_property
+    def builder(self) -> Builder:
+        """Nodes, edges and usages, and what they stand for."""
+        usual = self.restriction or free_restriction(self.mesh)
+        found = Builder(self.view, Catalogue(self.pricer, usual))
+        if self.restriction is not None or self.placed is None or _expresses(found, self.placed):
+            return found
+        return Builder(self.view, Catalogue(self.pricer, replace(usual, roles={})))
+
+    @property
+    def used_restriction(self) -> Restriction:
+        """What each axis may be used for here."""
+        return self.builder.catalogue.restriction
+
+    def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
+        """The problem in which nodes take what is given; `limited`: within the memory that is there."""
+        limit = self.limit_bytes if limited else None
+        problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight)
+        if not given:
+            return problem
+        costs, starts = problem.node_costs.values.copy(), problem.node_costs.starts
+        for node, allowed in given.items():
+            mine = costs[starts[node] : starts[node + 1]]
+            mine[[i for i in range(mine.size) if i not in allowed]] = np.inf
+        return replace(problem, node_costs=Ragged(values=costs, starts=starts))
+
+    def solve(self, given: Given | None = None, *, limited: bool = True) -> StageSolution:
+        """The best choices under what is given, priced as they run."""
+        solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
+        found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=SOLVE_SECONDS)
+        if found.choices is None:
+            return StageSolution(
+                choice=None,
+                status=found.status,
+                objective=float("inf"),
+                bound=found.bound,
+                peak_bytes=found.peak_bytes,
+            )
+        return self._priced(self.builder.choice(found.choices), found)
+
+    @cached_property
+    def as_planned(self) -> StageSolution:
+        """What the plan decided, priced as it runs. The plan must have decided it."""
+        stage = self.placed
+        assert stage is not None
+        choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
+        held = stage.state_bytes + stage.accumulator_bytes + stage.temporary_bytes
+        peak = held + self.in_flight * stage.activation_bytes
+        return self._priced(
+            choice,
+            Solution(
+                choices=None,
+                cost=0.0,
+                status=Status.FEASIBLE,
+                bound=0.0,
+                seconds=0.0,
+                solver="",
+                peak_bytes=peak,
+            ),
+        )
+
+    def _priced(self, choice: Choice, found: Solution) -> StageSolution:
+        priced = price_choice(
+            self.view, self.pricer, choice, found.status, found.cost, found.bound, self.in_flight, found.peak_bytes
+        )
+        return in_two_parts(self.view, self.pricer, priced) if self.in_two else priced
+
+    def strategies_of_input(self, value: int) -> dict[Spec, Given]:
+        """For each spec that an input can have, what to give to have it so; () for what lies in one way."""
+        offer = self.builder.offers[(0, value)]
+        return _grouped(offer.node, offer.specs)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Of each stacked argument that the stage holds rows of: its number, and the input of the graph."""
+        step = self.view.step
+        inputs = zip(step.input_parts, step.graph.inputs, strict=True)
+        return [(part.leaf, v) for part, v in inputs if part.rows is not None and self.view.lives_here(v)]
+
+    def with_forms(self, given: Given, forms: Mapping[int, Spec]) -> Given:
+        """What is given, and besides the forms of stacked arguments, by number, of which nothing is given."""
+        found = dict(given)
+        for leaf, v in self.rows:
+            if leaf in forms:
+                for node, allowed in self.strategies_of_input(v).get(forms[leaf], {}).items():
+                    found.setdefault(node, allowed)
+        return found
+
+    def strategies_of_op(self, key: Key) -> dict[OpPlacement, Given]:
+        """The same for the placements of an op that is neither a loop nor an addition of scalars."""
+        placed = self.builder.placed.get(key)
+        return _grouped(placed.node, placed.options) if isinstance(placed, Placed) else {}
+
+    def op(self, key: Key) -> tuple[Graph, Op]:
+        """An op of the stage and the graph that holds it."""
+        graph = self.builder.scopes[key[0]].graph
+        return graph, graph.ops[key[1]]
+
+    @cached_property
+    def choices(self) -> tuple[int, ...]:
+        """For each node the strategy that fits most of what the plan decided."""
+        builder, stage = self.builder, self.placed
+        assert stage is not None
+        votes = [np.zeros(costs.size) for costs in builder.costs]
+        for v, spec in stage.inputs.items():
+            if (0, v) in builder.offers:
+                offer = builder.offers[(0, v)]
+                _vote(votes, offer.node, offer.specs, spec)
+        for v, (node, options) in builder.crossings.items():
+            _vote(votes, node, options.accumulators, stage.accumulators.get(v))
+        self._vote_ops(votes, 0, stage.ops)
+        return tuple(int(each.argmax()) for each in votes)
+
+    def _vote_ops(self, votes: Sequence[np.ndarray], scope: int, ops: Mapping[int, OpPlacement]) -> None:
+        for number, placement in ops.items():
+            placed = self.builder.placed.get((scope, number))
+            if isinstance(placed, Placed):
+                _vote(votes, placed.node, placed.options, placement)
+            elif isinstance(placed, PlacedBodies):
+                offers = (
+                    *zip(placed.operands, placement.body_operands, strict=True),
+                    *zip(placed.results, placement.results, strict=True),
+                )
+                for offer, spec in offers:
+                    _vote(votes, offer.node, offer.specs, spec)
+                for inner, body in zip(placed.scopes, placement.bodies, strict=True):
+                    self._vote_ops(votes, inner, body)
+
+    @cached_property
+    def usages(self) -> tuple[UsageOf, ...]:
+        """What is alive when under the plan's choices, each in one way: copies count wherever the plan makes them."""
+        builder, choices = self.builder, self.choices
+
+        def chosen(offer: Offer) -> Offer:
+            return Offer(node=offer.node, specs=(offer.specs[choices[offer.node]],))
+
+        placed = dict[Key, Placed | PlacedSum | PlacedBodies]()
+        for key, op in builder.placed.items():
+            if isinstance(op, Placed):
+                placed[key] = Placed(node=op.node, options=(op.options[choices[op.node]],))
+            elif isinstance(op, PlacedBodies):
+                operands, results = tuple(map(chosen, op.operands)), tuple(map(chosen, op.results))
+                placed[key] = PlacedBodies(scopes=op.scopes, operands=operands, results=results)
+            else:
+                placed[key] = op
+        demanded = {
+            key: options.only([choices[op.node]])
+            for key, options in builder.demanded.items()
+            if isinstance(op := builder.placed[key], Placed)
+        }
+        crossings = {v: (node, _only_sum(sums, choices[node])) for v, (node, sums) in builder.crossings.items()}
+        layout = Layout(
+            view=self.view,
+            catalogue=builder.catalogue,
+            scopes=builder.scopes,
+            offers={key: chosen(offer) for key, offer in builder.offers.items()},
+            placed=placed,
+            demanded=demanded,
+            crossings=crossings,
+        )
+        return usages_of(layout, SharedArrays(), in_flight=self.in_flight)
+
+    def single_change_seconds(self, node: int) -> np.ndarray:
+        """What each strategy of a node costs while all others stay as planned."""
+        problem = self.problem(limited=False)
+        costs = problem.node_costs[node].copy()
+        for edge in problem.edges:
+            if edge.source == node:
+                costs += edge.costs[:, self.choices[edge.target]]
+            elif edge.target == node:
+                costs += edge.costs[self.choices[edge.source], :]
+        return costs
+
+
+def _expresses(builder: Builder, stage: StagePlan) -> bool:
+    """Whether the problem has all that a plan decided about ops and inputs, those in loops apart."""
+    for number, placement in stage.ops.items():
+        placed = builder.placed.get((0, number))
+        if isinstance(placed, Placed) and placement not in placed.options:
+            return False
+    offers = ((builder.offers.get((0, v)), spec) for v, spec in stage.inputs.items())
+    return all(offer is None or spec in offer.specs for offer, spec in offers)
+
+
+def _only_sum(options: SumOptions, i: int) -> SumOptions:
+    return SumOptions(
+        accumulators=options.accumulators[i : i + 1],
+        seconds=options.seconds[i : i + 1],
+        stored=options.stored[i : i + 1],
+        resolved=options.resolved[i : i + 1],
+    )
+
+
+def _grouped(node: int, options: Sequence[Option]) -> dict[Option, Given]:
+    """What to give for each of a node's options, of which several strategies may share one."""
+    found: dict[Option, set[int]] = {}
+    for number, option in enumerate(options):
+        found.setdefault(option, set()).add(number)
+    return {option: {node: frozenset(numbers)} for option, numbers in found.items()}
+
+
+def _vote(votes: Sequence[np.ndarray], node: int, options: Sequence[object], wanted: object) -> None:
+    for number, option in enumerate(options):
+        if option == wanted:
+            votes[node][number] += 1

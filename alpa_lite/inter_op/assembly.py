@@ -1,0 +1,227 @@
+"""Assemble a `Plan` and its prediction from stages that have been solved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from alpa_lite.errors import PlanError
+from alpa_lite.inter_op.boundaries import inflow_seconds, received_values
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import device_peak
+from alpa_lite.inter_op.stacked_arguments import stacks_at_rest
+from alpa_lite.inter_op.undivided import undivided_dims
+from alpa_lite.inter_op.work_floor import least_seconds
+from alpa_lite.plan.plan import (
+    ArrayShape,
+    OpaqueUse,
+    Plan,
+    Prediction,
+    SolverReport,
+    StagePlan,
+    UndividedDim,
+    fingerprint,
+)
+from alpa_lite.plan.pricing import Pricer, crosses_hosts, dispatch_seconds
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.rules.op_info import opaque_ops
+from alpa_lite.schedule import Inference, Schedule, passes_of, simulate
+from alpa_lite.sharding.meshes import sharing
+from alpa_lite.step.layers import Layers
+
+
+def assemble(
+    name: str,
+    request: PlanRequest,
+    step: StepGraph,
+    layers: Layers,
+    stages: Sequence[PlacedStage],
+    schedule: Schedule,
+    started: float,
+) -> Plan:
+    """A `Plan` with its prediction, from solved stages."""
+    plans = tuple(_stage_plan(request, step, layers, stage) for stage in stages)
+    statuses = {stage.solution.status.value for stage in stages}
+    prediction = predict(request, step, layers, stages, schedule)
+    bound = least_seconds(step, request.cluster, request.cost_model_for)
+    return Plan(
+        name=name,
+        function=request.function,
+        stages=plans,
+        schedule=schedule,
+        num_microbatches=step.num_microbatches,
+        num_layers=layers.num_layers,
+        op_layers=layers.of_op,
+        input_layers=layers.of_input,
+        loop_parts=step.loop_parts,
+        cluster=request.cluster,
+        prediction=prediction,
+        solver=SolverReport(
+            status=statuses.pop() if len(statuses) == 1 else "feasible",
+            bound=bound,
+            gap=relative_gap(prediction.step_seconds, bound),
+            seconds=time.perf_counter() - started,
+        ),
+        opaque=opaque_uses(step),
+        averaged=step.averaged,
+        undivided=_undivided(request, step, layers, stages),
+        fingerprint=fingerprint(request.step_at(step.num_microbatches, step.loop_parts)),
+    )
+
+
+def schedule_for(step: StepGraph, schedule: Schedule) -> Schedule:
+    """The schedule that was asked for, or that of inference where a step has no backward pass to be scheduled."""
+    forward_alone = Phase.BACKWARD not in step.phases and schedule.stages_per_processor == 1
+    return Inference() if forward_alone else schedule
+
+
+def with_microbatches(plan: Plan) -> str:
+    """The name of a plan, and how many micro-batches it has."""
+    count = plan.num_microbatches
+    return plan.name if count == 1 else f"{plan.name}, {count} micro-batches"
+
+
+def relative_gap(seconds: float, bound: float) -> float:
+    """How much less than `seconds` the best can take at most, relative to it."""
+    return max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0
+
+
+def _undivided(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
+) -> tuple[UndividedDim, ...]:
+    found: list[UndividedDim] = []
+    for number, stage in enumerate(stages):
+        homes = zip(step.graph.inputs, layers.of_input, strict=True)
+        arguments = [v for v, home in homes if stage.first <= home <= stage.last]
+        pricer = Pricer(cost_model=request.cost_model, submesh=stage.submesh, mesh=stage.mesh)
+        if stage.solution.choice is not None:
+            found += undivided_dims(step, number, stage.solution.choice, pricer, arguments)
+    return tuple(found)
+
+
+def opaque_uses(step: StepGraph) -> tuple[OpaqueUse, ...]:
+    """The ops of a step that no rule can split, by primitive, the largest first."""
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for graph, op in opaque_ops(step.graph):
+        size = float(sum(v.bytes for v in graph.results(op)))
+        groups.setdefault(op.primitive, []).append((size, op.source))
+    uses = (
+        OpaqueUse(
+            primitive=primitive,
+            num_ops=len(members),
+            bytes=sum(size for size, _ in members),
+            sources=tuple(dict.fromkeys(source for _, source in members if source)),
+        )
+        for primitive, members in groups.items()
+    )
+    return tuple(sorted(uses, key=lambda use: -use.bytes))
+
+
+def _stage_plan(request: PlanRequest, step: StepGraph, layers: Layers, stage: PlacedStage) -> StagePlan:
+    solution, graph = stage.solution, step.graph
+    if solution.choice is None:
+        raise PlanError("A stage without a solution cannot become part of a plan.")
+    choice = solution.choice
+    homes = {
+        v: home
+        for v, part, home in zip(graph.inputs, step.input_parts, layers.of_input, strict=True)
+        if part.leaf < request.num_arguments
+    }
+    mine = [v for v in choice.inputs if v in homes and stage.first <= homes[v] <= stage.last]
+    specs = {graph.values[v].name: choice.inputs[v] for v in mine}
+    shapes = {graph.values[v].name: ArrayShape(dims=step.full_shapes[v], dtype=graph.values[v].dtype) for v in mine}
+    return StagePlan(
+        layers=(stage.first, stage.last),
+        submesh=stage.submesh,
+        mesh_shape=stage.mesh,
+        specs=specs,
+        shapes=shapes,
+        inputs=choice.inputs,
+        ops=choice.ops,
+        accumulators=choice.accumulators,
+        forward_seconds=solution.forward_seconds,
+        backward_seconds=solution.backward_seconds,
+        weight_seconds=solution.weight_seconds,
+        update_seconds=solution.update_seconds,
+        state_bytes=solution.state_bytes,
+        accumulator_bytes=solution.accumulator_bytes,
+        activation_bytes=solution.activation_bytes,
+        temporary_bytes=solution.temporary_bytes,
+        handed_bytes=solution.handed_bytes,
+    )
+
+
+def predict(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
+) -> Prediction:
+    """Simulate the schedule on the stages' times; add the update, the skew of hosts, and what dispatching takes."""
+    with request.progress.during("simulate"):
+        return _predicted(request, step, layers, stages, schedule)
+
+
+def _predicted(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], schedule: Schedule
+) -> Prediction:
+    model, m, count = request.cost_model, step.num_microbatches, len(stages)
+    launch = dispatch_seconds(model.cluster)
+    solutions = [stage.solution for stage in stages]
+    transfers = inflows_between(request, step, layers, stages)
+    together = sharing([stage.submesh for stage in stages])
+    whole = count == 1 and m == 1
+    tasks = schedule.tasks(count, m)
+    overhead = launch if not whole else launch / len(tasks[0])  # all of the step is one program
+    timeline = simulate(
+        tasks,
+        [s.forward_seconds for s in solutions],
+        [s.backward_seconds for s in solutions],
+        weight_seconds=[s.weight_seconds for s in solutions],
+        transfer_seconds=transfers,
+        dispatch_seconds=overhead,
+        serialized=request.cluster.shared_processor,
+    )
+    updates = [s.update_seconds + (0.0 if whole else launch) for s in solutions]
+    peaks = {
+        stages[numbers[0]].submesh: device_peak({i: solutions[i] for i in numbers}, tasks[numbers[0] % len(tasks)])
+        for numbers in together
+    }
+    in_turn = [sum(updates[i] for i in numbers) for numbers in together]
+    update = sum(in_turn) if request.cluster.shared_processor else max(in_turn)
+    stacks = stacks_at_rest(request.cost_model, step, layers, stages)
+    # A host dispatches the programs of all its devices; they wait for it where their tasks are shorter than that.
+    beside = max(1, request.cluster.devices_per_host // stages[0].submesh.num_devices)
+    dispatched = model.launch_seconds() * min(len(tasks), beside) * max(map(len, tasks))
+    return Prediction(
+        step_seconds=max(dispatched, timeline.makespan_seconds + update + stacks.seconds)
+        + request.cluster.skew_seconds,
+        compute_seconds=sum(s.compute_seconds for s in solutions),
+        collective_seconds=sum(u.seconds * u.count for s in solutions for u in s.collectives),
+        transfer_seconds=len(passes_of(tasks[0])) * m * sum(transfers) + stacks.seconds,
+        peak_bytes=tuple(max(peaks[stage.submesh], stacks.state_bytes[stage.submesh]) for stage in stages),
+        flops_per_device=max(sum(solutions[i].flops for i in numbers) for numbers in together),
+        bubble_fraction=timeline.bubble_fraction,
+        # Over one device there is nothing to send.
+        collectives=tuple(
+            replace(u, stage=i) for i, s in enumerate(solutions) for u in s.collectives if u.num_devices > 1
+        ),
+    )
+
+
+def inflows_between(
+    request: PlanRequest, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]
+) -> list[float]:
+    """What each stage but the first takes to receive, per micro-batch; nothing from one on the same devices."""
+    received = received_values(step, layers, [(stage.first, stage.last) for stage in stages[1:]])
+    return [
+        inflow_seconds(
+            request.cost_model,
+            values,
+            crosses_hosts=crosses_hosts(request.cluster, a.submesh, b.submesh),
+            num_links=min(a.submesh.num_devices, b.submesh.num_devices),
+        )
+        if a.submesh != b.submesh
+        else 0.0
+        for (a, b), values in zip(pairwise(stages), received, strict=True)
+    ]

@@ -1,0 +1,118 @@
+"""Numbers of micro-batches: those that are considered, those at which a few layers are solved to guess the rest, and
+in which order stages are searched.
+
+Larger micro-batches take more memory and leave devices idle for longer; smaller ones take longer for each sample. So
+from the number that is likely the best the search goes both ways, for as long as that makes it better; then to what is
+likely clearly better, or would be far better at best, if there is anything: one stage without micro-batches may be as
+good as many stages with many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from alpa_lite.inter_op.plan_request import PlanRequest
+
+NEAR = 0.01
+"""Of numbers that are likely within so much of the best, the one nearest to where layers were solved comes first."""
+
+FAR_BETTER = 0.75
+"""What takes this much of the best at best is searched even if it likely takes more: at worst for nothing."""
+
+PARTS = (0.5, 0.9)
+"""How far between one micro-batch and the largest number that makes sense layers are solved, on a logarithmic scale."""
+
+RATIO = 1.5
+"""A number of micro-batches is considered when it is at least so many times the one before."""
+
+
+def microbatch_numbers(batch_size: int) -> tuple[int, ...]:
+    """Divisors of a batch that lie well apart, from 1 on."""
+    chosen = [1]
+    for number in range(2, batch_size + 1):
+        if batch_size % number == 0 and number >= RATIO * chosen[-1]:
+            chosen.append(number)
+    return tuple(chosen)
+
+
+def numbers_to_search(request: PlanRequest) -> tuple[int, ...]:
+    """The numbers of micro-batches that come into question."""
+    # Virtual devices of one processor gain nothing from overlap, so that one micro-batch is best when it fits.
+    shared = request.cluster.shared_processor
+    return request.microbatch_choices((1,) if shared else microbatch_numbers(request.batch_size or 1))
+
+
+def surveyed_numbers(numbers: Sequence[int], batch_size: int, devices_per_host: int) -> list[int]:
+    """Where to survey: in the middle of the numbers that make sense, as ratios go, and close to the largest of these.
+
+    With fewer samples than half of the devices of a host these cannot split the batch beside others that split the
+    model.
+    """
+    largest = max(1.0, batch_size / max(1.0, devices_per_host / 2))
+    chosen: dict[int, None] = {}
+    for part in PARTS:
+        left = [n for n in numbers if n not in chosen]
+        if left:
+            chosen[min(left, key=lambda n: abs(math.log(n / largest**part)))] = None
+    return list(chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Seconds of a step at some number: at best, and as it is likely; infinite where it does not fit."""
+
+    at_best: float
+    likely: float
+
+
+def next_numbers(
+    open_: Collection[int],
+    guess: Callable[[int], Guess],
+    searched: Collection[int],
+    best: int | None,
+    at_most: float,
+    solved_at: float,
+) -> list[int]:
+    """Which numbers to search next, the first of them at once; none where there is nothing to gain.
+
+    `open_`: those that were not searched; `best`: the best of those that were, with `at_most` seconds; layers were
+    solved at the number `solved_at`.
+    """
+    if best is not None:
+        known = sorted({*open_, *searched})
+        place = known.index(best)
+        # What the best was guessed too high its neighbours are too.
+        near = max(at_most, guess(best).at_best)
+        sides = (known[:place][::-1], known[place + 1 :])
+        found = [_first_better(numbers, open_, guess, near, at_most) for numbers in sides]
+        if around := sorted((n for n in found if n is not None), key=lambda n: guess(n).at_best):
+            return around
+        likely = (n for n in open_ if guess(n).likely < at_most * (1 - NEAR))
+        at_best = (n for n in open_ if guess(n).at_best < at_most * FAR_BETTER)
+        ways = sorted(likely, key=lambda n: guess(n).likely)
+        return ways or sorted(at_best, key=lambda n: guess(n).at_best)
+    faster = [n for n in sorted(open_) if guess(n).at_best < at_most]
+    least = min((guess(n).likely for n in faster), default=math.inf)
+
+    def order(number: int) -> tuple[float, ...]:
+        likely = guess(number).likely
+        if likely <= least * (1 + NEAR) < math.inf:
+            return (0.0, abs(math.log(number / solved_at)))
+        return (1.0, likely, guess(number).at_best)
+
+    return sorted(faster, key=order)
+
+
+def _first_better(
+    numbers: Sequence[int], open_: Collection[int], guess: Callable[[int], Guess], near: float, at_most: float
+) -> int | None:
+    """The first of numbers, up to one that was searched, that may take less: the next one less than `near` at best,
+    one behind it likely less than `at_most`."""
+    for place, number in enumerate(numbers):
+        if number not in open_:
+            return None
+        if guess(number).likely < at_most if place else guess(number).at_best < near:
+            return number
+    return None

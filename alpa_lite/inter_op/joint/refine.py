@@ -1,0 +1,284 @@
+"""What is done to the stages that the search found: solved closer to the best, run under other schedules.
+
+polish      each stage again, to a smaller gap, within a time limit                              `polished`
+schedules   the same stages under each schedule that their memory allows                         `rescheduled`
+even        the layers cut anew into as many equal parts                                         `_evened`
+chunks      the layers in several times as many parts, dealt out over the same submeshes         `interleaved`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.errors import InfeasibleError, PlanError
+from alpa_lite.inter_op.assembly import predict
+from alpa_lite.inter_op.joint.same_stacked_spec import forms_given
+from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.shared_devices import device_peak, solve_together
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution
+from alpa_lite.plan.plan import Prediction
+from alpa_lite.schedule import Interleaved1F1B, Schedule, splits_backward
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.layers import Cut
+from alpa_lite.step.rematerialisation import Remat
+
+POLISH_SECONDS = 3.0
+"""How long one stage may be solved again."""
+
+ALONE_GAP, ALONE_SECONDS = 1e-3, 6.0
+"""How close to the best, and how long, a stage that is alone is solved: its time is the step's."""
+
+CHUNKS = (2, 4, 8)
+"""Of interleaved pipelines, the chunks of each group of devices: more of them while that is faster."""
+
+UNSEEN = 0.1
+"""By how much a simulated step may take longer than the stage DP says before that is not relied on."""
+
+ROUNDING = 1e-9
+"""Sums of bytes that are put together in another order than they were taken apart in."""
+
+UNEVEN = 0.1
+"""From how much longer than the average the slowest stage must take on equal parts are tried."""
+
+BUBBLE = 0.03
+"""Idle part of a pipeline from which on interleaving is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Solved stages of a step, under a schedule; `sum_seconds` is what the stage DP makes of them."""
+
+    costs: StageCosts
+    stages: tuple[PlacedStage, ...]
+    schedule: Schedule
+    prediction: Prediction
+    sum_seconds: float = math.inf
+
+    @staticmethod
+    def of(request: PlanRequest, costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> Found:
+        """The stages with what they are predicted to take."""
+        stages = scheduled(costs, stages, schedule)
+        prediction = predict(request, costs.step, costs.layers, stages, schedule)
+        return Found(costs=costs, stages=tuple(stages), schedule=schedule, prediction=prediction)
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.prediction.step_seconds
+
+    @property
+    def trusted_seconds(self) -> float:
+        """What the stage DP makes of the stages, which compares with its other answers, or the simulation where they
+        wait for much that it does not see."""
+        return self.sum_seconds if self.seconds <= (1 + UNSEEN) * self.sum_seconds else self.seconds
+
+    def may_wait_for(self, update_seconds: float) -> bool:
+        """Whether so long an update may be half, or more, of what the stage DP does not see."""
+        return 0 < self.trusted_seconds - self.sum_seconds < 2 * update_seconds
+
+    @property
+    def policies(self) -> tuple[Remat, ...]:
+        """What the layers of each stage compute again."""
+        remat = self.costs.remat
+        return tuple(remat[stage.first] if remat else Remat.NONE for stage in self.stages)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Micro-batches in flight on each stage."""
+        count = len(self.stages)
+        return [self.schedule.in_flight(i, count, self.costs.step.num_microbatches) for i in range(count)]
+
+
+def refined(
+    request: PlanRequest, found: Sequence[Found], steps: Steps, schedules: Sequence[Schedule], *, dealt_out: bool
+) -> Found:
+    """The best of what was found, solved closer to the best, and (`dealt_out`) in chunks if that is faster.
+
+    Then what waited for longer may be the best in chunks.
+    """
+
+    def refine(way: Found) -> Found:
+        whole = rescheduled(request, polished(request, way), schedules)
+        if not dealt_out or len(whole.stages) == 1:
+            return whole
+        plain = Found.of(request, whole.costs, whole.stages, schedules[0])
+        best = _in_chunks(request, plain, whole, steps)
+        return _evened(request, best, plain, steps, schedules) if _unevenness(plain) > UNEVEN else best
+
+    first, *others = sorted(found, key=lambda way: way.seconds)
+    best = refine(first)
+    for other in others if best.schedule.stages_per_processor > 1 else ():
+        if other.seconds * (1 - other.prediction.bubble_fraction) < best.seconds:
+            best = min(best, refine(other), key=lambda way: way.seconds)
+    return best
+
+
+def _evened(request: PlanRequest, best: Found, whole: Found, steps: Steps, schedules: Sequence[Schedule]) -> Found:
+    """The best so far, or the stages cut anew into parts as equal as can be, under the schedule that is the fastest.
+
+    The search makes stages of a few layers, for 1F1B; one that leaves little of a bubble waits for uneven stages.
+    """
+    even = interleaved(request, whole, steps, 1) if best.prediction.bubble_fraction > BUBBLE else None
+    if even is None:
+        return best
+    plain = Found.of(request, even.costs, even.stages, schedules[0])
+    return min(best, rescheduled(request, plain, schedules), key=lambda found: found.seconds)
+
+
+def _unevenness(found: Found) -> float:
+    """How much longer than the average the slowest stage takes, relative to it."""
+    seconds = [_seconds(stage.solution) for stage in found.stages]
+    return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
+
+
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: Steps) -> Found:
+    """Stages, `plain` under 1F1B and `best` under the best schedule for them, in the number of chunks that is the
+    fastest, or as they are."""
+    last = plain
+    for chunks in CHUNKS:
+        # Twice as many chunks leave half of what stages wait at the beginning and at the end.
+        bubble = last.prediction.bubble_fraction
+        if bubble <= BUBBLE or last.seconds * (1 - bubble / 2) >= best.seconds:
+            break
+        dealt_out = interleaved(request, plain, steps, chunks)
+        if dealt_out is None or dealt_out.seconds >= best.seconds:
+            break
+        best = last = dealt_out
+    return best
+
+
+def polished(request: PlanRequest, found: Found) -> Found:
+    """Stages solved again to a smaller gap, where that is faster; stacked arguments keep their form."""
+    pins = {v: spec for stage in found.stages for v, spec in forms_given(found.costs, stage).items()}
+    costs = found.costs.with_pins({**found.costs.pins, **pins})
+    gap, seconds = (ALONE_GAP, ALONE_SECONDS) if len(found.stages) == 1 else (RELATIVE_GAP, POLISH_SECONDS)
+    costs = replace(costs, relative_gap=gap, time_limit_seconds=seconds)
+    stages: list[PlacedStage] = []
+    # The last first: what is best with the fewest micro-batches in flight is so with more, where it fits.
+    for stage, held in reversed([*zip(found.stages, found.in_flight, strict=True)]):
+        solution = costs.solution(stage.first, stage.last, stage.submesh, stage.mesh, in_flight=held)
+        better = solution.choice is not None and _seconds(solution) < _seconds(stage.solution)
+        stages.append(replace(stage, solution=solution) if better else stage)
+    stages.reverse()
+    again = Found.of(request, found.costs, stages, found.schedule)
+    better = again.seconds < found.seconds and fits(found.costs, again.stages, found.schedule)
+    return replace(again, sum_seconds=found.sum_seconds) if better else found
+
+
+def _seconds(solution: StageSolution) -> float:
+    return solution.forward_seconds + solution.backward_seconds
+
+
+def rescheduled(request: PlanRequest, found: Found, schedules: Sequence[Schedule]) -> Found:
+    """The same stages under the fastest schedule that their memory allows."""
+    best = found
+    for schedule in schedules if len(found.stages) > 1 else ():
+        lists = schedule.tasks(len(found.stages), found.costs.step.num_microbatches)
+        # Cutting backward passes in two fills a bubble, and does nothing else.
+        in_vain = any(map(splits_backward, lists)) and found.prediction.bubble_fraction <= BUBBLE
+        if schedule == found.schedule or in_vain:
+            continue
+        if fits(found.costs, found.stages, schedule):
+            other = Found.of(request, found.costs, found.stages, schedule)
+            best = min(best, replace(other, sum_seconds=found.sum_seconds), key=lambda way: way.seconds)
+    return best
+
+
+def scheduled(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """The stages as a schedule runs them: where it cuts backward passes in two, with what the parts take."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, stage in enumerate(stages):
+        solution = replace(stage.solution, weight_seconds=0.0, handed_bytes=0.0)
+        if splits_backward(lists[number % len(lists)]):
+            solution = costs.in_two_parts(stage.first, stage.last, stage.submesh, stage.mesh, solution)
+        found.append(replace(stage, solution=solution))
+    return found
+
+
+def fits(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> bool:
+    """Whether stages on devices of their own have memory for what a schedule lets them hold."""
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    as_run = scheduled(costs, stages, schedule)
+    return all(
+        device_peak({i: stage.solution}, tasks) <= (1 + ROUNDING) * costs.room_bytes(stage.submesh)
+        for i, (stage, tasks) in enumerate(zip(as_run, lists, strict=True))
+    )
+
+
+def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Schedule) -> list[PlacedStage]:
+    """The stages with shardings that leave room for all that a schedule holds, where it holds more than the search saw.
+
+    Raises `InfeasibleError` where there are none.
+    """
+    if fits(costs, stages, schedule):
+        return list(stages)
+    lists = schedule.tasks(len(stages), costs.step.num_microbatches)
+    found: list[PlacedStage] = []
+    for number, (stage, tasks) in enumerate(zip(stages, lists, strict=True)):
+        where = (stage.first, stage.last, stage.submesh, stage.mesh)
+
+        def solve(
+            _: int,
+            in_flight: int,
+            limit_bytes: float,
+            where: tuple[int, int, Submesh, LogicalMesh] = where,
+            in_two: bool = splits_backward(tasks),
+        ) -> StageSolution:
+            solution = costs.solution(*where, in_flight=in_flight, limit_bytes=limit_bytes)
+            return costs.in_two_parts(*where, solution) if in_two else solution
+
+        together = solve_together(solve, tasks, costs.room_bytes(stage.submesh))
+        if not together.fits:
+            raise InfeasibleError(f"Stage {number} of {len(stages)} does not fit under {schedule}.")
+        found.append(replace(stage, solution=together.solutions[number]))
+    return found
+
+
+def interleaved(request: PlanRequest, found: Found, steps: Steps, num_chunks: int) -> Found | None:
+    """So many chunks of the layers dealt out over the submesh of each stage; None where that is not possible."""
+    schedule = Interleaved1F1B(num_chunks=num_chunks)
+    parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches
+    chunks = parts * num_chunks
+    if num_chunks > 1 and num_microbatches % parts:
+        return None
+    try:
+        costs, per_chunk = steps.mixed(num_microbatches, Cut.into(chunks), found.policies * num_chunks)
+    except PlanError:  # too few ops
+        return None
+    tasks = schedule.tasks(chunks, costs.step.num_microbatches)
+    solved: dict[int, StageSolution] = {}
+    for part in reversed(range(parts)):
+
+        def solve(
+            chunk: int, in_flight: int, limit_bytes: float, place: PlacedStage = found.stages[part]
+        ) -> StageSolution:
+            first, last = _layers_of(chunk, per_chunk)
+            where = (place.submesh, place.mesh)
+            return costs.solution(first, last, *where, in_flight=in_flight, limit_bytes=limit_bytes)
+
+        together = solve_together(solve, tasks[part], costs.room_bytes(found.stages[part].submesh))
+        if not together.fits:
+            return None
+        solved |= together.solutions
+    stages = [
+        PlacedStage(
+            first=first,
+            last=last,
+            submesh=found.stages[chunk % parts].submesh,
+            mesh=found.stages[chunk % parts].mesh,
+            solution=solved[chunk],
+        )
+        for chunk in range(chunks)
+        for first, last in [_layers_of(chunk, per_chunk)]
+    ]
+    return Found.of(request, costs, stages, schedule)
+
+
+def _layers_of(chunk: int, per_chunk: int) -> tuple[int, int]:
+    return chunk * per_chunk, (chunk + 1) * per_chunk - 1

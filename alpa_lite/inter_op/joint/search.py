@@ -1,0 +1,389 @@
+"""The joint search: micro-batches, stages, submeshes, logical meshes and shardings together.
+
+    numbers    of micro-batches that divide the batch, each well above the one before            `numbers`
+    survey     a few layers, solved at a few of these numbers: what all layers would take        `inter_op.survey`
+    guess      the time of the best stages at each number, as far as the survey tells            `JointSearch._guess_at`
+    order      the number that is likely the best, then those around it while they are better    `numbers`
+    search     of one number: guesses become costs where the best stages depend on them          `inter_op.stage_search`
+
+With one micro-batch a pipeline has nothing to overlap: then the step is one stage, if no other number of stages is
+asked for. (Virtual devices of one processor do not overlap anyway.)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.errors import (
+    AlpaLiteError,
+    BatchError,
+    InfeasibleError,
+    NonAdditiveError,
+    PlanError,
+    TraceError,
+    without_frames,
+)
+from alpa_lite.inter_op.assembly import assemble
+from alpa_lite.inter_op.boundaries import inflows, slower_inflows
+from alpa_lite.inter_op.equal_stages import Equal
+from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
+from alpa_lite.inter_op.joint.refine import Found, made_to_fit, refined, rescheduled
+from alpa_lite.inter_op.joint.same_stacked_spec import agreeing
+from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
+from alpa_lite.inter_op.layer_profile import Profile
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.space import Space, hosts_of_groups
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_dp import StageChoice
+from alpa_lite.inter_op.stage_search import StageSearch
+from alpa_lite.inter_op.survey import Beyond, Survey
+from alpa_lite.intra_op.solve import RELATIVE_GAP
+from alpa_lite.plan.plan import Plan
+from alpa_lite.schedule import Schedule
+from alpa_lite.sharding.meshes import place_in_groups
+from alpa_lite.step.layers import Cut
+from alpa_lite.step.rematerialisation import Remat
+
+MAX_SEARCHED, MAX_IN_VAIN = 5, 2
+"""For how many numbers of micro-batches the stages are searched, at most, and after the best was found."""
+
+CLOSE = 0.02
+"""A number whose stages are this much slower by the stage DP may still be faster under its best schedule."""
+
+SEARCH_GAP = 0.05
+SEARCH_SECONDS = 3.0
+"""How close to the best a stage is to be proven while others may still turn out to be better, and the time for that."""
+
+PATIENT_SECONDS = 60.0
+"""The time for a stage where nothing was found in less."""
+
+
+@dataclass(kw_only=True)
+class JointSearch:
+    """Searches the plans of a request; what cannot be planned is noted in `problems`, and numbers of micro-batches at
+    which these do not fit in `too_large`.
+
+    `schedules`: of pipelines. Stages are searched for the first, which needs the least memory, and for the second where
+    transfers take long; then all of them are tried.
+    """
+
+    request: PlanRequest
+    schedules: Sequence[Schedule]
+    space: Space
+    name: str
+    steps: Steps
+    policies: Sequence[Remat] = (Remat.NONE,)
+    num_stages: int | None = None
+    equal: Collection[Equal] = ()
+    problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
+    too_large: set[int] = field(default_factory=set[int])
+    _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])
+    _excess: dict[int, NDArray[np.float64]] = field(default_factory=dict[int, NDArray[np.float64]])
+
+    def plans(self) -> Iterator[Plan]:
+        """The best plan of one number of micro-batches after the other, the most promising number first; at last the
+        best of them, refined."""
+        found = list[Found]()
+        with (progress := self.request.progress).during("layers", "layers"):
+            survey, guesses = self._surveyed()
+        progress.expect("refine", 1)
+        fitting = {number: guess for number, guess in guesses.items() if guess.at_best < math.inf}
+        # The largest numbers need the least memory: of those of which nothing was found they are tried with patience.
+        hopeful = {number: fitting[number] for number in sorted(fitting)[-MAX_SEARCHED:]}
+        for seconds, numbers in ((SEARCH_SECONDS, fitting), (PATIENT_SECONDS, hopeful)):
+            if not found:
+                self.steps.let_take(seconds)
+                for better in self._found(survey, numbers):
+                    found.append(better)
+                    progress.expect("refine", len(better.stages))
+                    yield self._plan(better)
+        progress.expect("stages", 0)
+        if found:
+            with progress.during("refine", "refine"):
+                dealt_out = len(self.schedules) > 1 and self.num_stages is None
+                yield self._plan(refined(self.request, found, self.steps, self.schedules, dealt_out=dealt_out))
+        elif not fitting:
+            number = max(guesses)
+            impossible = self._search_for(self.schedules[0], number, survey, "more shared").why_impossible()
+            self.problems.append(PlanError(impossible) if impossible else InfeasibleError(self._infeasible(number)))
+
+    def _found(self, survey: Survey, guesses: Mapping[int, Guess]) -> Iterator[Found]:
+        """The best stages of numbers of micro-batches in turn, while the guesses at them are better than these."""
+        open_, searched, in_vain, known = set(guesses), set[int](), 0, dict(guesses)
+        best, at_most, solved_at = None, math.inf, self._batch / survey.first_size
+
+        def guess(number: int) -> Guess:
+            if number not in known:
+                known[number] = self._guess_at(number, survey)
+            return known[number]
+
+        while len(searched) < MAX_SEARCHED and in_vain < MAX_IN_VAIN:
+            ways = next_numbers(open_, guess, searched, best, at_most * (1 - RELATIVE_GAP), solved_at)
+            if not ways:
+                return
+            further = min(MAX_IN_VAIN - in_vain, len(ways)) / 2  # much is known then
+            number = ways[0]
+            open_.remove(number)
+            try:
+                with self.request.progress.during("stages", f"stages at {number} micro-batches"):
+                    better = self._best_at(number, survey, at_most * (1 + CLOSE), further)
+            except (PlanError, NonAdditiveError, BatchError, TraceError) as error:
+                self.problems.append(without_frames(error))
+                if isinstance(error, InfeasibleError):
+                    self.too_large.add(number)
+                continue
+            searched.add(number)
+            known = {n: other for n, other in known.items() if n > number}  # it tells about larger micro-batches
+            if better is not None and better.trusted_seconds < at_most:
+                best, at_most, in_vain = number, better.trusted_seconds, 0
+            elif best is not None:
+                in_vain += 1
+            if better is not None:
+                yield better
+
+    def _plan(self, found: Found) -> Plan:
+        costs = found.costs
+        plan = assemble(
+            self.name, self.request, costs.step, costs.layers, found.stages, found.schedule, time.perf_counter()
+        )
+        return replace(plan, remat=costs.remat, traced_layers=costs.traced_layers) if costs.remat else plan
+
+    # ----------------------------------------------------------------------------------------------- the order
+
+    def _surveyed(self) -> tuple[Survey, dict[int, Guess]]:
+        """A survey, and what it guesses that a step takes at each number of micro-batches."""
+        numbers = numbers_to_search(self.request)
+        overlapping = [n for n in numbers if self._overlaps(n)]
+        samples = surveyed_numbers(overlapping, self._batch, self.space.cluster.devices_per_host)
+        costs: list[StageCosts] = []
+        for number in samples or numbers[:1]:
+            try:
+                costs.append(self.steps.of(number, self.steps.natural))
+            except (NonAdditiveError, BatchError, TraceError) as error:
+                if self.request.num_microbatches != "auto":
+                    raise
+                self.problems.append(without_frames(error))
+                alone = isinstance(error, NonAdditiveError)  # at any other number too
+                numbers = tuple(n for n in numbers if n == 1 or not (alone or n == number))
+            if len(costs) == 1:
+                profile, worthwhile = self._measured(costs[0])
+                space = self.space.where(np.logical_or.reduce(worthwhile, axis=(0, 1)))
+                Survey(space, profile, costs[0].structure_of_layers()).expect(costs[0], later=True)
+        if not costs:
+            costs, numbers = [self.steps.of(1, self.steps.natural)], (1,)
+        survey = self._begun(costs[0], numbers)
+        for count, each in enumerate(costs, start=1):
+            with self.request.progress.during("survey", f"survey at {each.step.num_microbatches} micro-batches"):
+                survey.add(each, further=len(costs) - count)
+        guesses = {n: self._guess_at(n, survey) for n in numbers}
+        if self._looks_further(survey, guesses):
+            guesses = {n: self._guess_at(n, survey) for n in numbers}
+        return survey, guesses
+
+    def _looks_further(self, survey: Survey, guesses: Mapping[int, Guess]) -> bool:
+        """Whether larger micro-batches than were surveyed may be better than all that is likely; then the largest such
+        are surveyed, on the submeshes that their stages would have. What lies between is on lines then."""
+        fitting = {n: guess for n, guess in guesses.items() if guess.at_best < math.inf}
+        known = [guess.likely for guess in fitting.values() if guess.likely < math.inf]
+        at_most = (1 - NEAR) * min(known or [guess.at_best for guess in fitting.values()], default=0.0)
+        for number in sorted(fitting):
+            size = self._batch / number
+            stages = self._search_for(self.schedules[0], number, survey, "all shared").best_known()
+            kinds = {stage.submesh for stage in stages.stages if not survey.reaches(stage.submesh, size)}
+            if kinds and stages.seconds < at_most:
+                looking = self.request.progress.during("survey", f"survey at {number} micro-batches")
+                with suppress(NonAdditiveError, BatchError, TraceError), looking:
+                    survey.add(self.steps.of(number, self.steps.natural), kinds=kinds)
+                return True
+        return False
+
+    def _begun(self, costs: StageCosts, numbers: Sequence[int]) -> Survey:
+        """A survey of the submeshes that are worth it at some number of micro-batches."""
+        profile, worthwhile = self._measured(costs)
+        self._profiles = self._profiled(costs.step.num_microbatches, numbers, worthwhile, profile)
+        profiles = self._profiles.values()
+        fits = [each.holds(self.space, self._batch / n, n, [1]) > 0 for n in numbers for each in profiles]
+        kept = (worthwhile & np.logical_or.reduce(fits)).any(axis=(0, 1))
+        if kept.any():
+            self.space = self.space.where(kept)
+        return Survey(self.space, profile, costs.structure_of_layers())
+
+    def _measured(self, costs: StageCosts) -> tuple[Profile, NDArray[np.bool_]]:
+        """What layers take on one device, and [layers, layers, kinds]: the stages that make sense then."""
+        if self._all_equal(costs):
+            self.space = self.space.equal_parts()
+        profile = Profile.of(costs)
+        return profile, self.space.worthwhile(profile.shares)
+
+    def _profiled(
+        self, number: int, numbers: Sequence[int], worthwhile: NDArray[np.bool_], written: Profile
+    ) -> dict[Remat, Profile]:
+        """The policies that layers may follow, with what layers take then; none that is not worth it.
+
+        `written`: without a policy. If all that is worthwhile fits so, whatever else may be asked for has no use.
+        """
+        if self.policies == (Remat.NONE,):
+            return {Remat.NONE: written}
+        if Remat.NONE in self.policies and all(self._fits(written, n, worthwhile) for n in numbers):
+            return {Remat.NONE: written}
+        cut, found = self.steps.natural, {Remat.NONE: written} if Remat.NONE in self.policies else {}
+        for policy in sorted(self.policies, key=[*reversed(Remat)].index):
+            # What keeps more than the one that keeps least has no use if that keeps no less than what is written.
+            own = found.get(policy) or Profile.of(self.steps.of(number, cut, policy))
+            if not any(other.beats(own) for other in found.values()):
+                found[policy] = own
+            elif policy is Remat.FULL:
+                break
+        return found
+
+    def _fits(self, profile: Profile, number: int, worthwhile: NDArray[np.bool_]) -> bool:
+        """Whether stages have memory for as many micro-batches in flight as there can be."""
+        held = self._held(number, self.schedules[0])
+        return bool((profile.holds(self.space, self._batch / number, number, held)[worthwhile] == len(held)).all())
+
+    @property
+    def _batch(self) -> int:
+        return self.request.batch_size or 1
+
+    def _overlaps(self, number: int) -> bool:
+        """Whether several stages may make sense at a number of micro-batches."""
+        return number > 1 or self.space.cluster.shared_processor or (self.num_stages or 1) > 1
+
+    def _guess_at(self, number: int, survey: Survey) -> Guess:
+        """Seconds of a step with the best stages, as far as a survey tells."""
+        at_best = likely = self._searches_at(number, survey)
+        if not all(survey.reaches(kind, self._batch / number) for kind in range(len(self.space.kinds))):
+            likely = self._searches_at(number, survey, "as before")
+        return Guess(
+            at_best=min(search.best_known().seconds for search in at_best),
+            likely=min(search.best_likely().seconds for search in likely),
+        )
+
+    def _searches_at(self, number: int, survey: Survey, beyond: Beyond = "more shared") -> list[StageSearch]:
+        """The searches for the stages at a number of micro-batches, by the guesses of a survey: that for the schedule
+        which needs the least memory comes last."""
+        first = self._search_for(self.schedules[0], number, survey, beyond)
+        found = [first]
+        if self.steps.known.has_rows and not first.all_equal:
+            found.insert(0, self._search_for(self.schedules[0], number, survey, beyond, all_equal=True))
+        at_most = (1 - CLOSE) * (seconds := first.best_known().seconds)
+        waits = 2 * float(first.inflow_seconds.max()) * (number + first.num_layers)
+        if seconds - waits >= at_most or math.isinf(seconds):
+            return found
+        others = (self._search_for(other, number, survey, beyond) for other in self.schedules[1:2])
+        return [*(other for other in others if other.best_known().seconds < at_most), *found]
+
+    def _search_for(
+        self, schedule: Schedule, number: int, survey: Survey, beyond: Beyond, *, all_equal: bool = False
+    ) -> StageSearch:
+        """`all_equal`: for equal stages alone, also where others are searched."""
+        known, overlaps, natural = self.steps.known, self._overlaps(number), self.steps.natural
+        size, held, profiles = self._batch / number, self._held(number, schedule), self._profiles.values()
+        return StageSearch(
+            known,
+            number,
+            schedule,
+            self._inflows[0] * known.step.num_microbatches / number,
+            self._inflows[1] * known.step.num_microbatches / number,
+            self.space,
+            self._of_layers(survey, number, beyond),
+            np.stack([profile.holds(self.space, size, number, held) - 1 for profile in profiles]),
+            np.stack([survey.holds(size, number, held, profile) - 1 for profile in profiles]),
+            self.space.worthwhile(survey.profile.shares),
+            num_stages=self.num_stages if overlaps else 1,
+            under=lambda policy, count: self.steps.of(number, Cut.into(count) if count else natural, policy),
+            policies=tuple(self._profiles),
+            equal_stages=all_equal or self._all_equal(known) or not overlaps,
+            equal=self.equal,
+        )
+
+    def _all_equal(self, costs: StageCosts) -> bool:
+        """Whether equal stages alone are searched, so that no rows move between steps; where hosts differ, these would
+        wait for the slowest."""
+        return costs.has_rows and not self.space.cluster.groups
+
+    def _of_layers(self, survey: Survey, number: int, beyond: Beyond) -> NDArray[np.float64]:
+        """[policies, layers, kinds, shapes]: seconds of each layer by a survey."""
+        size, profiles = self._batch / number, self._profiles.values()
+        of_policies = [survey.guess(size, number, profile, beyond=beyond) for profile in profiles]
+        # Larger micro-batches need more memory: what was found to take longer than guessed does so with these too.
+        guess = np.stack(of_policies)
+        for excess in [known for searched, known in self._excess.items() if searched >= number]:
+            guess = np.maximum(guess, np.stack(of_policies) * excess[:, None])
+        return guess
+
+    def _held(self, number: int, schedule: Schedule) -> list[int]:
+        """Micro-batches in flight on a stage that is followed by none, by one, and so on."""
+        return [schedule.in_flight(0, n + 1, number) for n in range(self.steps.known.layers.num_layers)]
+
+    @cached_property
+    def _inflows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        known, model = self.steps.known, self.request.cost_model
+        of = (model, known.step, known.layers, self.space)
+        return inflows(*of), slower_inflows(*of)
+
+    # ------------------------------------------------------------------------------------------------ one number
+
+    def _best_at(self, number: int, survey: Survey, at_most: float, further: float) -> Found | None:
+        """The best stages with a number of micro-batches, by the stage DP; None if they take `at_most` seconds or more.
+
+        `further`: how much of such work is to follow. Raises `InfeasibleError` when nothing fits.
+        """
+        best, fits = None, False
+        for search in self._searches_at(number, survey):
+            choice = search.run(at_most, further=further)
+            self._excess[number] = search.excess()
+            fits |= bool(choice.stages)
+            while choice.stages and choice.seconds < at_most:
+                found = self._priced(search, choice)
+                best = found if best is None or found.seconds < best.seconds else best
+                at_most = min(at_most, found.trusted_seconds)
+                if not found.may_wait_for(search.longest_update(choice)):
+                    break
+                search.refuse_updates_like(choice)
+                choice = search.run(at_most, further=further)
+        if not fits:
+            raise InfeasibleError(self._infeasible(number))
+        return best
+
+    def _priced(self, search: StageSearch, choice: StageChoice) -> Found:
+        """Stages under the fastest schedule that their memory allows."""
+        costs, stages = self._placed(search, choice)
+        stages = made_to_fit(costs, stages, search.schedule)
+        ways = [stages, *agreeing(costs, stages, search.schedule)] if search.all_equal else [stages]
+        priced = (Found.of(self.request, costs, way, search.schedule) for way in ways)
+        best = rescheduled(self.request, min(priced, key=lambda way: way.seconds), self.schedules)
+        return replace(best, sum_seconds=choice.seconds)
+
+    def _placed(self, search: StageSearch, found: StageChoice) -> tuple[StageCosts, list[PlacedStage]]:
+        """The stages on their devices, with the step in which each follows its policy and its costs."""
+        cluster, cut = self.request.cluster, Cut.into(len(found.stages)) if search.all_equal else self.steps.natural
+        kinds = [search.space.kinds[stage.submesh] for stage in found.stages]
+        submeshes = place_in_groups(kinds, hosts_of_groups(cluster), cluster.devices_per_host)
+        ranges = [(i, i) if search.all_equal else (s.first_layer, s.last_layer) for i, s in enumerate(found.stages)]
+        policies = [search.policy(stage.configuration) for stage in found.stages]
+        of_layers = [policies[i] for i, (first, last) in enumerate(ranges) for _ in range(first, last + 1)]
+        costs, parts = self.steps.mixed(search.num_microbatches, cut, of_layers)
+        stages: list[PlacedStage] = []
+        for stage, (start, end), submesh in zip(found.stages, ranges, submeshes, strict=True):
+            mesh, held = search.mesh(stage.submesh, stage.configuration), search.in_flight(stage.configuration)
+            first, last = start * parts, (end + 1) * parts - 1
+            solution = costs.solution(first, last, submesh, mesh, in_flight=held)
+            stages.append(PlacedStage(first=first, last=last, submesh=submesh, mesh=mesh, solution=solution))
+        return costs, stages
+
+    def _infeasible(self, number: int) -> str:
+        """Why nothing fits, as a sentence; at length once, since that takes time."""
+        if any(isinstance(problem, InfeasibleError) for problem in self.problems):
+            return f"No plan fits into memory at num_microbatches={number}."
+        return tightest_stage(self.request, self.steps, self.space, number, self.steps.natural, self._profiles.values())

@@ -1,0 +1,147 @@
+"""When nothing fits into memory: what needs the most, and which change is the cheapest that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from alpa_lite.errors import AlpaLiteError
+from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.layer_profile import Profile
+from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stage_costs import StageCosts, state_bytes
+from alpa_lite.intra_op.shortage import Shortage, show_seconds
+from alpa_lite.plan.plan import Plan
+from alpa_lite.step.layers import Cut
+from cost_models.varied import with_times_the_hosts
+
+#: How many larger numbers of micro-batches, and how many doublings of the cluster, are tried.
+MAX_TRIES = 4
+
+
+class MakesPlans(Protocol):
+    """What a planner does, so that this room need not know planners."""
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises `PlanError` when there is no plan."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change to a request or planner, in words, and what to try."""
+
+    text: str
+    planner: MakesPlans
+    request: PlanRequest
+
+
+def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> Iterator[Change]:
+    """The same planner with more micro-batches than `tried`."""
+    size = request.batch_size or 1
+    larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
+    steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
+    for m in steps:
+        yield Change(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
+
+
+def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Change]:
+    """The same planner on two, four, … times as many hosts."""
+    for doubling in range(1, MAX_TRIES + 1):
+        cluster = with_times_the_hosts(request.cluster, 1 << doubling)
+        text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
+        yield Change(text=text, planner=planner, request=replace(request, cluster=cluster))
+
+
+def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Change]) -> str:
+    """A sentence that names the fastest of the changes that fit, or the fewest more hosts that do."""
+    fits: list[tuple[float, str]] = []
+    for change in without_hardware:
+        seconds = _predicted(change)
+        if seconds is not None:
+            fits.append((seconds, change.text))
+    if fits:
+        seconds, text = min(fits)
+        return f"The cheapest change that fits: {text}, predicted {show_seconds(seconds)} per step."
+    for change in with_hardware:
+        seconds = _predicted(change)
+        if seconds is not None:
+            return f"What would fit: {change.text}, predicted {show_seconds(seconds)} per step."
+    return "None of the changes tried fits either: use devices with more memory, or jax.checkpoint around the layers."
+
+
+def _predicted(change: Change) -> float | None:
+    try:
+        return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
+    except AlpaLiteError:
+        return None
+
+
+def tightest_stage(
+    request: PlanRequest, steps: Steps, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
+) -> str:
+    """The part of the step that needs the most memory even at its best, as a sentence.
+
+    `number`: of micro-batches; `cut`: the layers of which one is tried if nothing was; `profiles`: of the layers under
+    each policy that they may follow.
+    """
+    if not any(costs.tightest_tried for costs in steps.at(number)):
+        _try_hardest(steps.of(number, cut), space)
+    for costs in steps.at(number):
+        tight = costs.tightest(explain=request.advise)
+        if tight is not None:
+            where = f"layer {tight.first}" if tight.first == tight.last else f"layers {tight.first}..{tight.last}"
+            held = f" with {tight.in_flight} micro-batches in flight" if tight.in_flight is not None else ""
+            device, why = tight.device, show_shortage(tight.shortage)
+            return (
+                f"No plan fits into memory. The tightest stage is {where} of {costs.layers.num_layers} layers{held}, "
+                f"which needs at least {show_bytes(tight.peak_bytes)} per device of {request.cluster.name} at "
+                f"num_microbatches={number}; {device.name} has {show_bytes(device.memory_bytes)}. {why}"
+            ).rstrip()
+    least = min(profiles, key=lambda profile: profile.saved_bytes.sum())
+    needed = _needed_by_all(request, least, number)
+    return f"No plan fits into memory at num_microbatches={number}, though each layer does by itself: {needed}"
+
+
+def _needed_by_all(request: PlanRequest, profile: Profile, number: int) -> str:
+    """What all layers need together at least, beside what all devices have."""
+    size, cluster = (request.batch_size or 1) / number, request.cluster
+    fixed = float(profile.state_bytes.sum()) + (float(profile.sums_bytes.sum()) if number > 1 else 0.0)
+    kept = float(profile.saved_bytes.sum()) * size
+    working = float(profile.working_with(size).max())
+    rooms = [(group.num_hosts, group.device) for group in cluster.groups] or [(cluster.num_hosts, cluster.device)]
+    room = cluster.devices_per_host * sum(hosts * float(device.memory_bytes) for hosts, device in rooms)
+    enough = "" if fixed + kept + working > room else ", with which no stages that were tried make do"
+    return (
+        f"together the {profile.num_layers} layers need at least {show_bytes(fixed + kept + working)} "
+        f"({show_bytes(fixed)} of parameters, optimizer state and sums of gradients, {show_bytes(kept)} that one "
+        f"micro-batch keeps for its backward pass, {show_bytes(working)} beside these), and the "
+        f"{cluster.num_devices} devices of {cluster.name} have {show_bytes(room)}{enough}."
+    )
+
+
+def _try_hardest(costs: StageCosts, space: Space) -> None:
+    """Solve the layer with the most state on the largest submesh that is worth it, to see what it needs."""
+    layer = int(state_bytes(costs.step, costs.layers).argmax())
+    count = costs.layers.num_layers
+    useful = np.flatnonzero(space.worthwhile(np.full(count, 1 / count))[layer, layer])
+    kind = max(useful.tolist() or range(len(space.kinds)), key=lambda k: space.devices[k])
+    costs.solution(layer, layer, space.submesh(kind), space.mesh(kind, 0))
+
+
+def show_shortage(shortage: Shortage | None) -> str:
+    """What needs so much memory, as a sentence with a space after it; empty when nothing is known."""
+    sentence = shortage.sentence(show_bytes=show_bytes) if shortage is not None else ""
+    return f"{sentence} " if sentence else ""
+
+
+def show_bytes(count: float) -> str:
+    """`1.50 GiB`-like text."""
+    for unit, size in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"

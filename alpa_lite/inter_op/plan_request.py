@@ -1,0 +1,86 @@
+"""The request that a planner answers: a step to plan for a cluster, with the options of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.inter_op.workers import Workers
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.progress import Progress
+from alpa_lite.program.phases import StepGraph
+from cost_models.cluster import Cluster
+from cost_models.interface import CostModel
+
+OnInterrupt = Literal["raise", "best"]
+"""What a search does when it is interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A step to plan for a cluster.
+
+    Attributes:
+        function: its name.
+        step_at: `step_at(num_microbatches, loop_parts)` is the step cut into phases; with `loop_parts` > 0 loops over
+            layers are cut into about so many, with what they scan.
+        likely_step_at: the same, which may be guessed from other numbers, faster; None: not so.
+        num_arguments: how many arrays the step takes; the others are captured by the function.
+        batch_size: samples of a step; None where no batch was found.
+        cluster: what to plan for.
+        cost_model_for: `cost_model_for(cluster)` is the cost model to plan with, for this or another cluster.
+        arguments: names of its positional arguments, with which the names of their arrays begin.
+        results: the path of each array that it returns, `0/params/w`-like; empty where it returns one alone.
+        num_microbatches: a number, or "auto".
+        advise: whether a planner that finds nothing should look for changes that would help.
+        on_non_additive: what `step_at` does about several micro-batches of a step that is no sum.
+        on_interrupt: what Ctrl-C does to a search: "raise" stops it, "best" ends it with the best plan so far.
+        progress: is told what is done, and how much is left of it.
+        workers: may solve stages before they are asked for.
+        measure: `measure(plan)` is seconds of a step of a plan on real devices; None where there are none.
+    """
+
+    function: str
+    step_at: Callable[[int, int], StepGraph]
+    likely_step_at: Callable[[int, int], StepGraph] | None = None
+    num_arguments: int
+    batch_size: int | None
+    cluster: Cluster
+    cost_model_for: Callable[[Cluster], CostModel]
+    arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    num_microbatches: int | str = "auto"
+    advise: bool = True
+    on_non_additive: str = "refuse"
+    on_interrupt: OnInterrupt = "raise"
+    progress: Progress = field(default_factory=Progress)
+    workers: Workers = field(default_factory=Workers)
+    measure: Callable[[Plan], float] | None = None
+
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """The cost model of the cluster to plan for."""
+        return self.cost_model_for(self.cluster)
+
+    def microbatch_choices(self, default: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of micro-batches to consider: the user's, or those of `default` that divide the batch."""
+        if self.num_microbatches != "auto":
+            return (int(self.num_microbatches),)
+        if self.batch_size is None:
+            return (1,)
+        size = self.batch_size
+        return tuple(dict.fromkeys(m for m in default if m >= 1 and size % m == 0)) or (1,)
+
+    def best_step(self, default: Sequence[int], *, loop_parts: int) -> StepGraph:
+        """The step at the first number of micro-batches that works; errors count only for the user's own number."""
+        choices = self.microbatch_choices(default)
+        for m in choices:
+            try:
+                return self.step_at(m, loop_parts)
+            except (NonAdditiveError, BatchError, TraceError):
+                if self.num_microbatches != "auto":
+                    raise
+        return self.step_at(1, loop_parts)

@@ -1,0 +1,102 @@
+"""Stacked arguments between steps: what it takes to bring their rows where stages want them, and back.
+
+Where all stages hold equally many rows in one form, on devices of their own, the array lies over these devices as it
+is. Else its rows lie in equal blocks (`alpa_lite.sharding.stacked_rest`): before a step the devices of a stage deal out the rows of
+theirs among each other, and bring them together after it; rows of blocks that lie on another stage come from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.stacked_cost import dealing_seconds
+from alpa_lite.plan.pricing import crosses_hosts
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.sharding.meshes import Submesh
+from alpa_lite.sharding.specs import Spec, num_shards
+from alpa_lite.sharding.stacked_rest import Resting, resting
+from alpa_lite.step.layers import Layers
+from cost_models.interface import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """Stacked arguments of a step between steps.
+
+    seconds       to bring them to the stages before a step, and back after it
+    state_bytes   what a device of each submesh holds of all arguments then
+    """
+
+    seconds: float
+    state_bytes: Mapping[Submesh, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The rows of a stacked argument that lie elsewhere: the bytes of one, the submesh that reads each, and into how
+    many different blocks each is cut there; `at`: where they lie."""
+
+    row_bytes: float
+    readers: tuple[Submesh, ...]
+    num_shards: tuple[int, ...]
+    at: Resting
+
+
+def stacks_at_rest(cost_model: CostModel, step: StepGraph, layers: Layers, stages: Sequence[PlacedStage]) -> AtRest:
+    """Where the stacked arguments of a step lie between steps, if its stages are these."""
+    submeshes = list(dict.fromkeys(stage.submesh for stage in stages))
+    state = {submesh: sum(s.solution.state_bytes for s in stages if s.submesh == submesh) for submesh in submeshes}
+    landing, leaving = dict.fromkeys(submeshes, 0.0), dict.fromkeys(submeshes, 0.0)
+    away, moved = 0.0, 0
+    for rows in _stacked(step, layers, stages, submeshes):
+        moved += 1
+        for row, (reader, shards) in enumerate(zip(rows.readers, rows.num_shards, strict=True)):
+            holder = submeshes[rows.at.holder_of(row)]
+            landing[reader] += rows.row_bytes * reader.num_devices / shards
+            leaving[reader] += rows.row_bytes
+            away += rows.row_bytes if holder != reader else 0.0
+            state[reader] -= rows.row_bytes / shards
+        for holder in {*rows.at.holders}:
+            state[submeshes[holder]] += rows.row_bytes * rows.at.rows_per_block / rows.at.group_size
+    if not moved:
+        return AtRest(seconds=0.0, state_bytes=state)
+    cluster = cost_model.cluster
+    inside = sum(max(dealing_seconds(cost_model, each[s], s) for s in submeshes) for each in (landing, leaving))
+    apart = any(crosses_hosts(cluster, submeshes[0], other) for other in submeshes[1:])
+    between = 2 * cost_model.transfer_seconds(away, crosses_hosts=apart) if away else 0.0
+    # A program of the devices that have the rows, and one of those that get them, there and back.
+    return AtRest(seconds=inside + between + 4 * moved * cost_model.launch_seconds(), state_bytes=state)
+
+
+def _stacked(
+    step: StepGraph, layers: Layers, stages: Sequence[PlacedStage], submeshes: Sequence[Submesh]
+) -> Iterator[_Rows]:
+    """The stacked arguments that do not lie as the stages read them."""
+    graph, num_devices = step.graph, tuple(submesh.num_devices for submesh in submeshes)
+    inputs = zip(step.input_parts, graph.inputs, layers.of_input, strict=True)
+    for _, members in groupby((m for m in inputs if m[0].rows is not None), key=lambda member: member[0].leaf):
+        runs: list[tuple[PlacedStage, Spec | None, int]] = []
+        value = None
+        for _, v, home in members:
+            stage = next(s for s in stages if s.first <= home <= s.last)
+            spec = stage.solution.choice.inputs.get(v) if stage.solution.choice else None
+            value, before = graph.values[v], runs[-1] if runs else None
+            if before is not None and before[0] is stage and before[1] == spec:
+                runs[-1] = (stage, spec, before[2] + value.shape[0])
+            else:
+                runs.append((stage, spec, value.shape[0]))
+        assert value is not None
+        if len({(stage.mesh, spec, rows) for stage, spec, rows in runs}) == 1:
+            if len({stage.submesh for stage, _, _ in runs}) == len(runs):
+                continue
+        readers = tuple(stage.submesh for stage, _, rows in runs for _ in range(rows))
+        shards = (num_shards(spec, stage.mesh.axis_sizes) if spec is not None else 1 for stage, spec, _ in runs)
+        yield _Rows(
+            row_bytes=value.bytes / value.shape[0],
+            readers=readers,
+            num_shards=tuple(n for n, (_, _, rows) in zip(shards, runs, strict=True) for _ in range(rows)),
+            at=resting((len(readers), *value.shape[1:]), tuple(map(submeshes.index, readers)), num_devices),
+        )

@@ -1,0 +1,96 @@
+"""What no plan of a step can beat: its work, divided over all devices without loss.
+
+    seconds    >=  sum over ops of  runs / sum over groups of  devices / least(op)                      `least_seconds`
+    least(op)   =  max(FLOPs / rate of large kernels, bytes / bandwidth) of the whole op               `_least_of`
+
+A device that does 1/n of an op takes at least 1/n of `least`: its part of the FLOPs and of the bytes is no smaller, and
+starting kernels, padding, waiting and communication only add to it. Larger micro-batches read weights less often, so
+that the step with one micro-batch bounds those with more.
+
+In a pipeline of p stages on equally many devices each, which all run m micro-batches, devices wait as well. If backward
+passes are not cut in two, stage j is idle until the first micro-batch has passed those before it, and after it has sent
+the last one back to them. With t_j what it takes for one micro-batch,
+
+    seconds  >=  m t_j + sum of t_i over i < j      for each j
+
+and however the work is divided among the stages, that is at least (p / m) / (1 - (1 - 1/m)^p) times what it takes
+divided over all devices: as long when all p are as large.                                         `pipeline_slowdown`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.plan.walk import replicated_placement
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.wiring import wiring_of
+from alpa_lite.rules.op_info import free_values
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from cost_models.cluster import Cluster
+from cost_models.interface import CostModel
+
+
+def least_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
+    """A lower bound on the seconds of one step on a cluster, whatever the plan."""
+    return _least_seconds(step, step.graph.ops, cluster, cost_model_for) + cluster.skew_seconds
+
+
+def least_loop_seconds(step: StepGraph, cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]) -> float:
+    """The part of it that the loop over micro-batches takes."""
+    ops = [op for op in step.graph.ops if step.phases[op.id].in_loop]
+    return _least_seconds(step, ops, cluster, cost_model_for)
+
+
+def pipeline_slowdown(num_stages: int, num_microbatches: int) -> float:
+    """How many times as long as without waiting the loop over micro-batches takes at least."""
+    return (num_stages / num_microbatches) / (1 - (1 - 1 / num_microbatches) ** num_stages)
+
+
+def _least_seconds(
+    step: StepGraph, some: Sequence[Op], cluster: Cluster, cost_model_for: Callable[[Cluster], CostModel]
+) -> float:
+    """Of some ops."""
+    ops = [op for op in some if free_values(step.graph).isdisjoint(op.results)]
+    runs = np.array([step.runs_of(op) for op in ops], dtype=float)
+    # Of each op and second: the part of it that all devices of a group do, summed over the groups.
+    rates = np.zeros(len(ops))
+    first = 0
+    for num_hosts in [group.num_hosts for group in cluster.groups] or [cluster.num_hosts]:
+        num_devices = num_hosts * cluster.devices_per_host
+        model = cost_model_for(cluster.at(first, num_devices))
+        # Virtual devices share the rates of their host's processor.
+        processors = num_hosts if cluster.shared_processor else num_devices
+        with np.errstate(divide="ignore"):
+            rates += processors / _least_of_ops(step.graph, ops, model)
+        first += num_devices
+    return float((runs / rates).sum())
+
+
+def _least_of_ops(graph: Graph, ops: Sequence[Op], cost_model: CostModel) -> NDArray[np.float64]:
+    """Device seconds of each op in one piece."""
+    alone = Submesh(first_device=0, num_hosts=1, devices_per_host=1)
+    pricer = Pricer(cost_model=cost_model, submesh=alone, mesh=LogicalMesh(axis_names=("x",), shape=(1,)))
+    known: dict[object, float] = {}
+    return np.array([_least_of(graph, op, pricer, known) for op in ops])
+
+
+def _least_of(graph: Graph, op: Op, pricer: Pricer, known: dict[object, float]) -> float:
+    """Device seconds of one run of an op in one piece, at the best rates."""
+    wiring = wiring_of(op)
+    if wiring is not None:
+        inside = (_least_of(body, o, pricer, known) for body in op.bodies for o in body.ops)
+        return wiring.trips * sum(inside)
+    key = pricer.price_class(graph, op.id)
+    if key not in known:
+        work = replace(pricer.op_work(graph, op, replicated_placement(graph, op)), num_kernels=0, product=None)
+        # On a shared processor all devices together are served best.
+        together = pricer.cost_model.cluster.num_devices if pricer.cost_model.cluster.shared_processor else 1
+        seconds = pricer.cost_model.compute_seconds(work, num_active_devices=together)
+        known[key] = seconds / together if work.flops or work.bytes else 0.0
+    return known[key]

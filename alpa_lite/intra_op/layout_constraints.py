@@ -1,0 +1,131 @@
+"""Layouts that are given: which dim of a value a mesh axis must split, and that everything on the way keeps to it.
+
+    wanted(v) = ((axis, dim), …)          dim None: the axis splits no dim of v        axes that are not named are free
+
+An op is only run in ways in which all its operands and results are as wanted (`Keeping.options`); a sum over
+micro-batches is only kept in such (`Keeping.sums`). What follows an operand must not need it in another way, nor
+split another dim than is wanted (`Keeping.penalty`); a dim that the operand does not have comes out whole, and is cut
+where it is read, which sends nothing. Where nothing is left, the op cannot be split as it was asked for: that is an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alpa_lite.errors import PlanError
+from alpa_lite.intra_op.constraints import GivenLayout, Wanted
+from alpa_lite.intra_op.interning import FloatArray, frozen
+from alpa_lite.intra_op.strategy_catalogue import Options, SumOptions
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.sharding.specs import Spec
+
+
+def agrees(spec: Spec, wanted: Wanted) -> bool:
+    """Whether each axis that is named splits the dim that it must, and no other. Partial sums are no split."""
+    return all(
+        axis in axes if d == dim else axis not in axes for axis, dim in wanted for d, axes in enumerate(spec.dims)
+    )
+
+
+def _strays(spec: Spec, wanted: Wanted) -> bool:
+    """Whether an axis splits a dim that it must not."""
+    return any(axis in axes and d != dim for axis, dim in wanted for d, axes in enumerate(spec.dims))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Keeping:
+    """Keeps what a stage may choose from to a layout."""
+
+    layout: GivenLayout
+    _options: dict[tuple[int, tuple[Wanted, ...]], tuple[Options, Options]] = field(
+        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[Options, Options]]
+    )
+    _penalties: dict[tuple[int, tuple[Wanted, ...]], tuple[Options, FloatArray]] = field(
+        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[Options, FloatArray]]
+    )
+
+    def of(self, graph: Graph, v: int) -> Wanted:
+        """What is wanted of a value."""
+        return self.layout.of(graph, v)
+
+    def specs(self, graph: Graph, v: int, specs: Sequence[Spec]) -> tuple[Spec, ...]:
+        """Those of the specs of a value that are as wanted."""
+        wanted = self.of(graph, v)
+        kept = tuple(spec for spec in specs if agrees(spec, wanted)) if wanted else tuple(specs)
+        if not kept:
+            raise PlanError(f"{_named(graph.values[v])} cannot lie {_show(wanted)}. Leave a name out of the layout.")
+        return kept
+
+    def options(self, graph: Graph, op: Op, options: Options) -> Options:
+        """Those of the ways to run an op in which its operands and results are as wanted."""
+        wanted = self._around(graph, op)
+        if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
+            return options
+        key = (id(options), wanted)
+        if key not in self._options:
+            columns = (*options.demanded, *options.results)
+            pairs = [(column, want) for column, want in zip(columns, wanted, strict=True) if want]
+            fits = [all(agrees(c[i], w) for c, w in pairs) for i in range(len(options.placements))]
+            if not any(fits):
+                raise PlanError(_refusal(graph, op, self))
+            self._options[key] = options, options.only([i for i, fit in enumerate(fits) if fit])
+        return self._options[key][1]
+
+    def penalty(self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: Options) -> FloatArray | None:
+        """Infinite for each of the `specs` of operand `main` that cannot be followed as wanted; None without any."""
+        wanted = self._around(graph, op)
+        if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
+            return None
+        key = (id(options), wanted)
+        if key not in self._penalties:
+            results = list(zip(options.results, wanted[len(op.operands) :], strict=True))
+            needed, want = options.demanded[main], wanted[main]
+            misses = [
+                (agrees(spec, want) and not agrees(needed[i], want)) or any(_strays(c[i], w) for c, w in results)
+                for i, spec in enumerate(specs)
+            ]
+            if all(misses):
+                raise PlanError(_refusal(graph, op, self))
+            self._penalties[key] = options, frozen(np.where(misses, np.inf, 0.0))
+        penalty = self._penalties[key][1]
+        return penalty if penalty.any() else None
+
+    def sums(self, graph: Graph, v: int, options: SumOptions) -> SumOptions:
+        """Those of the ways to keep a sum in which it is as wanted, when it is stored and when it is read."""
+        wanted = self.of(graph, v)
+        fits = [agrees(s, wanted) and agrees(r, wanted) for s, r in zip(options.stored, options.resolved, strict=True)]
+        if all(fits):
+            return options
+        kept = np.flatnonzero(fits)
+        if not kept.size:
+            raise PlanError(f"{_named(graph.values[v])} cannot be summed {_show(wanted)}. Leave a name out.")
+        return SumOptions(
+            accumulators=tuple(options.accumulators[i] for i in kept),
+            seconds=frozen(options.seconds[kept]),
+            stored=tuple(options.stored[i] for i in kept),
+            resolved=tuple(options.resolved[i] for i in kept),
+        )
+
+    def _around(self, graph: Graph, op: Op) -> tuple[Wanted, ...]:
+        return tuple(self.of(graph, v) for v in (*op.operands, *op.results))
+
+
+def _refusal(graph: Graph, op: Op, keeping: Keeping) -> str:
+    values = ", ".join(f"{_named(graph.values[v])} {_show(keeping.of(graph, v))}" for v in (*op.operands, *op.results))
+    return (
+        f"{op.source or 'An op'}: the {op.primitive} cannot be run with its operands and results split as the layout "
+        f"says ({values}). Leave one of the names that split it out of the layout."
+    )
+
+
+def _named(value: Value) -> str:
+    return f"{value.name or value.dtype}{list(value.shape)}"
+
+
+def _show(wanted: Wanted) -> str:
+    split = [f"{axis} on dim {dim}" for axis, dim in wanted if dim is not None]
+    return f"with {' and '.join(split)}" if split else "whole"

@@ -1,0 +1,105 @@
+"""What the builder knows of values and ops while it makes a problem, and the placements that a solution means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.program.ir import Graph
+from alpa_lite.sharding.specs import Spec
+
+Key = tuple[int, int]
+"""A value or an op: (scope, id). Scope 0 is the graph of the step, every loop body has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What is known of a value: the node that decides it and its spec under each of the node's strategies."""
+
+    node: int
+    specs: tuple[Spec, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """An op with one placement per strategy of its node."""
+
+    node: int
+    options: tuple[OpPlacement, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacedBodies:
+    """Control flow: the scopes of its bodies, and who decides on its operands (inside) and results."""
+
+    scopes: tuple[int, ...]
+    operands: tuple[Offer, ...]
+    results: tuple[Offer, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacedSum:
+    """An addition of scalars, partial over all axes that an operand is partial over; so is the result if it `waits`."""
+
+    operands: tuple[Key, ...]
+    result: Key
+    waits: bool
+
+    def placement(self, operands: Sequence[Spec]) -> OpPlacement:
+        """The placement for operands in these specs."""
+        partial = tuple(sorted({axis for spec in operands for axis in spec.partial}))
+        return OpPlacement(factors=(), partial=partial, results=(Spec((), partial if self.waits else ()),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """One graph of the stage: the step's own (number 0) or that of a body."""
+
+    graph: Graph
+    batch_dims: tuple[int | None, ...]
+    in_loop: bool
+
+
+def placements_of(
+    placed: Mapping[Key, Placed | PlacedSum | PlacedBodies],
+    offers: Mapping[Key, Offer],
+    scopes: Sequence[Scope],
+    ops: Iterable[int],
+    choices: Sequence[int],
+) -> dict[int, OpPlacement]:
+    """The placements of ops of the step, in order, when the nodes of the problem choose so."""
+    return _Chosen(placed=placed, offers=offers, scopes=scopes, choices=choices).within(0, ops)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chosen:
+    """What ops and values get under some choices. `sums`: specs of the additions that were met."""
+
+    placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
+    offers: Mapping[Key, Offer]
+    scopes: Sequence[Scope]
+    choices: Sequence[int]
+    sums: dict[Key, Spec] = field(default_factory=dict[Key, Spec])
+
+    def within(self, scope: int, numbers: Iterable[int]) -> dict[int, OpPlacement]:
+        return {n: self.placement(self.placed[(scope, n)]) for n in numbers if (scope, n) in self.placed}
+
+    def placement(self, op: Placed | PlacedSum | PlacedBodies) -> OpPlacement:
+        if isinstance(op, Placed):
+            return op.options[self.choices[op.node]]
+        if isinstance(op, PlacedSum):
+            made = op.placement([self.spec(key) for key in op.operands if key in self.sums or key in self.offers])
+            (self.sums[op.result],) = made.results
+            return made
+        bodies = tuple(self.within(n, range(len(self.scopes[n].graph.ops))) for n in op.scopes)
+        results, operands = (
+            tuple(offer.specs[self.choices[offer.node]] for offer in offers) for offers in (op.results, op.operands)
+        )
+        return OpPlacement(factors=(), results=results, bodies=bodies, body_operands=operands)
+
+    def spec(self, key: Key) -> Spec:
+        if key in self.sums:
+            return self.sums[key]
+        offer = self.offers[key]
+        return offer.specs[self.choices[offer.node]]

@@ -1,0 +1,40 @@
+"""Compile the kernels ahead of their first use: `python -m alpa_lite.intra_op.solvers.compile_kernels` (about 10 s, once)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from alpa_lite.intra_op.dominance import drop_dominated
+from alpa_lite.intra_op.problem import Edge, Problem, Usage
+from alpa_lite.intra_op.reductions import Workspace
+from alpa_lite.intra_op.solvers.dual import Dual
+from alpa_lite.intra_op.solvers.elimination import cheapest_choices, elimination_plan
+from alpa_lite.intra_op.solvers.flat_problem import flat_problem
+from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
+from alpa_lite.intra_op.solvers.recombine import recombine
+from alpa_lite.sharding.reshard import SpecGraph
+from alpa_lite.sharding.specs import Spec
+
+
+def compile_kernels() -> None:
+    """Run every kernel on a graph of two specs or a problem of two nodes; numba keeps what it compiles on disk."""
+    SpecGraph((2,), {"x": 2}).walks(Spec(((),)), 8).seconds(lambda step: step.bytes_factor)
+    problem = Problem.of(
+        node_costs=[np.array([0.0, 1.0])] * 2,
+        edges=[Edge(source=0, target=1, costs=np.array([[0.0, 1.0], [2.0, 0.0]]))],
+        usages=[Usage(node=node, bytes=np.array([2.0, 1.0]), start=0, end=1) for node in range(2)],
+        limit_bytes=3.0,
+    )
+    drop_dominated(Workspace.load(problem), 0)
+    cheapest_choices(elimination_plan(problem), problem.node_costs.values, problem.edge_costs.values)
+    flat = flat_problem(problem)
+    dual = Dual(flat=flat)
+    dual.run(40, upper=2.0)  # memory gets its prices after the first few
+    dual.strategies_left(2.0)
+    first, second = np.array([1, 1]), np.array([0, 0])
+    Neighbourhood(flat=flat, seed=0).run(first, dual.best_prices, num_blocks=1, first_heat=1.0, last_heat=0.5)
+    recombine(problem, flat, first, second)
+
+
+if __name__ == "__main__":
+    compile_kernels()

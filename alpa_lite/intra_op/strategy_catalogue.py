@@ -1,0 +1,402 @@
+"""Everything about ops and values on one logical mesh that does not depend on the stage around them.
+
+    leaders    the placements of a deciding op, and their seconds                       (leader)
+    followers  the placement of an op under each spec of its main operand               (following)
+    moves      seconds from every offered spec of a value to every demanded one         (move_table)
+
+Answers are kept by what an op does (`Pricer.price_class`), not by which op it is: the layers of a model
+share them, and so do all stages on the same mesh. Lists of specs are looked up by number (`sharing.Numbering`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alpa_lite.intra_op.interning import FloatArray, Numbering, frozen
+from alpa_lite.intra_op.strategies import (
+    AxisRole,
+    Followed,
+    Restriction,
+    Split,
+    all_specs,
+    follow,
+    placements,
+    resolutions,
+)
+from alpa_lite.plan.plan import Accumulator, OpPlacement
+from alpa_lite.plan.pricing import Pricer, cuts_of, has_own_collectives, local_bytes
+from alpa_lite.plan.walk import PlacedSpecs, placed_specs, replicated_placement
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.wiring import ADDITIONS
+from alpa_lite.rules import Rule
+from alpa_lite.rules.op_info import Layout, op_class, rule_of_op
+from alpa_lite.sharding.reshard import SpecGraph, spec_graph
+from alpa_lite.sharding.specs import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result.
+
+    `made`: the spec in which each result is made, before a partial sum is brought to its planned spec.
+    """
+
+    placements: tuple[OpPlacement, ...]
+    seconds: FloatArray
+    demanded: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
+
+    def only(self, kept: Sequence[int]) -> Options:
+        """Some of the strategies."""
+
+        def pick(columns: tuple[tuple[Spec, ...], ...]) -> tuple[tuple[Spec, ...], ...]:
+            return tuple(tuple(column[i] for i in kept) for column in columns)
+
+        return Options(
+            placements=tuple(self.placements[i] for i in kept),
+            seconds=frozen(self.seconds[list(kept)]),
+            demanded=pick(self.demanded),
+            results=pick(self.results),
+            made=pick(self.made),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SumOptions:
+    """How a value that is summed over micro-batches may be kept: by strategy, its accumulator and its resolution."""
+
+    accumulators: tuple[Accumulator, ...]
+    seconds: FloatArray
+    stored: tuple[Spec, ...]
+    resolved: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Way:
+    """How ops of one layout follow an operand: what `Options` says for each of its specs, but for the seconds.
+
+    first      the numbers of the specs that differ, and for each spec the place of its like among them (place)
+    cuts       into how many parts these cut each factor
+    """
+
+    first: tuple[int, ...]
+    place: NDArray[np.intp]
+    cuts: tuple[tuple[int, ...], ...]
+    placements: tuple[OpPlacement, ...]
+    demanded: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
+
+
+class Catalogue:
+    """Placements and prices on one logical mesh under one restriction."""
+
+    def __init__(self, pricer: Pricer, restriction: Restriction) -> None:
+        """Start empty."""
+        self.pricer = pricer
+        self.sizes: Mapping[str, int] = dict(pricer.sizes)
+        self.restriction = restriction.on(self.sizes)
+        self._leaders: dict[object, Options] = {}
+        self._whole: dict[object, Options] = {}
+        self._followers: dict[object, Options] = {}
+        self._ways: dict[object, _Way] = {}
+        self._follows: dict[object, Followed] = {}
+        self._sums: dict[object, SumOptions] = {}
+        self._graphs: dict[tuple[int, ...], SpecGraph] = {}
+        self._moves: dict[object, FloatArray] = {}
+        self._numbers: dict[object, NDArray[np.int64]] = {}
+        self._tables: dict[object, FloatArray] = {}
+        self._sizes: dict[object, FloatArray] = {}
+        self._copies: dict[object, FloatArray] = {}
+        self._scratch: dict[Options, FloatArray | None] = {}
+        self._value_specs: dict[object, tuple[Spec, ...]] = {}
+        self._number: Numbering[tuple[Spec, ...]] = Numbering()
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether there is nothing to choose, as when layers are measured; roles ask for splits over one device too."""
+        roles = (self.restriction.role(axis) for axis in self.sizes)
+        return all(size == 1 for size in self.sizes.values()) and all(role is AxisRole.ANY for role in roles)
+
+    def leader(
+        self,
+        graph: Graph,
+        op: Op,
+        *,
+        batch_factors: frozenset[int],
+        in_loop: bool,
+        only_crosses: bool,
+        may_wait: bool,
+        accumulates: bool,
+    ) -> Options:
+        """The placements of an op that decides for itself.
+
+        only_crosses   the result is only summed over micro-batches: it may stay a partial sum, and nothing else pays
+        may_wait       an addition reads the result: it may take a partial sum
+        accumulates    a loop adds to what it carries: that may stay a partial sum until the loop ends
+        """
+        key = (self.pricer.price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
+        if key not in self._leaders:
+            found = placements(
+                rule_of_op(graph, op.id),
+                graph.operands(op),
+                graph.results(op),
+                self.sizes,
+                batch_factors=batch_factors,
+                restriction=self.restriction,
+                in_loop=in_loop,
+                takes_partial=op.primitive in ADDITIONS,
+                keep_partial=only_crosses or may_wait or accumulates,
+                scatter=not only_crosses,
+            )
+            self._leaders[key] = self._options(graph, op, found)
+        return self._leaders[key]
+
+    def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
+        """The placements of an op that follows its operand number `main` in each of these specs."""
+        key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
+        found = self._followers.get(key)
+        if found is None:
+            way = self._way(graph, op, main, specs, keep_partial)
+            found = self._followers[key] = Options(
+                placements=way.placements,
+                seconds=self._seconds_of(graph, op, main, specs, way),
+                demanded=way.demanded,
+                results=way.results,
+                made=way.made,
+            )
+        return found
+
+    def _way(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], keep_partial: bool) -> _Way:
+        """How all ops that are laid out as this one follow."""
+        layout = op_class(graph, op.id).layout
+        key = (layout, main, self._number(specs), keep_partial)
+        found = self._ways.get(key)
+        if found is None:
+            numbers: dict[Spec, int] = {}
+            place = [numbers.setdefault(spec, len(numbers)) for spec in specs]
+            different = [self._followed(graph, op, layout, main, spec, keep_partial) for spec in numbers]
+            followed = [different[i] for i in place]
+            demanded, made, results = self._columns(op, [f.placement for f in followed], [f.specs for f in followed])
+            found = self._ways[key] = _Way(
+                first=tuple(place.index(i) for i in range(len(different))),
+                place=np.array(place, dtype=np.intp),
+                cuts=tuple(cuts_of(f.placement, self.sizes) for f in different),
+                placements=tuple(f.placement for f in followed),
+                demanded=demanded,
+                results=results,
+                made=made,
+            )
+        return found
+
+    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> Followed:
+        key = (layout, main, spec, keep_partial)
+        found = self._follows.get(key)
+        if found is None:
+            found = self._follows[key] = follow(
+                op_class(graph, op.id), main, spec, self.sizes, keep_partial=keep_partial
+            )
+        return found
+
+    def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
+        """One run of an op that follows, for each placement: its work, and what moves before and after it."""
+        if has_own_collectives(graph, op):
+            seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
+        else:
+            kind = self.pricer.price_class(graph, op.id)
+            seconds = [self.pricer.local_price(kind, cuts).seconds for cuts in way.cuts]
+        moved = [(r, m, t) for r, m, t in zip(op.results, way.made, way.results, strict=True) if m is not t]
+        if way.demanded[main] != specs:
+            moved.append((op.operands[main], specs, way.demanded[main]))
+        for v, sources, targets in moved:
+            value = graph.values[v]
+            moves = [self.move_seconds(value, sources[n], targets[n]) for n in way.first]
+            seconds = [s + m for s, m in zip(seconds, moves, strict=True)]
+        return frozen(np.array(seconds, dtype=float)[way.place])
+
+    def whole(self, graph: Graph, op: Op) -> Options:
+        """The one placement of an op without a choice: everything whole."""
+        key = self.pricer.price_class(graph, op.id)
+        if key not in self._whole:
+            self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
+        return self._whole[key]
+
+    def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
+        demanded, made, results = self._columns(op, found, [placed_specs(graph, op, p) for p in found])
+        seconds = np.array([self.pricer.op_seconds(graph, op, p) for p in found], dtype=float)
+        for value, raw, targets in zip(graph.results(op), made, results, strict=True):
+            if raw is not targets:
+                seconds += [self.move_seconds(value, *pair) for pair in zip(raw, targets, strict=True)]
+        return Options(placements=tuple(found), seconds=frozen(seconds), demanded=demanded, results=results, made=made)
+
+    def _columns(self, op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
+        """Specs by operand or result and then by placement; equal lists are one object."""
+        one = self._number.one
+        return _Columns(
+            demanded=tuple(one(tuple([p.operands[i] for p in placed])) for i in range(len(op.operands))),
+            made=tuple(one(tuple([p.results[i] for p in placed])) for i in range(len(op.results))),
+            results=tuple(one(tuple([p.results[i] for p in found])) for i in range(len(op.results))),
+        )
+
+    def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
+        """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
+
+        A BATCH axis splits the batch wherever it divides.
+        """
+        key = (value.shape, batch_dim, split)
+        if key not in self._value_specs:
+            self._value_specs[key] = self._allowed_specs(value.shape, batch_dim, split)
+        return self._value_specs[key]
+
+    def _allowed_specs(self, shape: tuple[int, ...], batch_dim: int | None, split: Split) -> tuple[Spec, ...]:
+        roles = {axis: self.restriction.role(axis) for axis in self.sizes}
+
+        def allowed(axis: str, dim: int) -> bool:
+            if batch_dim is None:
+                return self.restriction.state_split(axis, split) is not Split.NEVER
+            if roles[axis].splits_batch:
+                return dim == batch_dim
+            return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT, AxisRole.DENSE)
+
+        specs = all_specs(shape, self.sizes, allowed, self.restriction)
+        if batch_dim is None:
+            specs = self.restriction.on_one_dim(specs)
+        for axis, role in roles.items():
+            using = [spec for spec in specs if axis in spec.axes]
+            must = batch_dim is not None or self.restriction.state_split(axis, split) is Split.MUST
+            if role.splits_batch and using and must:
+                specs = using
+        return tuple(specs)
+
+    def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
+        """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after.
+
+        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum. Where gradients
+        must be stored split, they are scattered before they are added up.
+        """
+        key = (value.shape, value.dtype, self._number(offered), keep_partial)
+        if key not in self._sums:
+            found: list[Accumulator] = []
+            allowed, parameters = self.restriction.may_scatter, self.restriction.parameters
+            split = {axis for axis in self.sizes if self.restriction.state_split(axis, parameters) is Split.MUST}
+            for stored in dict.fromkeys(offered):
+                if value.rank > 0 and split.intersection(stored.partial):
+                    continue
+                targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
+                found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
+            may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY
+            found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
+            found = list(dict.fromkeys(found))
+            self._sums[key] = SumOptions(
+                accumulators=tuple(found),
+                seconds=frozen(np.array([self.move_seconds(value, a.stored, a.resolved) for a in found], dtype=float)),
+                stored=tuple(a.stored for a in found),
+                resolved=tuple(a.resolved for a in found),
+            )
+        return self._sums[key]
+
+    def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
+        """Resharding one value once; infinite when there is no way."""
+        if source == target:
+            return 0.0
+        number, known = self._graph(value).number(target), self._moves_from(value, source)
+        # Specs that were numbered later cannot be reached.
+        return float(known[number]) if number < known.size else math.inf
+
+    def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
+        """Seconds from each offered to each demanded spec of a value."""
+        key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
+        if key not in self._tables:
+            targets = self._spec_numbers(value, demanded)
+            rows: dict[Spec, FloatArray] = {}
+            for spec in dict.fromkeys(offered):
+                known = self._moves_from(value, spec)
+                # Specs that were numbered later cannot be reached.
+                rows[spec] = np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
+            self._tables[key] = frozen(np.array([rows[spec] for spec in offered]))
+        return self._tables[key]
+
+    def _moves_from(self, value: Value, source: Spec) -> FloatArray:
+        """Seconds from a spec to others, by their numbers; infinite when there is no way."""
+        key = (value.shape, value.dtype, source)
+        known = self._moves.get(key)
+        if known is None:
+            walks, size = self._graph(value).walks(source, value.bytes), float(value.bytes)
+            known = self._moves[key] = walks.seconds(
+                lambda step: self.pricer.step_seconds(step, size) * self.restriction.dearer(step)
+            )
+        return known
+
+    def _graph(self, value: Value) -> SpecGraph:
+        """Held on to, since `_moves` and `_numbers` go by its numbers."""
+        if value.shape not in self._graphs:
+            self._graphs[value.shape] = spec_graph(value.shape, tuple(self.sizes.items()))
+        return self._graphs[value.shape]
+
+    def _spec_numbers(self, value: Value, specs: tuple[Spec, ...]) -> NDArray[np.int64]:
+        """The numbers of specs in the graph of a value's shape."""
+        graph = self._graph(value)
+        key = (graph, self._number(specs))
+        if key not in self._numbers:
+            self._numbers[key] = np.array([graph.number(spec) for spec in specs], dtype=np.int64)
+        return self._numbers[key]
+
+    def local_sizes(self, value: Value, specs: tuple[Spec, ...]) -> FloatArray:
+        """Bytes of one device's block of a value under each spec."""
+        key = (value.shape, value.dtype, self._number(specs))
+        if key not in self._sizes:
+            self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
+        return self._sizes[key]
+
+    def copy_sizes(
+        self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...], *, paired: bool
+    ) -> FloatArray:
+        """Bytes of one device's block of a value under each demanded spec, where it is another array than the value's.
+
+        It is where the value lies in other blocks that are no larger; a sum is completed in place. `paired`: it lies in
+        the offered spec of the same number; otherwise in any of them, and each must be another array.
+        """
+        key = (value.shape, value.dtype, self._number(offered), self._number(demanded), paired)
+        if key not in self._copies:
+            homes, sizes = self.local_sizes(value, offered), self.local_sizes(value, demanded)
+            if paired:
+                same = np.array([a.dims == b.dims for a, b in zip(offered, demanded, strict=True)])
+                other = ~same & (sizes >= homes)
+            else:
+                dims = {spec.dims for spec in offered}
+                other = np.array([spec.dims not in dims for spec in demanded]) & (sizes >= homes.max())
+            self._copies[key] = frozen(np.where(other, sizes, 0.0))
+        return self._copies[key]
+
+    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray | None:
+        """Bytes of one device's results before they are scattered, for each placement of an op; None without any."""
+        if options not in self._scratch:
+            if options.made == options.results:
+                self._scratch[options] = None
+                return None
+            total = np.zeros(len(options.placements))
+            for value, made, results in zip(graph.results(op), options.made, options.results, strict=True):
+                before, after = self.local_sizes(value, made), self.local_sizes(value, results)
+                total += np.where(before > after, before, 0.0)
+            self._scratch[options] = frozen(total)
+        return self._scratch[options]
+
+
+class _Columns(NamedTuple):
+    demanded: tuple[tuple[Spec, ...], ...]
+    made: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+
+
+def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:
+    """The factors of an op that hold the batch."""
+    tensors = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
+    dims = ((tensor, batch_dims[v]) for tensor, v in tensors)
+    return frozenset(tensor[dim][0] for tensor, dim in dims if dim is not None and tensor[dim])

@@ -1,0 +1,414 @@
+"""From a task to an executable: one `jit` of a `shard_map` whose body runs the planned ops on local blocks.
+
+The body is the walk of `spmd` on a machine that emits JAX operations, so the collectives in the executable are those
+that the plan was priced with: nothing is left to propagation.
+
+A partial sum crosses a task's boundary as an array with one more leading dim that is split over the axes of the sum:
+each device stores its addend (boundary_spec).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.lower.buckets import Buckets
+from alpa_lite.lower.effects import on_first_device
+from alpa_lite.lower.gathered_parameters import Gathered
+from alpa_lite.lower.local.run_local import LocalOp, bind_local
+from alpa_lite.lower.slices import Port, TaskSpec
+from alpa_lite.lower.task_phases import run_parts
+from alpa_lite.lower.waiting import once_there
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import Combination, Phase, StepGraph
+from alpa_lite.program.wiring import Wiring
+from alpa_lite.sharding.specs import Spec, Step, num_shards
+from alpa_lite.step.loop_invariants import parameters
+from alpa_lite.trace.local_control_flow import run_control_flow
+
+_POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
+
+
+def boundary_spec(spec: Spec) -> PartitionSpec:
+    """The `PartitionSpec` of a value at a task's boundary."""
+    dims = [axes if axes else None for axes in spec.dims]
+    return PartitionSpec(spec.partial, *dims) if spec.partial else PartitionSpec(*dims)
+
+
+def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a value at a task's boundary."""
+    return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
+
+
+def move(x: Any, step: Step, sizes: Mapping[str, int]) -> Any:
+    """The collective (or local operation) of one step of a resharding, on a device's block."""
+    if step.kind == "all_reduce":
+        return lax.psum(x, step.axis)
+    if step.kind == "reduce_scatter":
+        return lax.psum_scatter(x, step.axis, scatter_dimension=step.dim, tiled=True)
+    if step.kind == "all_gather":
+        return lax.all_gather(x, step.axis, axis=step.dim, tiled=True)
+    if step.kind == "all_to_all":
+        return lax.all_to_all(x, step.axis, split_axis=step.target_dim, concat_axis=step.dim, tiled=True)
+    if step.kind == "permute":
+        return lax.ppermute(x, step.axes, step.pairs)
+    if step.kind == "addend":
+        return jax.numpy.where(lax.axis_index(step.axis) == 0, x, jax.numpy.zeros_like(x))
+    size = x.shape[step.dim] // sizes[step.axis]
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axis) * size, size, step.dim)
+
+
+class LocalMachine:
+    """Emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        equations: Sequence[Equation],
+        sizes: Mapping[str, int],
+        microbatch: jax.Array | int,
+        *,
+        barriers_stay: bool = True,
+        buckets: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end.
+
+        `buckets`: values of the step that are reduced together, one bucket after the other.
+        """
+        self.step = step
+        self.barriers_stay = barriers_stay
+        self.buckets = Buckets(buckets, barriers_stay=barriers_stay)
+        self.gathered = Gathered(barriers_stay=barriers_stay)
+        self.graph = step.graph  # what runs now: the step or a body
+        self.latest: jax.Array | None = None  # of the backward pass so far
+        self.sizes = sizes
+        self.microbatch = microbatch
+        self.equations: dict[Graph, Sequence[Equation]] = {}
+        self._register(step.graph, equations)
+        self.part = 0  # how many phases of the task came before: their loops may move the same values
+        self.moved: Counter[tuple[Value, tuple[Step, ...]]] = Counter()
+
+    def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
+        self.equations[graph] = equations
+        for op, equation in zip(graph.ops, equations, strict=True):
+            for body, inner in zip(op.bodies, equation.bodies, strict=True):
+                self._register(body, inner)
+
+    def literal(self, value: Value) -> Any:
+        """A NumPy scalar of the right dtype."""
+        return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
+
+    def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
+        """The collectives of a resharding.
+
+        One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
+        by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
+        """
+        bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
+        array = self.buckets.held(value.id, array) if bucketed else array
+        if op is not None and self._is_parameter(value) and any(step.kind == "all_gather" for step in steps):
+            array = self.gathered.held(array, value.bytes / num_shards(steps[-1].spec, self.sizes))
+        times = self.part + self.moved[value, steps]
+        self.moved[value, steps] += 1
+        array = jax.numpy.reshape(array, (*(1,) * times, *array.shape))
+        for step in steps:
+            array = move(array, step.below(times), self.sizes)
+        array = jax.numpy.reshape(array, array.shape[times:])
+        if bucketed:
+            self.buckets.reduced(value.id, array)
+        return array
+
+    def _is_parameter(self, value: Value) -> bool:
+        """True for what comes into the loop, or a trip of a loop in it, without a batch."""
+        graph, step = self.graph, self.step
+        if graph is step.graph:
+            return value.id in parameters(step)
+        scope = step.bodies.get(graph)
+        return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
+
+    def apply(self, application: Application, operands: list[Any]) -> list[Any]:
+        """Bind the op's primitive on local blocks."""
+        graph, op = application.graph, application.op
+        equation = self.equations[graph][op.id]
+        origins, full_shapes = self._positions(graph, op)
+        operands = self._in_micro_batch(op, graph, operands)
+        local = LocalOp(
+            primitive=equation.primitive,
+            params=equation.params,
+            rule=application.rule,
+            operand_shapes=tuple(v.shape for v in graph.operands(op)),
+            result_shapes=tuple(v.shape for v in graph.results(op)),
+            operand_specs=application.operand_specs,
+            result_specs=application.raw_specs,
+            axis_sizes=self.sizes,
+            origins=origins,
+            full_shapes=full_shapes,
+        )
+        if graph is self.step.graph and op.primitive == "optimization_barrier":
+            operands = [self._held_back(v, x) for v, x in zip(op.operands, operands, strict=True)]
+        with jax.named_scope(f"op{op.id}"):
+            axes = sharing_axes(op, self.sizes)
+            if axes:
+                return on_first_device(lambda *xs: bind_local(local, xs), operands, axes, self.sizes)
+            return self._noted(application, bind_local(local, operands))
+
+    def _held_back(self, value: int, array: Any) -> Any:
+        """A value of the forward pass that the backward pass reads to compute others again: not before it is there."""
+        producer = self.step.graph.producer[value]
+        is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
+        is_state = producer is None and self.step.batch_dims[value] is None
+        if self.latest is None or is_backward or is_state or not isinstance(array, jax.Array):
+            return array
+        return once_there(array, self.latest, barriers_stay=self.barriers_stay)
+
+    def _noted(self, application: Application, results: list[Any]) -> list[Any]:
+        self.gathered.read(results)
+        if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
+            floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
+            self.latest = floats[0] if floats else self.latest
+        return results
+
+    def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Where this micro-batch lies in the full batch, for ops whose values depend on the position."""
+        none = (None,) * len(op.results)
+        step = self.step
+        if step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
+            return none, none
+        if step.averaged and op.primitive == "iota":  # each micro-batch is by itself, and counts its samples from 0
+            return none, none
+        outermost = graph is step.graph
+        scope = step if outermost else step.bodies.get(graph)
+        dim = scope.batch_dims[op.results[0]] if scope is not None else None
+        if scope is None or dim is None:
+            return none, none
+        shape = graph.values[op.results[0]].shape
+        start = tuple(self.microbatch * n if d == dim else 0 for d, n in enumerate(shape))
+        return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
+
+    def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[Any]) -> list[Any]:
+        """The operands as this micro-batch reads them: what counts once, and indices that count from its start."""
+        arrays = list(operands)
+        if op.once:
+            first = jax.numpy.asarray(self.microbatch) == 0
+            arrays = [
+                jax.numpy.where(first, x, jax.numpy.zeros_like(x)) if v in op.once else x
+                for v, x in zip(op.operands, arrays, strict=True)
+            ]
+        if op.own_columns:
+            arrays[1] = arrays[1] - self._first_rows(op, graph).astype(arrays[1].dtype)
+        return arrays
+
+    def _first_rows(self, op: Op, graph: Graph) -> Any:
+        """For each column of the index vectors the first row of this micro-batch; 0 where it holds other numbers."""
+        numbers = op.params["dimension_numbers"]
+        dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
+        rows = graph.values[op.operands[0]].shape
+        sizes = [rows[d] if column in op.own_columns else 0 for column, d in enumerate(dims)]
+        return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
+
+    def control_flow(self, application: Application, operands: list[Any], wiring: Wiring, walk: Walk[Any]) -> list[Any]:
+        """The same control flow on local blocks."""
+        operands = self._in_micro_batch(application.op, self.graph, operands)
+
+        def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
+            around = self.graph, self.gathered
+            self.graph = application.op.bodies[number]
+            self.gathered = Gathered(barriers_stay=self.barriers_stay)
+            outputs = body_walk(application, wiring, number, walk, [arrays.get(i, x) for i, x in enumerate(operands)])
+            self.graph, self.gathered = around
+            return tuple(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outputs)
+
+        return self._noted(application, run_control_flow(application.op, wiring, body, operands))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """An array at a task's boundary."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+
+    def on(self, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+        """The array as it lies on a mesh."""
+        dtype = _jax.struct((), self.dtype).dtype
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=NamedSharding(mesh, self.spec))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Emitted:
+    """A task as a function that runs on any mesh of one logical shape; equal tasks on other submeshes share it.
+
+    Calling convention: inputs, sums (if accumulated), [micro-batch index] -> outputs, sums, token. The token is a
+    scalar that is there when the whole task is done; unlike the other results nobody takes it over, so that whoever
+    waits for it holds no memory.
+    """
+
+    function: Callable[..., Any]
+    mesh: AbstractMesh
+    platform: str
+    ins: tuple[Layout, ...]
+    outs: Any  # a PartitionSpec for each result
+    donated: tuple[int, ...]
+    takes_microbatch: bool
+
+    def lower(self, on: Mesh | None = None) -> Any:
+        """Trace the function; by default for no devices in particular.
+
+        JAX lowers some things (a callback into Python) for known devices only, and raises what it likes for others.
+        """
+        mesh = on if on is not None else self.mesh
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
+        traced = jitted.trace(*(x.on(mesh) for x in self.ins))
+        return traced.lower(lowering_platforms=(self.platform,)) if on is None else traced.lower()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Executable:
+    """A task on the mesh of its stage; `compiled` takes and gives what `Emitted` says."""
+
+    task: TaskSpec
+    mesh: Mesh
+    emitted: Emitted
+    compiled: Any
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What was compiled."""
+        return self.emitted.function
+
+    @property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What it takes."""
+        return tuple(x.on(self.mesh) for x in self.emitted.ins)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Numbers of the operands whose buffers results take over."""
+        return self.emitted.donated
+
+    @property
+    def takes_microbatch(self) -> bool:
+        """Whether the number of the micro-batch is its last operand."""
+        return self.emitted.takes_microbatch
+
+
+def emit_task(
+    task: TaskSpec,
+    step: StepGraph,
+    equations: Sequence[Equation],
+    placements: Mapping[int, OpPlacement],
+    mesh: Mesh,
+    *,
+    name: str,
+    donated: Sequence[int] = (),
+) -> Emitted:
+    """A task as a function. Sums over micro-batches come in after the inputs and go out increased.
+
+    `name` is what profilers show; `donated`: numbers of inputs whose buffers may be reused.
+    """
+    graph, sizes = step.graph, dict(mesh.shape)
+    accumulate = accumulates(task, step)
+    ins = [*task.inputs, *(task.sums if accumulate else ())]
+    outs = [*task.outputs, *task.sums]
+    platform = _jax.lowering_platform(mesh.devices.flat[0])
+    positional = step.num_microbatches > 1 and (
+        any(_is_positional(graph.ops[i]) for i in task.ops) or any(p.value in step.combined for p in task.sums)
+    )
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        microbatch = arrays[-1] if positional else 0
+        machine = LocalMachine(
+            step, equations, sizes, microbatch, barriers_stay=platform != "cpu", buckets=task.buckets
+        )
+        walk: Walk[Any] = Walk(graph, placements, sizes, machine)
+        for port, array in zip(task.inputs, arrays, strict=False):
+            walk.put(port.value, port.spec, array[0] if port.spec.partial else array)
+        for number, _ in enumerate(run_parts(walk, task, step)):
+            machine.part = number
+        results = [walk.get(port.value, port.spec) for port in outs]
+        if accumulate:
+            old = arrays[len(task.inputs) : len(ins)]
+            first = len(task.outputs)
+            added = [(o[0] if p.spec.partial else o) for o, p in zip(old, task.sums, strict=True)]
+            triples = zip(task.sums, added, results[first:], strict=True)
+            results[first:] = [_combined(step, p.value, old, new, microbatch) for p, old, new in triples]
+        token = jax.numpy.zeros((), jax.numpy.int8)
+        return (*(r[None] if p.spec.partial else r for r, p in zip(results, outs, strict=True)), token)
+
+    layouts = [boundary_layout(graph.values[p.value], p, sizes) for p in ins]
+    if positional:
+        layouts.append(Layout(shape=(), dtype="int32", spec=PartitionSpec()))
+    out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
+    abstract, in_specs = mesh.abstract_mesh, tuple(x.spec for x in layouts)
+    sharded = jax.shard_map(local, mesh=abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    summed = tuple(range(len(task.inputs), len(ins)))
+    return Emitted(
+        function=_named(sharded, name),
+        mesh=abstract,
+        platform=platform,
+        ins=tuple(layouts),
+        outs=out_specs,
+        donated=(*donated, *summed),
+        takes_microbatch=positional,
+    )
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def accumulates(task: TaskSpec, step: StepGraph) -> bool:
+    """Whether a task adds to sums over micro-batches that it is given."""
+    return step.num_microbatches > 1 and bool(task.sums)
+
+
+def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) -> Any:
+    """What the micro-batches up to this one give, from what those before it gave and what this one gives."""
+    how = step.combined.get(value)
+    if how is None:
+        return old + (_part_of_mean(new, step) if step.averaged else new)
+    if how is Combination.SAME:
+        return new
+    extreme = jax.numpy.maximum if how is Combination.MAX else jax.numpy.minimum
+    return jax.numpy.where(jax.numpy.asarray(microbatch) == 0, new, extreme(old, new))
+
+
+def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
+    """What a micro-batch adds to a mean over micro-batches; counts are added up as they are."""
+    inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
+    return result * (1 / step.num_microbatches) if inexact else result
+
+
+def _is_positional(op: Op) -> bool:
+    """True for ops that depend on which micro-batch it is, loops around such included."""
+    if op.primitive in _POSITIONAL or op.once or op.own_columns:
+        return True
+    return any(_is_positional(o) for body in op.bodies for o in body.ops)
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    run.__name__ = name.replace(" ", "_").replace("+", "_")
+    return run
+
+
+def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> Layout:
+    """The array that holds a value at a task's boundary."""
+    shape = boundary_shape(value.shape, port.spec, sizes)
+    return Layout(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))

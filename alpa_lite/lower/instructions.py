@@ -1,0 +1,317 @@
+"""The program: one list of instructions, executed on devices or simulated on a cost model.
+
+    PLACE     a graph input (or its i-th micro-batch) onto the submesh of a stage
+    RUN       a task of a stage
+    SEND      a value from one stage to another, into the spec that the receiver wants
+    ZEROS     fresh accumulators of a stage
+    CONCAT    the micro-batches of an output
+    FREE      buffers that nobody reads any more
+
+A buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order;
+it respects every dependency, because it comes from the linearised schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alpa_lite.errors import MismatchError, VerificationError
+from alpa_lite.lower.slices import Slicer, TaskSpec
+from alpa_lite.plan.plan import Plan
+from alpa_lite.program.ir import Value, item_bytes
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.program.views import View, view
+from alpa_lite.schedule import linearize, validate
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.sharding.transfer import Layout, PlannedTransfer, plan_transfer
+
+SUM = -1
+"""The "micro-batch" of an accumulator."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Buffer:
+    """Name of an array during a step."""
+
+    value: int
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        part = "" if self.microbatch is None else " sum" if self.microbatch == SUM else f" mb{self.microbatch}"
+        return f"%{self.value}@{self.stage}{part}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One instruction; unused fields keep their defaults.
+
+    Of a SEND, `transfer` says who sends what to whom and what the receiving mesh gathers; `bytes` go to other devices.
+    """
+
+    kind: str
+    stage: int
+    task: int = -1
+    microbatch: int | None = None
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    spec: Spec | None = None
+    source_stage: int = -1
+    bytes: float = 0.0
+    transfer: PlannedTransfer | None = None
+
+    def __str__(self) -> str:
+        reads, writes = ", ".join(map(str, self.reads)), ", ".join(map(str, self.writes))
+        head = f"{self.kind:6} stage {self.stage}" + (f" task {self.task}" if self.task >= 0 else "")
+        return f"{head}: {reads} -> {writes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Tasks, instructions, and where the outputs of the step are found."""
+
+    tasks: tuple[TaskSpec, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Buffer, ...]
+    output_specs: tuple[Spec, ...]
+    homes: Mapping[int, tuple[int, Spec]]
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.instructions)) or "no instructions"
+
+    def _repr_html_(self) -> str:
+        return view(View.INSTRUCTIONS_HTML, self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints where it shows no HTML."""
+        printer.text(view(View.INSTRUCTIONS_SUMMARY if cycle else View.INSTRUCTIONS_TEXT, self))
+
+
+def build_program(plan: Plan, step: StepGraph) -> Program:
+    """The instructions of a plan."""
+    return _ProgramBuilder(plan, step, Slicer(plan, step)).build()
+
+
+def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
+    """How a value gets from one stage and spec to another.
+
+    Typed PRNG keys count as the four-byte words that they are stored as, along one more dim.
+    """
+
+    def layout(number: int, spec: Spec) -> Layout:
+        stage = plan.stages[number]
+        dims = (*spec.dims, ()) if is_key else spec.dims
+        return Layout(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
+
+    is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
+    return plan_transfer(
+        (*value.shape, size // 4) if is_key else value.shape,
+        4 if is_key else size,
+        layout(*source),
+        layout(*target),
+        devices_per_host=plan.cluster.devices_per_host,
+    )
+
+
+class _ProgramBuilder:
+    def __init__(self, plan: Plan, step: StepGraph, slicer: Slicer) -> None:
+        self.plan, self.step, self.slicer = plan, step, slicer
+        self.graph = step.graph
+        self.tasks = slicer.tasks()
+        self.instructions: list[Instruction] = []
+        self.written: dict[Buffer, Spec] = {}
+        self.batched = step.num_microbatches > 1
+
+    def build(self) -> Program:
+        loop = [t for t in self.tasks if t.kind not in ("update", "step")]
+        if self.batched:
+            for number, task in enumerate(self.tasks):
+                if task.sums:
+                    sums = tuple(Buffer(p.value, task.stage, SUM) for p in task.sums)
+                    self._emit(Instruction(kind="ZEROS", stage=task.stage, task=number, writes=sums))
+        if loop:
+            self._loop()
+        for number, task in enumerate(self.tasks):
+            if task.kind in ("update", "step"):
+                self._run(number, task, None)
+        outputs = tuple(self._output(v) for v in self.graph.outputs)
+        specs = tuple(self._output_spec(v) for v in self.graph.outputs)
+        self._free(outputs)
+        return Program(
+            tasks=self.tasks,
+            instructions=tuple(self.instructions),
+            outputs=outputs,
+            output_specs=specs,
+            homes={v: (self.slicer.homes[v], self._home_input_spec(v)) for v in self.graph.inputs},
+            num_microbatches=self.step.num_microbatches,
+        )
+
+    def _loop(self) -> None:
+        numbers = {(t.stage, t.kind): i for i, t in enumerate(self.tasks)}
+        schedule, count, m = self.plan.schedule, len(self.plan.stages), self.step.num_microbatches
+        lists = schedule.tasks(count, m)
+        validate(lists, count, m, in_flight=[schedule.in_flight(stage, count, m) for stage in range(count)])
+        for slot in linearize(lists):
+            number = numbers.get((slot.stage, slot.kind.value))
+            if number is None and slot.kind.sends_back:
+                number = numbers.get((slot.stage, "forward+backward"))
+            if number is not None:
+                self._run(number, self.tasks[number], slot.microbatch)
+
+    def _emit(self, instruction: Instruction) -> None:
+        for buffer in instruction.reads:
+            if buffer not in self.written:
+                raise VerificationError(f"{instruction} reads {buffer}, which nothing has written.")
+        self.instructions.append(instruction)
+        self.written.update(zip(instruction.writes, self._specs_written(instruction), strict=True))
+
+    def _specs_written(self, instruction: Instruction) -> list[Spec]:
+        if instruction.spec is not None:
+            return [instruction.spec]
+        task = self.tasks[instruction.task]
+        outputs = task.outputs if instruction.kind == "RUN" else ()
+        return [port.spec for port in (*outputs, *task.sums)]
+
+    def _run(self, number: int, task: TaskSpec, microbatch: int | None) -> None:
+        reads = tuple(self._fetch(p.value, p.spec, task, microbatch) for p in task.inputs)
+        sums = tuple(Buffer(p.value, task.stage, SUM if self.batched else None) for p in task.sums)
+        outputs = tuple(Buffer(p.value, task.stage, self._index(p.value, microbatch)) for p in task.outputs)
+        self._emit(
+            Instruction(
+                kind="RUN",
+                stage=task.stage,
+                task=number,
+                microbatch=microbatch,
+                reads=reads + (sums if self.batched else ()),
+                writes=outputs + sums,
+            )
+        )
+
+    def _index(self, value: int, microbatch: int | None) -> int | None:
+        """The micro-batch in a buffer's name: only values that differ between micro-batches have one."""
+        return microbatch if self._varies(value) else None
+
+    def _varies(self, value: int) -> bool:
+        if not self.batched:
+            return False
+        producer = self.graph.producer[value]
+        if producer is None:
+            return self.step.batch_dims[value] is not None
+        return self.step.phases[producer].in_loop
+
+    def _fetch(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
+        """The buffer from which a task reads a value, after sending or placing it there if need be."""
+        graph, stage = self.graph, task.stage
+        producer = graph.producer[value]
+        if producer is None:
+            return self._fetch_input(value, spec, stage, microbatch)
+        is_update = task.kind == "update"
+        place = self.slicer.place_of_value(value)
+        origin = place.stage if place else stage
+        if is_update and self.batched and self._varies(value):
+            local = Buffer(value, stage, None)
+            if local in self.written:
+                return local
+            if origin == stage:
+                return Buffer(value, stage, SUM)
+            return self._send(Buffer(value, origin, None), local, spec)
+        target = Buffer(value, stage, self._index(value, microbatch))
+        if target in self.written:
+            return target
+        return self._send(Buffer(value, origin, target.microbatch), target, spec)
+
+    def _fetch_input(self, value: int, spec: Spec, stage: int, microbatch: int | None) -> Buffer:
+        home, home_spec = self.slicer.homes[value], self._home_input_spec(value)
+        index = self._index(value, microbatch)
+        target = Buffer(value, stage, index)
+        if target in self.written:
+            return target
+        if self.step.batch_dims[value] is not None or stage == home:
+            self._emit(Instruction(kind="PLACE", stage=stage, microbatch=index, writes=(target,), spec=spec))
+            return target
+        source = Buffer(value, home, None)
+        if source not in self.written:
+            self._emit(Instruction(kind="PLACE", stage=home, writes=(source,), spec=home_spec))
+        return self._send(source, target, spec)
+
+    def _send(self, source: Buffer, target: Buffer, spec: Spec) -> Buffer:
+        if source not in self.written:
+            raise MismatchError(
+                f"This plan of {self.plan.function!r} contradicts the order of its step: {target} needs {source}, "
+                "which is made later. It was edited or damaged; make a new plan with al.plan."
+            )
+        transfer = planned_transfer(
+            self.plan, self.graph.values[source.value], (source.stage, self.written[source]), (target.stage, spec)
+        )
+        self._emit(
+            Instruction(
+                kind="SEND",
+                stage=target.stage,
+                source_stage=source.stage,
+                microbatch=target.microbatch,
+                reads=(source,),
+                writes=(target,),
+                spec=spec,
+                bytes=float(transfer.sent_bytes),
+                transfer=transfer,
+            )
+        )
+        return target
+
+    def _home_input_spec(self, value: int) -> Spec:
+        stage = self.plan.stages[self.slicer.homes[value]]
+        default = Spec(((),) * self.graph.values[value].rank)
+        return stage.inputs.get(value, default)
+
+    def _output_spec(self, value: int) -> Spec:
+        producer = self.graph.producer[value]
+        return self._home_input_spec(value) if producer is None else self.slicer.output_spec(value)
+
+    def _output(self, value: int) -> Buffer:
+        """The buffer that holds a graph output at the end, moved to its home if it arose elsewhere."""
+        graph = self.graph
+        if graph.producer[value] is None:
+            home = self.slicer.homes[value]
+            if self.step.batch_dims[value] is not None or Buffer(value, home) not in self.written:
+                buffer = Buffer(value, home, None)
+                if buffer not in self.written:
+                    spec = self._home_input_spec(value)
+                    self._emit(Instruction(kind="PLACE", stage=home, writes=(buffer,), spec=spec))
+                return buffer
+            return Buffer(value, home)
+        place = self.slicer.place_of_value(value)
+        stage = place.stage if place else 0
+        if self.batched and self._varies(value) and self.step.batch_dims[value] is not None:
+            parts = tuple(Buffer(value, stage, i) for i in range(self.step.num_microbatches))
+            target = Buffer(value, stage, None)
+            self._emit(
+                Instruction(
+                    kind="CONCAT", stage=stage, reads=parts, writes=(target,), spec=self.slicer.output_spec(value)
+                )
+            )
+            return target
+        source, target = Buffer(value, stage), Buffer(value, self.slicer.output_stage(value))
+        if target not in self.written:
+            self._send(source, target, self.slicer.output_spec(value))
+        return target
+
+    def _free(self, outputs: Iterable[Buffer]) -> None:
+        """Insert FREE after the last reader of every buffer that is neither returned nor an argument at home."""
+        kept = set(outputs)
+        last: dict[Buffer, int] = {}
+        for i, instruction in enumerate(self.instructions):
+            for buffer in (*instruction.reads, *instruction.writes):
+                last[buffer] = i
+        dying: dict[int, list[Buffer]] = {}
+        for buffer, i in last.items():
+            if buffer not in kept:
+                dying.setdefault(i, []).append(buffer)
+        listed: list[Instruction] = []
+        for i, instruction in enumerate(self.instructions):
+            listed.append(instruction)
+            if i in dying:
+                listed.append(Instruction(kind="FREE", stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))))
+        self.instructions = listed

@@ -1,0 +1,202 @@
+"""Gather, scatter and dynamic slices on blocks.
+
+A dim that indices address and that is split: an index i lies on this device when offset ≤ i < offset + block, and is
+i - offset there. What happens to indices out of the *global* bounds is kept for every mode:
+
+    CLIP                 indices are clipped to the global bounds first
+    PROMISE_IN_BOUNDS    any result is right; treated as CLIP by gather, dropped by scatter
+    FILL_OR_DROP         gather: the fill value, from one device, so that the sum over devices holds it once;
+                         scatter: no device owns the index
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
+
+#: What leaves the other addend, factor, … unchanged: the operand of a scatter counts on one device only.
+_NEUTRAL = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}
+
+
+@local_lowering("gather")
+def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Window dims get the block's size; a split looked-up dim is looked up where it is held."""
+    operand, indices = operands
+    numbers = op.params["dimension_numbers"]
+    sizes = tuple(
+        local if size == n else size
+        for size, n, local in zip(op.params["slice_sizes"], op.operand_shapes[0], op.local_operand(0), strict=True)
+    )
+    found = tuple(
+        d for d in numbers.start_index_map if op.params["slice_sizes"][d] == 1 and op.operand_specs[0].dims[d]
+    )
+    bounds = _Bounds.of(op, numbers.start_index_map, op.params["slice_sizes"])
+    if not found or not op.reduced_axes:
+        # XLA clips too, but may forget to where the block was just sliced out of a larger array (see _clamped).
+        if op.params["mode"].name == "CLIP" and any(op.operand_specs[0].dims):
+            indices = bounds.clip(bounds.signed(indices))
+        return op.bind([operand, indices], slice_sizes=sizes)
+    indices = bounds.signed(indices)
+    clipped = bounds.clip(indices)
+    here, local = bounds.to_block(op, clipped)
+    mode = type(op.params["mode"]).CLIP
+    (rows,) = op.bind([operand, local], slice_sizes=sizes, mode=mode, fill_value=None)
+    batch_dims = tuple(d for d in range(rows.ndim) if d not in numbers.offset_dims)
+    over_rows = partial(lax.broadcast_in_dim, shape=rows.shape, broadcast_dimensions=batch_dims)
+    rows = jnp.where(over_rows(here), rows, _zero(rows))
+    if op.params["mode"].name == "FILL_OR_DROP":
+        first = block_index(op.reduced_axes, op.axis_sizes) == 0
+        filled = jnp.where(first, _fill_value(op.params["fill_value"], rows.dtype), _zero(rows))
+        rows = jnp.where(over_rows(bounds.contain(indices)), rows, filled)
+    return [rows]
+
+
+def _zero(x: Any) -> Any:
+    return jnp.zeros((), x.dtype)
+
+
+def _fill_value(fill: Any, dtype: Any) -> Any:
+    """The documented default of `jnp.take`: NaN, the least signed, the largest unsigned integer, or True."""
+    if fill is not None:
+        return jnp.asarray(fill, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(True)
+    limits = jnp.iinfo(dtype)
+    return jnp.asarray(limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounds:
+    """For each column of the index vectors: the operand dim that it addresses and its largest valid index."""
+
+    dims: tuple[int, ...]
+    last: Any
+
+    @staticmethod
+    def of(op: LocalOp, dims: Sequence[int], window: Sequence[int]) -> _Bounds:
+        last = [op.operand_shapes[0][d] - window[d] for d in dims]
+        return _Bounds(dims=tuple(dims), last=jnp.asarray(last, jnp.int32))
+
+    @staticmethod
+    def signed(indices: Any) -> Any:
+        """Indices in a type that can be shifted below zero; indices beyond its range stay out of bounds."""
+        if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+            indices = jnp.minimum(indices, jnp.asarray(min(jnp.iinfo(indices.dtype).max, 2**31 - 1), indices.dtype))
+        return indices.astype(jnp.int64 if indices.dtype == jnp.int64 else jnp.int32)
+
+    def clip(self, indices: Any) -> Any:
+        return jnp.clip(indices, 0, self.last.astype(indices.dtype))
+
+    def contain(self, indices: Any) -> Any:
+        """For each index vector whether it is in the global bounds."""
+        return jnp.all((indices >= 0) & (indices <= self.last.astype(indices.dtype)), axis=-1)
+
+    def to_block(self, op: LocalOp, indices: Any) -> tuple[Any, Any]:
+        """For each index vector whether this device holds its place, and the vector inside the block (clipped)."""
+        here: Any = True
+        columns: list[Any] = []
+        for column, dim in enumerate(self.dims):
+            local = indices[..., column]
+            if op.operand_specs[0].dims[dim] and _addresses_one(op, dim):
+                local = local - op.operand_offset(0, dim)
+                size = op.local_operand(0)[dim]
+                here &= (local >= 0) & (local < size)
+                local = jnp.clip(local, 0, size - 1)
+            columns.append(local)
+        return here, jnp.stack(columns, axis=-1)
+
+
+def _addresses_one(op: LocalOp, dim: int) -> bool:
+    """True when indices pick single elements along the dim (a window that takes it whole splits with it)."""
+    if op.name == "gather":
+        return bool(op.params["slice_sizes"][dim] == 1)
+    return dim in op.params["dimension_numbers"].inserted_window_dims
+
+
+@local_lowering("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Each device applies the updates that it holds to the rows that it holds."""
+    operand, indices, updates = operands
+    if any(op.operand_specs[0].dims):
+        # A scatter of one update that is dropped writes back what it reads there, for which XLA looks beyond the block
+        # where the block was just sliced out of a larger array (see _clamped).
+        operand = lax.optimization_barrier(operand)
+    if op.reduced_axes and op.name in _NEUTRAL:
+        first = block_index(op.reduced_axes, op.axis_sizes) == 0
+        operand = jnp.where(first, operand, jnp.asarray(_NEUTRAL[op.name], operand.dtype))
+    numbers = op.params["dimension_numbers"]
+    dims = numbers.scatter_dims_to_operand_dims
+    if not any(op.operand_specs[0].dims[d] and _addresses_one(op, d) for d in dims):
+        return op.bind([operand, indices, updates])
+    bounds = _Bounds.of(op, dims, _update_window(op))
+    indices = bounds.signed(indices)
+    if op.params["mode"].name == "CLIP":
+        indices = bounds.clip(indices)
+    here, local = bounds.to_block(op, indices)
+    # Unclipped columns keep their meaning; the vectors of other devices' rows are moved out of bounds and dropped.
+    outside = jnp.asarray(jnp.iinfo(local.dtype).max, local.dtype)
+    local = jnp.where(here[..., None], local, outside)
+    mode = type(op.params["mode"]).FILL_OR_DROP
+    return op.bind([operand, local, updates], mode=mode, unique_indices=False, indices_are_sorted=False)
+
+
+def _update_window(op: LocalOp) -> tuple[int, ...]:
+    """Size of the updated window along every dim of the operand."""
+    numbers = op.params["dimension_numbers"]
+    hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = iter([op.operand_shapes[2][d] for d in sorted(numbers.update_window_dims)])
+    return tuple(1 if d in hidden else next(sizes) for d in range(len(op.operand_shapes[0])))
+
+
+@local_lowering("dynamic_slice")
+def dynamic_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Split dims are taken whole, from their start."""
+    operand, *starts = operands
+    return op.bind([operand, *_clamped(op, starts, op.result_shapes[0])], slice_sizes=op.local_result(0))
+
+
+def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[Any]:
+    """Starts in the bounds of the whole array; 0 for dims that the window takes whole.
+
+    XLA would clamp them too, but where the block was itself just sliced out of a larger array it merges the two slices
+    and forgets the inner bounds.
+    """
+    if not any(op.operand_specs[0].dims):
+        return list(starts)
+    columns = zip(starts, op.operand_shapes[0], window, strict=True)
+    return [
+        jnp.zeros((), jnp.int32) if n == size else jnp.clip(_Bounds.signed(jnp.asarray(start)), 0, n - size)
+        for start, n, size in columns
+    ]
+
+
+@local_lowering("dynamic_update_slice")
+def dynamic_update_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Dims split under a partial update: the update is spread over the block and chosen where it hits."""
+    operand, update, *starts = operands
+    shape, window = op.operand_shapes[0], op.operand_shapes[1]
+    starts = _clamped(op, starts, window)
+    axes = op.operand_specs[0].dims
+    straddled = [d for d in range(operand.ndim) if axes[d] and shape[d] != window[d]]
+    if not straddled:
+        return op.bind([operand, update, *starts])
+    hit: Any = True
+    for d in straddled:
+        place = op.operand_offset(0, d) + jnp.arange(operand.shape[d]) - starts[d]
+        inside = (place >= 0) & (place < window[d])
+        hit &= lax.broadcast_in_dim(inside, (operand.shape[d],), (0,)).reshape(
+            [-1 if i == d else 1 for i in range(operand.ndim)]
+        )
+        update = jnp.take(update, jnp.clip(place, 0, window[d] - 1), axis=d)
+        starts[d] = jnp.zeros((), starts[d].dtype)
+    current = lax.dynamic_slice(operand, starts, update.shape)
+    return op.bind([operand, jnp.where(hit, update, current), *starts])

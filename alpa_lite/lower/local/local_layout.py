@@ -1,0 +1,61 @@
+"""Layout ops on blocks: parameters that name sizes are given the block's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from alpa_lite.lower.local.block import LocalOp, local_lowering
+
+
+@local_lowering("reshape")
+def reshape(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """A split factor is major on both sides, so blocks reshape to blocks."""
+    return op.bind(operands, new_sizes=op.local_result(0))
+
+
+@local_lowering("broadcast_in_dim", "empty")
+def broadcast_in_dim(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """The block's shape."""
+    return op.bind(operands, shape=op.local_result(0))
+
+
+@local_lowering("iota")
+def iota(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Counts from where the block starts."""
+    dim = op.params["dimension"]
+    start = op.result_start(0, dim)
+    if isinstance(start, int) and start == 0:
+        return op.bind(operands, shape=op.local_result(0))
+    # Counted in integers and converted once: in a narrow float, start + i would round twice.
+    counts = lax.broadcasted_iota(jnp.int32, op.local_result(0), dim) + start
+    return [counts.astype(op.params["dtype"])]
+
+
+@local_lowering("slice")
+def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Split dims are taken whole."""
+    limits = tuple(
+        local if axes else limit
+        for limit, local, axes in zip(
+            op.params["limit_indices"], op.local_operand(0), op.operand_specs[0].dims, strict=True
+        )
+    )
+    return op.bind(operands, limit_indices=limits)
+
+
+@local_lowering("tile")
+def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """Each device makes its share of the repetitions."""
+    columns = zip(op.params["reps"], op.local_result(0), op.local_operand(0), strict=True)
+    reps = tuple(local // n if n else rep for rep, local, n in columns)
+    return op.bind(operands, reps=reps)
+
+
+@local_lowering("sharding_constraint", "device_put", "layout_constraint")
+def identity(_: LocalOp, operands: Sequence[Any]) -> list[Any]:
+    """The plan has decided where values lie; these ask for another place and compute nothing."""
+    return list(operands)

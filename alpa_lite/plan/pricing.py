@@ -1,0 +1,382 @@
+"""What an op, a resharding or a whole task costs on one logical mesh, by a cost model.
+
+    seconds(op)    = cost_model.compute(flops / Π split axes, local bytes)     (Pricer.op_seconds)
+    seconds(move)  = cost_model.collective(kind, local buffer, group of axis)  (Pricer.step_seconds)
+    seconds(transfer) = its steps inside the meshes + max over devices and hosts of what they send or receive
+                                                                                (transfer_seconds)
+
+`Estimator` is the machine that drives a walk (`spmd.Walk`) to price a task exactly as it will be emitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from alpa_lite.plan.plan import CollectiveUse, OpPlacement
+from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
+from alpa_lite.program.ir import Graph, Op, Value, item_bytes
+from alpa_lite.program.wiring import Wiring
+from alpa_lite.rules import Rule
+from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.rules.price_class import PriceClass, price_classes
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh, axis_group
+from alpa_lite.sharding.specs import Spec, Step, num_shards
+from alpa_lite.sharding.transfer import Layout, PlannedTransfer
+from cost_models.cluster import Cluster
+from cost_models.collective import Collective, Group
+from cost_models.interface import CostModel
+from cost_models.overlap import Stream, Task, loop_seconds, serial_seconds
+from cost_models.work import Product, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPrice:
+    """One device's part of an op: seconds, FLOPs and kernels; kind, axes and buffer bytes of `own_collectives`."""
+
+    seconds: float
+    flops: float
+    num_kernels: float
+    collectives: tuple[tuple[str, tuple[str, ...], float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricer:
+    """Prices on one logical mesh over one submesh; every answer in seconds. Ops that are alike are priced once."""
+
+    cost_model: CostModel
+    submesh: Submesh
+    mesh: LogicalMesh
+    _memo: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float], repr=False)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict[tuple[str, ...], Group], repr=False)
+    _prices: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
+    _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
+
+    def elsewhere(self, submesh: Submesh, mesh: LogicalMesh) -> Pricer:
+        """Prices by the same cost model on another mesh; one device's part of an op is priced once for both."""
+        return Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh, _local=self._local)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Devices per mesh axis."""
+        return self.mesh.axis_sizes
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The devices that communicate along axes."""
+        if axes not in self._groups:
+            g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
+            self._groups[axes] = Group(
+                num_devices=g.num_devices,
+                devices_per_host=g.devices_per_host,
+                num_concurrent=g.num_concurrent,
+                devices_per_domain=g.devices_per_domain,
+                stride=g.stride,
+            )
+        return self._groups[axes]
+
+    def step_seconds(self, step: Step, array_bytes: float) -> float:
+        """One elementary move of an array of this size (whole array, in bytes)."""
+        if step.is_local:
+            return 0.0
+        return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axes)
+
+    def collective_seconds(self, kind: str, buffer_bytes: float, axes: tuple[str, ...]) -> float:
+        """One collective over axes with this buffer per device."""
+        key = (kind, buffer_bytes, axes)
+        if key not in self._memo:
+            collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axes))  # type: ignore[arg-type]
+            self._memo[key] = self.cost_model.collective_seconds(collective)
+        return self._memo[key]
+
+    def price_class(self, graph: Graph, op_id: int) -> PriceClass:
+        """Equal for ops that have the same prices under the same placements."""
+        backend = self.cost_model.backend
+        return price_classes(graph, backend.fusion, backend.fused_attention)[op_id]
+
+    def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
+        """Work of one device for one op: its part of the FLOPs, and what it moves after fusion (`rules.fusion`)."""
+        return local_work(self.price_class(graph, op.id), cuts_of(placement, self.sizes))
+
+    def price(self, graph: Graph, op: Op, placement: OpPlacement) -> OpPrice:
+        """What one op without bodies takes on one device."""
+        kind = self.price_class(graph, op.id)
+        key = (kind, placement.factors)
+        found = self._prices.get(key)
+        if found is None:
+            local = self.local_price(kind, cuts_of(placement, self.sizes))
+            if has_own_collectives(graph, op):
+                local = replace(local, collectives=tuple(own_collectives(graph, op, placement, self.sizes)))
+            found = self._prices[key] = local
+        return found
+
+    def local_price(self, kind: PriceClass, cuts: tuple[int, ...]) -> OpPrice:
+        """The price without collectives of ops of a class whose factors are cut so; by which axes does not matter."""
+        active = self.mesh.num_devices
+        key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
+        found = self._local.get(key)
+        if found is None:
+            work, seconds = local_work(kind, cuts), 0.0
+            if work.flops or work.bytes or work.num_kernels:
+                seconds = self.cost_model.compute_seconds(work, num_active_devices=active)
+            found = self._local[key] = OpPrice(seconds=seconds, flops=work.flops, num_kernels=work.num_kernels)
+        return found
+
+    def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
+        """Compute of one op plus the collectives that are part of it (own_collectives)."""
+        price = self.price(graph, op, placement)
+        return price.seconds + sum(
+            self.collective_seconds(kind, buffer, axes) for kind, axes, buffer in price.collectives
+        )
+
+
+def local_work(kind: PriceClass, cuts: Sequence[int]) -> Work:
+    """Work of one device for an op whose factors are cut into so many parts each."""
+    rule, view, access = kind.op.rule, kind.op.view, kind.access
+    matrix, moved = rule.work_kind != "elementwise", 0.0
+    for is_result, number, part in (*access.reads, *access.writes):
+        values, dims = (view.results, rule.results) if is_result else (view.operands, rule.operands)
+        moved += part * values[number].bytes / _shards(dims[number], cuts)
+    flops = rule.flops / prod(cuts) * (0.5 if kind.half_masked else 1.0)
+    # A product computes in the format that it reads, whatever it adds up in.
+    values = (*view.operands, *view.results) if matrix else (*view.results, *view.operands)
+    floats = (v.dtype for v in values if v.is_float)
+    return Work(
+        flops=flops,
+        bytes=moved,
+        kind="attention" if kind.in_attention else rule.work_kind,
+        dtype=next(floats, "float32"),
+        num_kernels=access.num_kernels,
+        product=local_product(rule, view.results[0], cuts) if matrix and flops else None,
+    )
+
+
+def cuts_of(placement: OpPlacement, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Into how many parts each factor is cut."""
+    return tuple([prod([sizes[a] for a in axes]) if axes else 1 for axes in placement.factors])
+
+
+def _shards(dims: tuple[tuple[int, ...], ...], cuts: Sequence[int]) -> int:
+    return prod([cuts[f] for factors in dims for f in factors])
+
+
+def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | None:
+    """The matrix product that one device runs for a contraction or a convolution, read off the rule.
+
+    count = factors of both operands and the result,  columns = factors of the second operand and the result alone
+    rows  = elements of the result / (count * columns),  depth = FLOPs / (2 * elements of the result)
+    """
+    if len(rule.operands) < 2:
+        return None
+    first, second, made = ({f for factors in dims for f in factors} for dims in (*rule.operands[:2], rule.results[0]))
+    blocks = [n // cut for n, cut in zip(rule.sizes, cuts, strict=True)]
+    count = prod(blocks[f] for f in first & second & made)
+    columns = prod(blocks[f] for f in (second & made) - first)
+    elements = result.num_elements / _shards(rule.results[0], cuts)
+    depth = rule.flops / prod(cuts) / (2 * elements)
+    return Product(rows=elements / (count * columns), columns=columns, depth=depth, count=count)
+
+
+def has_own_collectives(graph: Graph, op: Op) -> bool:
+    """Whether an op may hold collectives under some placement."""
+    rule = rule_of_op(graph, op.id)
+    return op.effectful or bool(rule.halos) or rule.reduction != "sum"
+
+
+def own_collectives(
+    graph: Graph, op: Op, placement: OpPlacement, sizes: Mapping[str, int]
+) -> list[tuple[str, tuple[str, ...], float]]:
+    """(kind, axes, buffer bytes) of the collectives inside an op under a placement.
+
+    The halos that its operands need, what an effect on one device gives to the others, and the combination of a max,
+    min, and, or, product over a split factor: such results cannot stay partial.
+    """
+    rule, shared = rule_of_op(graph, op.id), sharing_axes(op, sizes)
+    found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
+    found += [("all_reduce", shared, float(v.bytes)) for v in graph.results(op) if shared and v.bytes]
+    reduced = reduced_axes(rule, placement) if rule.reduction != "sum" else ()
+    axes = tuple(a for a in sizes if a in reduced)
+    if not axes:
+        return found
+    cuts = cuts_of(placement, sizes)
+    for i, v in enumerate(graph.results(op)):
+        kind, item = combination(rule.reduction, v.dtype)
+        block = item * v.num_elements / _shards(rule.results[i], cuts)
+        found.append((kind, axes, block * (prod(sizes[a] for a in axes) if kind == "all_gather" else 1)))
+    return found
+
+
+def _halo_exchanges(
+    rule: Rule, placement: OpPlacement, operands: Sequence[Value], sizes: Mapping[str, int]
+) -> list[tuple[str, tuple[str, ...], float]]:
+    found = list[tuple[str, tuple[str, ...], float]]()
+    blocks, cuts = dict[int, list[int]](), cuts_of(placement, sizes) if rule.halos else ()
+    for halo in rule.halos:
+        axes = tuple(a for a in sizes if a in placement.factors[halo.factor])
+        if not axes:
+            continue
+        value, dims = operands[halo.operand], rule.operands[halo.operand]
+        block = blocks.setdefault(
+            halo.operand, [n // _shards((d,), cuts) for n, d in zip(value.shape, dims, strict=True)]
+        )
+        row = item_bytes(value.dtype) * prod(n for d, n in enumerate(block) if d != halo.dim)
+        found += [("permute", axes, float(row * rows)) for rows in (halo.before, halo.after) if rows]
+        block[halo.dim] += halo.before + halo.after
+    return found
+
+
+class Estimator:
+    """A machine whose arrays are the numbers of the tasks that make them: it prices a task of a plan.
+
+    Kernels and collectives become `overlap.Task`s, which run beside each other where nothing forbids it; loops are
+    priced by their first trips. NOTHING stands for arrays that are there at the start.
+    """
+
+    NOTHING = -1
+
+    def __init__(self, pricer: Pricer, *, stage: int, phase: str, runs: int) -> None:
+        """`runs`: how often the task runs per step."""
+        self.pricer = pricer
+        self.stage = stage
+        self.phase = phase
+        self.runs = runs
+        self.trips: float = 1
+        self.compute_seconds = 0.0
+        self.flops = 0.0
+        self.calls = 0.0
+        self.collectives: list[CollectiveUse] = []
+        self.tasks: list[Task] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one run of the task."""
+        return max(self.simulated(self.tasks), self.host_seconds)
+
+    @property
+    def host_seconds(self) -> float:
+        """What the host needs to issue one run of the task kernel by kernel, where it does so."""
+        return self.calls * self.pricer.cost_model.backend.call_seconds
+
+    def literal(self, value: Value) -> int:
+        """Scalars are free."""
+        return self.NOTHING
+
+    def reshard(self, array: int, value: Value, steps: tuple[Step, ...], op: Op | None) -> int:
+        """Price the moves."""
+        for step in steps:
+            if not step.is_local:
+                array = self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op, (array,))
+        return array
+
+    def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
+        seconds = self.pricer.collective_seconds(kind, buffer, axes)
+        self.collectives.append(
+            CollectiveUse(
+                kind=kind,
+                bytes=buffer,
+                axis="·".join(axes),
+                num_devices=prod(self.pricer.sizes[a] for a in axes),
+                count=self.runs * self.trips,
+                seconds=seconds,
+                stage=self.stage,
+                phase=self.phase,
+                source=op.source if op else "",
+            )
+        )
+        self.calls += self.trips
+        return self._add(seconds, "communication", needs)
+
+    def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
+        needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
+        self.tasks.append(Task(seconds=seconds, stream=stream, needs=needed, streams=streams))
+        return len(self.tasks) - 1
+
+    def apply(self, application: Application, operands: list[int]) -> list[int]:
+        """Price one op."""
+        op, graph = application.op, application.graph
+        price = self.pricer.price(graph, op, application.placement)
+        self.compute_seconds += price.seconds * self.trips
+        self.flops += price.flops * self.trips
+        self.calls += price.num_kernels * self.trips
+        streams = self.pricer.cost_model.backend.overlap_products and application.rule.work_kind == "matmul"
+        made = self._add(price.seconds, "compute", operands, streams=streams)
+        for kind, axes, buffer in price.collectives:
+            made = self._use(kind, buffer, axes, op, (made,))
+        return [made] * len(op.results)
+
+    def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
+        """Price each body by its first trips."""
+        op, trips, tasks, seconds = application.op, self.trips, self.tasks, 0.0
+        self.trips *= wiring.trips
+        for number in range(len(op.bodies)):
+            self.tasks = [Task(seconds=0.0) for _ in operands]
+            outputs = body_walk(application, wiring, number, walk, list(range(len(operands))))
+            pairs = zip(outputs, wiring.outputs[number], strict=True)
+            handed_on = [(task, r) for task, r in pairs if r is not None and task != self.NOTHING]
+            carried = [(task, wiring.carried[r]) for task, r in handed_on if r in wiring.carried]
+            seconds += self._looped(self.tasks, carried, wiring.trips)
+        self.trips, self.tasks = trips, tasks
+        return [self._add(seconds, "both", operands)] * len(op.results)
+
+    def simulated(self, tasks: Sequence[Task]) -> float:
+        """Seconds of some tasks, beside each other where they can be."""
+        return self._looped(tasks, (), 1.0)
+
+    def _looped(self, tasks: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float) -> float:
+        cluster = self.pricer.cost_model.cluster
+        if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
+            return trips * serial_seconds(tasks)
+        return loop_seconds(tasks, carried, trips, contention=cluster.device.contention)
+
+
+def transfer_seconds(
+    planned: PlannedTransfer, cost_model: CostModel, *, source: Pricer | None = None, target: Pricer | None = None
+) -> float:
+    """Seconds of a transfer between submeshes: steps in the source mesh, what is sent, steps in the receiving mesh.
+
+    All pieces go at once, and the busiest way out of or into a device or a host sets the pace. `source` and `target`
+    price the steps, where their devices are not those of `cost_model`.
+    """
+
+    def inside(layout: Layout, pricer: Pricer | None, steps: Sequence[Step]) -> float:
+        pricer = pricer or Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
+        return sum(pricer.step_seconds(step, planned.array_bytes) for step in steps)
+
+    before = inside(planned.source, source, planned.resolve)
+    return before + _sending_seconds(planned, cost_model) + inside(planned.target, target, planned.gathers)
+
+
+def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
+    per_host = cost_model.cluster.devices_per_host
+    within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    busy: dict[tuple[str, int], set[int]] = {}
+    for ends, sent in planned.bytes_between.items():
+        hosts = [device // per_host for device in ends]
+        for way, device, host in zip(("out", "in"), ends, hosts, strict=True):
+            if hosts[0] == hosts[1]:
+                within[way, device] += sent
+            else:
+                across[way, host] += sent
+                busy.setdefault((way, host), set()).add(device)
+    # A shared processor copies one piece after the other; each counts as sent and as received.
+    loads = [sum(within.values()) / 2] if cost_model.cluster.shared_processor else within.values()
+    sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in loads]
+    sending += [cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at])) for at, b in across.items()]
+    return max(sending, default=0.0)
+
+
+def dispatch_seconds(cluster: Cluster) -> float:
+    """What the dispatch of a program adds to its time: devices of their own work on while the next one comes."""
+    return cluster.device.dispatch_seconds if cluster.shared_processor else 0.0
+
+
+def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
+    """True when some devices of the two submeshes are on different hosts."""
+    hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
+    return len(hosts) > 1
+
+
+def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of one device's block."""
+    return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)

@@ -1,0 +1,312 @@
+"""How a list of ops runs on one logical mesh under given placements: one walk, shared by pricing and lowering.
+
+Because the estimator and the emitter are both *machines* driven by this walk, the collectives that are priced are
+the collectives that run. The walk keeps each value in the specs it was needed in; a value needed twice in a spec is
+resharded once.
+
+Values computed from scalars alone (masks, broadcast constants, random bits) are *free*: they have no home spec and are
+made in whatever spec a reader wants (rules.graph_facts.free_values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Generic, Protocol, TypeVar
+
+from alpa_lite.errors import VerificationError
+from alpa_lite.plan.plan import OpPlacement
+from alpa_lite.program.ir import Graph, Op, Value, item_bytes
+from alpa_lite.program.wiring import Wiring, wiring_of
+from alpa_lite.rules import Rule
+from alpa_lite.rules.op_info import OpClass, free_values, op_class, op_classes, rule_of_op
+from alpa_lite.sharding.reshard import reshard
+from alpa_lite.sharding.specs import Spec, Step, addend, replicated, sent_bytes_factor
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    """One op with everything settled: its rule, axes per factor, and the specs of operands and raw results."""
+
+    graph: Graph
+    op: Op
+    rule: Rule
+    placement: OpPlacement
+    operand_specs: tuple[Spec, ...]
+    raw_specs: tuple[Spec, ...]
+
+
+class Machine(Protocol[A]):
+    """What a walk drives: something that reshards values and applies ops."""
+
+    def literal(self, value: Value) -> A:
+        """The array of a scalar constant."""
+        ...
+
+    def reshard(self, array: A, value: Value, steps: tuple[Step, ...], op: Op | None) -> A:
+        """Carry out elementary moves; `op` is the reader that wants them."""
+        ...
+
+    def apply(self, application: Application, operands: list[A]) -> list[A]:
+        """Run one op on local blocks; results are in `raw_specs`."""
+        ...
+
+    def control_flow(self, application: Application, operands: list[A], wiring: Wiring, walk: Walk[A]) -> list[A]:
+        """Run a loop or branches, body by body on walks of their own; results are in the placement's specs."""
+        ...
+
+
+def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement) -> tuple[Spec, ...]:
+    """The specs that a placement demands of the operands."""
+    axes = placement.factors
+    specs = [Spec(tuple([_axes(factors, axes) for factors in dims])) for dims in rule.operands]
+    if placement.partial:
+        for i in linear_group(rule, operands):
+            specs[i] = Spec(specs[i].dims, tuple(sorted(placement.partial)))
+    return tuple(specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSpecs:
+    """The specs that a placement demands of the operands, and those in which the results are made."""
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def placed_specs(graph: Graph, op: Op, placement: OpPlacement) -> PlacedSpecs:
+    """`operand_specs` and `raw_result_specs` of an op without bodies, found once for all ops that are alike."""
+    return specs_of_class(op_class(graph, op.id), placement.factors, placement.partial)
+
+
+@lru_cache(maxsize=100_000)
+def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
+    """`placed_specs` of the ops of a class."""
+    placement = OpPlacement(factors=factors, partial=partial)
+    return PlacedSpecs(
+        operands=operand_specs(kind.rule, kind.view.operands, placement),
+        results=raw_result_specs(kind.rule, placement),
+    )
+
+
+def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
+    """The operands that come in as partial sums when a placement says so: the linear group with the most data."""
+    return max(rule.linear, key=lambda g: sum(operands[i].num_elements for i in g), default=())
+
+
+def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
+    """The specs of the results before their reductions are carried out."""
+    partial = placement.partial
+    reduced = reduced_axes(rule, placement) if rule.reduction == "sum" else ()
+    if reduced or len(partial) > 1:
+        partial = tuple(sorted({*partial, *reduced}))
+    axes = placement.factors
+    return tuple([Spec(tuple([_axes(factors, axes) for factors in dims]), partial) for dims in rule.results])
+
+
+def reduced_axes(rule: Rule, placement: OpPlacement) -> set[str]:
+    """The mesh axes over which each device reduces a part."""
+    return {a for f in rule.reduced for a in placement.factors[f]}
+
+
+def combination(reduction: str, dtype: str) -> tuple[str, int]:
+    """Kind of the collective that combines parts of a reduction that is no sum, and bytes per element on the way.
+
+    There are collectives for extremes, of which truth values are a case; other parts are gathered and reduced.
+    """
+    if reduction in ("max", "min"):
+        # GPUs have no collective for 16-bit integers, as which narrow floats would be compared.
+        return "all_reduce", max(4, item_bytes(dtype)) if dtype.startswith(("float", "bfloat")) else item_bytes(dtype)
+    if reduction in ("and", "or") and dtype == "bool":
+        return "all_reduce", item_bytes(dtype)
+    return "all_gather", item_bytes(dtype)
+
+
+def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    if len(factors) == 1:
+        return axes[factors[0]]
+    return tuple(axis for factor in factors for axis in axes[factor])
+
+
+class Walk(Generic[A]):
+    """Runs ops of one graph in order; see the module docstring."""
+
+    def __init__(
+        self, graph: Graph, placements: Mapping[int, OpPlacement], sizes: Mapping[str, int], machine: Machine[A]
+    ) -> None:
+        """`sizes`: devices per mesh axis."""
+        self.graph = graph
+        self.placements = placements
+        self.sizes = sizes
+        self.machine = machine
+        self.free = free_values(graph)
+        self.classes = op_classes(graph)
+        self.arrays: dict[int, dict[Spec, A]] = {}
+
+    def put(self, value: int, spec: Spec, array: A) -> None:
+        """Make a value known in a spec."""
+        self.arrays.setdefault(value, {})[spec] = array
+
+    def home(self, value: int) -> Spec:
+        """The spec that a value was computed in."""
+        return next(iter(self.arrays[value]))
+
+    def get(self, value_id: int, spec: Spec, op: Op | None = None) -> A:
+        """The array of a value in a spec, resharded if need be."""
+        value = self.graph.values[value_id]
+        if value.literal is not None:
+            return self._literal(value, spec, op)
+        known = self.arrays.get(value_id, {})
+        if spec in known:
+            return known[spec]
+        if value_id in self.free:
+            self._make_free(value_id, spec, op)
+            return self.arrays[value_id][spec]
+        source, steps = self._cheapest(value, known, spec)
+        array = self.machine.reshard(known[source], value, steps, op)
+        self.put(value_id, spec, array)
+        return array
+
+    def _literal(self, value: Value, spec: Spec, op: Op | None) -> A:
+        """A number; where a loop or branch takes it as a partial sum, on the first device alone."""
+        array, steps, whole = self.machine.literal(value), list[Step](), spec.without_partial()
+        for axis in spec.partial if value.literal != 0 else ():
+            steps.append(addend(steps[-1].spec if steps else whole, axis))
+        return self.machine.reshard(array, value, tuple(steps), op) if steps else array
+
+    def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Step, ...]]:
+        best: tuple[float, Spec, tuple[Step, ...]] | None = None
+        for source in known:
+            steps = reshard(source, spec, value.shape, self.sizes, item_bytes(value.dtype))
+            if steps is not None:
+                cost = sum(sent_bytes_factor(s, self.sizes) + 1e-9 for s in steps)
+                if best is None or cost < best[0]:
+                    best = (cost, source, steps)
+        if best is None:
+            raise VerificationError(f"{value} is known in {[*map(str, known)]} but needed in {spec}.")
+        return best[1], best[2]
+
+    def _make_free(self, value_id: int, spec: Spec, reader: Op | None) -> None:
+        """Run the op of a free value so that the value comes out in `spec`: as a partial sum, on the first device."""
+        value = self.graph.values[value_id]
+        op = self.graph.ops[self.graph.producer[value_id] or 0]
+        rule = rule_of_op(self.graph, op.id)
+        index = op.results.index(value_id)
+        factors: list[tuple[str, ...]] = [()] * len(rule.sizes)
+        for axes, dim_factors in zip(spec.dims, rule.results[index], strict=True):
+            major = next((f for f in dim_factors if rule.sizes[f] > 1), None)
+            if axes and major is not None and can_split(rule, major, axes, self.sizes):
+                factors[major] = axes
+        raw = raw_result_specs(rule, OpPlacement(factors=tuple(factors)))
+        placement = OpPlacement(factors=tuple(factors), results=tuple(s.without_partial() for s in raw))
+        self.apply(op, placement)
+        made, whole = placement.results[index], spec.without_partial()
+        steps = reshard(made, whole, value.shape, self.sizes)
+        if steps is None:
+            raise VerificationError(f"{op.source}: {op.primitive} cannot be made in {spec}.")
+        for axis in spec.partial:
+            steps = (*steps, addend(steps[-1].spec if steps else whole, axis))
+        array = self.arrays[value_id][made]
+        self.put(value_id, spec, self.machine.reshard(array, value, steps, reader) if steps else array)
+
+    def forget(self, but: Collection[int] = ()) -> None:
+        """Keep every value only in the spec that it was computed in; what is free stays, and so do the values `but`."""
+        for v, known in self.arrays.items():
+            if v not in self.free and v not in but:
+                self.arrays[v] = dict([next(iter(known.items()))])
+
+    def run(self, ops: Iterable[int]) -> None:
+        """Run ops in order; free ones wait until somebody asks for them."""
+        for op_id in ops:
+            op = self.graph.ops[op_id]
+            if self.free.isdisjoint(op.results):
+                self.apply(op, self.placements.get(op_id) or replicated_placement(self.graph, op))
+
+    def apply(self, op: Op, placement: OpPlacement) -> None:
+        """Run one op and bring its results into their planned specs."""
+        kind, wiring = self.classes[op.id], wiring_of(op)
+        if wiring is None:
+            placed = specs_of_class(kind, placement.factors, placement.partial)
+            specs, raw = placed.operands, placed.results
+        else:
+            specs, raw = body_operand_specs(wiring, placement), placement.results
+        application = Application(
+            graph=self.graph, op=op, rule=kind.rule, placement=placement, operand_specs=specs, raw_specs=raw
+        )
+        operands = [self.get(v, s, op) for v, s in zip(op.operands, specs, strict=True)]
+        if wiring is None:
+            results = self.machine.apply(application, operands)
+        else:
+            results = self.machine.control_flow(application, operands, wiring, self)
+        for result, array, made, wanted in zip(op.results, results, raw, placement.results, strict=True):
+            if made != wanted:
+                value = self.graph.values[result]
+                steps = reshard(made, wanted, value.shape, self.sizes, item_bytes(value.dtype))
+                if steps is None:
+                    raise VerificationError(f"{op.source}: {op.primitive} makes {made}, which cannot become {wanted}.")
+                array = self.machine.reshard(array, value, steps, op)
+            self.put(result, wanted, array)
+
+
+def can_split(rule: Rule, factor: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+    """True when a factor may be split over these axes: in equal blocks, being the major part of every dim."""
+    return factor in rule.major and rule.splits_into(factor, prod(sizes[axis] for axis in axes))
+
+
+def sharing_axes(op: Op, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which all_reduces hand on what an op with an effect gives on one device, one per result."""
+    return tuple(axis for axis, size in sizes.items() if size > 1) if op.effectful else ()
+
+
+def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
+    """The op runs whole on every device."""
+    results = tuple(replicated(v.rank) for v in graph.results(op))
+    wiring = wiring_of(op)
+    if wiring is not None:
+        inside = tuple(replicated(v.rank - (i in wiring.scanned)) for i, v in enumerate(graph.operands(op)))
+        return OpPlacement(factors=(), results=results, bodies=({},) * len(op.bodies), body_operands=inside)
+    rule = rule_of_op(graph, op.id)
+    return OpPlacement(factors=((),) * len(rule.sizes), results=results)
+
+
+def body_operand_specs(wiring: Wiring, placement: OpPlacement) -> tuple[Spec, ...]:
+    """Specs of the operands of control flow, from those inside; scanned operands have a whole leading dim."""
+    return tuple(stacked(s) if i in wiring.scanned else s for i, s in enumerate(placement.body_operands))
+
+
+def stacked(spec: Spec) -> Spec:
+    """The spec of the stack of values in `spec` along a new, whole, leading dim."""
+    return Spec(((), *spec.dims), spec.partial)
+
+
+def body_output_specs(wiring: Wiring, placement: OpPlacement, number: int) -> tuple[Spec, ...]:
+    """Specs in which body `number` must hand its outputs on: carried values as they came in, others as the result is.
+
+    A predicate is a whole scalar.
+    """
+
+    def spec_of(result: int | None) -> Spec:
+        if result is None:
+            return replicated(0)
+        if result in wiring.carried:
+            return placement.body_operands[wiring.carried[result]]
+        spec = placement.results[result]
+        return Spec(spec.dims[1:], spec.partial) if result in wiring.stacked else spec
+
+    return tuple(map(spec_of, wiring.outputs[number]))
+
+
+def body_walk(application: Application, wiring: Wiring, number: int, walk: Walk[A], operands: Sequence[A]) -> list[A]:
+    """Walk body `number` on what it reads of the operands (numbered as the op's); returns its outputs."""
+    op, placement = application.op, application.placement
+    body = op.bodies[number]
+    inner: Walk[A] = Walk(body, placement.bodies[number], walk.sizes, walk.machine)
+    for value, i in zip(body.inputs, wiring.inputs[number], strict=True):
+        inner.put(value, placement.body_operands[i], operands[i])
+    inner.run(range(len(body.ops)))
+    specs = body_output_specs(wiring, placement, number)
+    return [inner.get(value, spec, op) for value, spec in zip(body.outputs, specs, strict=True)]

@@ -1,0 +1,106 @@
+"""A graph with the equations that lowering needs to run its ops on real arrays, indexed by the same op ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alpa_lite.program.ir import Graph, Op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """How to run one op: the JAX primitive, its parameters, and the equations of the bodies of a loop."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    bodies: tuple[tuple[Equation, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphWithEquations:
+    """A graph, the equation of each of its ops, and the arrays captured by the function (its last inputs)."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...] = ()
+
+
+def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
+    """The program without ops whose results nobody reads and that do nothing else, renumbered."""
+    graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
+    for op in reversed(graph.ops):
+        if op.effectful or any(r in needed for r in op.results):
+            needed.update(op.operands)
+            kept.append(op)
+    kept.reverse()
+    needed.update(graph.inputs, *(op.results for op in kept))
+    alive = [v for v in graph.values if v.id in needed]
+    if len(kept) == len(graph.ops) and len(alive) == len(graph.values):
+        return program
+    number = [-1] * len(graph.values)
+    for i, v in enumerate(alive):
+        number[v.id] = i
+
+    def numbers(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[v] for v in values])
+
+    renamed = Graph(
+        values=tuple([v.numbered(i) for i, v in enumerate(alive)]),
+        ops=tuple([op.numbered(i, numbers(op.operands), numbers(op.results)) for i, op in enumerate(kept)]),
+        inputs=numbers(graph.inputs),
+        outputs=numbers(graph.outputs),
+    )
+    equations = tuple(program.equations[op.id] for op in kept)
+    return dataclasses.replace(program, graph=renamed, equations=equations)
+
+
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of an equation as plain data; whatever has no plain form is left out."""
+    plain = {key: _plain(value) for key, value in params.items()}
+    return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
+
+
+class PlainParams:
+    """`plain_params`, found once for each object that holds parameters: trips of a loop share theirs."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.known: dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+
+    def of(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters as plain data."""
+        if id(params) not in self.known:
+            # The parameters are kept, so that their id stays their own.
+            self.known[id(params)] = params, plain_params(params)
+        return self.known[id(params)][1]
+
+
+_NO_PLAIN_FORM = object()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.generic):
+        return value.item()
+    as_dict = getattr(value, "_asdict", None)
+    if as_dict is not None:
+        return {key: _plain(item) for key, item in as_dict().items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        items = tuple(_plain(item) for item in value)
+        return _NO_PLAIN_FORM if any(item is _NO_PLAIN_FORM for item in items) else items
+    if isinstance(value, np.dtype) or (hasattr(value, "dtype") and isinstance(value, type)):
+        return str(np.dtype(value))
+    if type(value).__module__.startswith("jax") and "DType" in type(value).__name__:
+        return str(value)
+    return _NO_PLAIN_FORM

@@ -1,0 +1,172 @@
+"""Values, ops and graphs: a traced program as immutable data that knows nothing of JAX.
+
+A graph is a list of ops in execution order (static single assignment). Values are numbered densely, so that every
+table about values or ops is a tuple indexed by id. Loops keep their body as a nested graph (`Op.bodies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any
+
+from alpa_lite.program.views import View, view
+
+#: Bytes per element of the dtypes whose name does not end in their number of bits.
+_ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
+
+#: Bytes of a typed PRNG key; those of other implementations have eight.
+_KEY_BYTES = {"key<rbg>": 16, "key<urbg>": 16, "key<fry4>": 16, "key<phx2>": 4}
+
+
+@cache
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a dtype by its name; typed PRNG keys (`key<...>`) count their words."""
+    if dtype in _ITEM_BYTES:
+        return _ITEM_BYTES[dtype]
+    if dtype.startswith("key<"):
+        return _KEY_BYTES.get(dtype, 8)
+    if dtype.startswith("float8") or dtype.startswith("float4"):
+        return 1
+    digits = "".join(c if c.isdigit() else " " for c in dtype).split()
+    return max(1, int(digits[-1]) // 8) if digits else 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One array of the program: its number, shape and dtype; `literal` holds the number of a scalar constant."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    literal: bool | int | float | complex | None = None
+    name: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array in bytes."""
+        return self.num_elements * item_bytes(self.dtype)
+
+    @property
+    def is_float(self) -> bool:
+        """True for the dtypes that carry gradients."""
+        return self.dtype.startswith(("float", "bfloat", "complex")) and self.dtype != "float0"
+
+    def numbered(self, number: int) -> Value:
+        """The same array under another number."""
+        if number == self.id:
+            return self
+        return Value(id=number, shape=self.shape, dtype=self.dtype, literal=self.literal, name=self.name)
+
+    def __str__(self) -> str:
+        """`%3:f32[8,16]`-like text; literals print their number."""
+        if self.literal is not None:
+            return f"{self.literal}:{self.dtype}"
+        return f"%{self.id}:{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation: primitive name, the ids of its operands and results, static parameters and where it came from.
+
+    effectful     it does something beside computing its results (a print, a callback), so that it is never dropped
+    once          operands, by value, that are zeros in all micro-batches but the first
+    own_columns   columns of its index vectors that hold positions in the full batch, and that are to count from the
+                  start of the micro-batch
+    """
+
+    id: int
+    primitive: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    params: Mapping[str, Any]
+    source: str = ""
+    name_stack: str = ""
+    bodies: tuple[Graph, ...] = ()
+    effectful: bool = False
+    once: frozenset[int] = frozenset()
+    own_columns: tuple[int, ...] = ()
+
+    def numbered(self, number: int, operands: tuple[int, ...], results: tuple[int, ...]) -> Op:
+        """The same operation under another number, on other values."""
+        if (number, operands, results) == (self.id, self.operands, self.results):
+            return self
+        once = frozenset(v for v, old in zip(operands, self.operands, strict=False) if old in self.once)
+        return Op(
+            id=number,
+            primitive=self.primitive,
+            operands=operands,
+            results=results,
+            params=self.params,
+            source=self.source,
+            name_stack=self.name_stack,
+            bodies=self.bodies,
+            effectful=self.effectful,
+            once=once if self.once else self.once,
+            own_columns=self.own_columns,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """A program: `values` and `ops` are indexed by id; `inputs` and `outputs` are value ids in calling order.
+
+    Graphs compare by identity, so that facts about them can be cached; `plan.fingerprint` compares content.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @cached_property
+    def producer(self) -> tuple[int | None, ...]:
+        """For each value the op that computes it; None for inputs and literals."""
+        table: list[int | None] = [None] * len(self.values)
+        for op in self.ops:
+            for result in op.results:
+                table[result] = op.id
+        return tuple(table)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the ops that read it, in order, each once."""
+        table: list[list[int]] = [[] for _ in self.values]
+        for op in self.ops:
+            for operand in dict.fromkeys(op.operands):
+                table[operand].append(op.id)
+        return tuple(tuple(ops) for ops in table)
+
+    def operands(self, op: Op) -> tuple[Value, ...]:
+        """The operand values of an op."""
+        return tuple(self.values[i] for i in op.operands)
+
+    def results(self, op: Op) -> tuple[Value, ...]:
+        """The result values of an op."""
+        return tuple(self.values[i] for i in op.results)
+
+    def _repr_html_(self) -> str:
+        return view(View.GRAPH_HTML, self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython prints where it shows no HTML."""
+        printer.text(view(View.GRAPH_SUMMARY if cycle else View.GRAPH_TEXT, self))
+
+    def walk(self) -> Iterator[tuple[Graph, Op]]:
+        """Every op with the graph that holds it, bodies after their op."""
+        for op in self.ops:
+            yield self, op
+            for body in op.bodies:
+                yield from body.walk()

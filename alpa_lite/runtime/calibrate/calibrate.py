@@ -1,0 +1,267 @@
+"""Devices described by measuring them: the programs of `probes`, timed by `timing`, explained by `fit`.
+
+    dispatch_seconds = median time of a program that does next to nothing, awaited
+    device_share     = seconds of a block divided over all devices / seconds of the whole of it on one, on a shared
+                       processor only
+    the rest         = the constants under which the cost model says what was measured            (fit.fit_cluster)
+
+Where several processes make up the job, all of them take part and the first one's times count, so that all describe the
+same cluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alpa_lite.errors import ExecutionError
+from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, make_private, path_for
+from alpa_lite.runtime.calibrate.fit import Measurement, fit_cluster, measured_constants, predicted_seconds
+from alpa_lite.runtime.calibrate.probes import (
+    QUICK,
+    Probe,
+    device_probes,
+    dispatch_program,
+    link_probes,
+    share_programs,
+    thorough_sizes,
+)
+from alpa_lite.runtime.calibrate.timing import Program, Stopwatch, Timing, num_samples, time_programs
+from alpa_lite.runtime.job.consensus import agreed_number
+from alpa_lite.runtime.job.processes import host_rows
+from cost_models.cluster import Cluster, Device, Link
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps are done and how many there are."""
+
+_QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=5, limit_seconds=2.0)
+_GUESSED_FLOPS = 1e11
+#: Blocks of matrix products; a processor's vectors and registers, and the kernels of a GPU (assumptions).
+_TILES: dict[str, tuple[tuple[int, int], ...]] = {
+    "cpu": ((8, 8),),
+    "gpu": ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A cluster with what it was concluded from.
+
+    Attributes:
+        cluster: as fitted.
+        measurements: products, passes and collectives, as timed.
+        dispatch, alone, together: of a program that does nothing; of a block on one device, and divided over all.
+        fingerprint: of the devices.
+        date: of the measurement, as YYYY-MM-DD.
+    """
+
+    cluster: Cluster
+    measurements: tuple[Measurement, ...]
+    dispatch: Timing
+    alone: Timing | None
+    together: Timing | None
+    fingerprint: str
+    date: str
+
+    def ratio(self, measurement: Measurement) -> float:
+        """Predicted over measured seconds."""
+        return predicted_seconds(measurement, self.cluster) / measurement.seconds
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """How far each prediction is off, as a factor of at least 1; sorted."""
+        return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The cluster as `Cluster.from_json` reads it, with the origin of each value and the fit in words."""
+        kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
+        origin = f"measured on {self.date}, {kind}, median of {count} or more"
+        data = self.cluster.to_json()
+        keys = [f"{part}.{key}" for part in ("device", "intra_host", "inter_host") for key in data[part]]
+        measured = {*measured_constants(self.cluster, self.measurements), "device.dispatch_seconds"}
+        measured |= {"device_share"} if self.alone is not None else set()
+        sources = {key: origin if key in measured else "assumed, not measured" for key in [*keys, "device_share"]}
+        sources |= {"device.memory_bytes": f"reported on {self.date}, {kind}", "fingerprint": self.fingerprint}
+        errors = self.errors
+        half, most = errors[len(errors) // 2], errors[int(0.9 * (len(errors) - 1))]
+        notes = (
+            f"Constants of a fit, not of a data sheet. Of {len(errors)} programs, half are predicted within a factor "
+            f"of {half:.2f}, nine in ten within {most:.2f}, all within {errors[-1]:.2f}."
+        )
+        return {**data, "sources": sources, "notes": notes}
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the cluster file; None: where `local_cluster` looks. Of several processes, the first one writes.
+
+        Raises:
+            ExecutionError: the file cannot be written.
+        """
+        target = Path(path) if path is not None else path_for(self.fingerprint)
+        if jax.process_index() > 0:
+            return target
+        try:
+            make_private(target.parent)
+            target.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ExecutionError(
+                f"The cluster file {str(target)!r} cannot be written ({error}): choose another with --out."
+            ) from error
+        return target
+
+
+def calibrate(
+    devices: Sequence[Any] | None = None,
+    *,
+    limit_seconds: float = 60.0,
+    progress: Progress = lambda *_: None,
+) -> Calibration:
+    """Measure devices (default: `jax.devices()`) thoroughly: many sizes, dtypes, collectives and groups.
+
+    Args:
+        devices: equal numbers of each host's.
+        limit_seconds: for the timing; compiling comes on top. Each program is timed three times at least.
+        progress: see `Progress`.
+
+    Raises:
+        ExecutionError: the hosts have different numbers of devices.
+    """
+    found = tuple(jax.devices() if devices is None else devices)
+    progress("a first look", 0, 1)
+    first = quick_cluster(found)
+    rate = first.device.peak("float32") / (len(found) if first.shared_processor else 1)
+    sizes = thorough_sizes(first.device.memory_bytes, rate)
+    guess = replace(first.device, peak_flops={**first.device.peaks, **_peaks(sizes.sides, first.device)})
+    progress("compiling", 0, 1)
+    probes = [*device_probes(found, sizes), *link_probes(found, sizes)]
+    stopwatch = Stopwatch(limit_seconds=limit_seconds, agree=agreed_number)
+    programs = _dispatch_and_blocks(found, first)
+    return conclude(replace(first, device=guess), programs, probes, stopwatch, fingerprint(found), progress)
+
+
+def quick_cluster(devices: Sequence[Any]) -> Cluster:
+    """These devices, measured in about three seconds."""
+    found = tuple(devices)
+    guess = _guess(found)
+    probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
+    stopwatch = replace(_QUICK_STOPWATCH, agree=agreed_number)
+    return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
+
+
+def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[Program]:
+    return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
+
+
+def conclude(
+    guess: Cluster,
+    dispatch_and_blocks: Sequence[Program],
+    probes: Sequence[Probe],
+    stopwatch: Stopwatch,
+    devices_fingerprint: str,
+    progress: Progress = lambda *_: None,
+) -> Calibration:
+    """Time all of these and find the cluster like `guess` that explains them.
+
+    `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device of each host
+    and divided over all devices.
+    """
+    programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
+    total, done = num_samples(len(programs), stopwatch), 0
+
+    def step(name: str) -> None:
+        nonlocal done
+        progress(name, done, total)
+        done += 1
+
+    timings = time_programs(programs, stopwatch, step)
+    progress("fitting", total, total)
+    dispatch, *shares = timings[: len(dispatch_and_blocks)]
+    timings = timings[len(dispatch_and_blocks) :]
+    measurements = [_measurement(probe, timing) for probe, timing in zip(probes, timings, strict=True)]
+    guess = replace(guess, device=replace(guess.device, dispatch_seconds=dispatch.seconds))
+    if shares:
+        guess = replace(guess, device_share=_device_share(shares[0].seconds, shares[1].seconds, guess.devices_per_host))
+    return Calibration(
+        cluster=fit_cluster(guess, measurements),
+        measurements=tuple(measurements),
+        dispatch=dispatch,
+        alone=shares[0] if shares else None,
+        together=shares[1] if shares else None,
+        fingerprint=devices_fingerprint,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _measurement(probe: Probe, timing: Timing) -> Measurement:
+    return Measurement(
+        name=probe.program.name,
+        series=probe.series,
+        size=probe.size,
+        parts=probe.parts,
+        num_active_devices=probe.num_active_devices,
+        seconds=timing.seconds,
+        num_samples=timing.num_samples,
+    )
+
+
+def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
+    """What one device alone gets done of some work, against all of them together."""
+    return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
+
+
+def _guess(devices: tuple[Any, ...]) -> Cluster:
+    """Where the fit begins; only counts and the memory are right."""
+    rows, first = host_rows(devices), devices[0]
+    if len({len(row) for row in rows}) > 1:
+        raise ExecutionError(
+            f"The hosts have {', '.join(str(len(row)) for row in rows)} of the devices, but a cluster has equal hosts: "
+            "give as many devices of each host."
+        )
+    per_host = len(rows[0])
+    shared = first.platform == "cpu" and per_host > 1
+    return Cluster(
+        name=f"local ({len(devices)} × {first.device_kind})",
+        device=Device(
+            name=first.device_kind,
+            memory_bytes=_memory_bytes(first, per_host),
+            memory_bandwidth=1e11,
+            peak_flops={"float32": _GUESSED_FLOPS, "tensorfloat32": _GUESSED_FLOPS},
+            launch_seconds=1e-6,
+            dispatch_seconds=1e-4,
+            num_units=_num_units(first),
+            tiles=_TILES.get(first.platform, ((128, 128),)),
+            fill_depth=8.0,
+            # The fitted rates are what is reached, not what a data sheet says.
+            matrix_efficiency=1.0,
+            convolution_efficiency=0.5,
+            memory_efficiency=1.0,
+        ),
+        num_hosts=len(rows),
+        devices_per_host=per_host,
+        intra_host=Link(bandwidth_bytes_per_second=1e10, latency_seconds=1e-5),
+        inter_host=Link(bandwidth_bytes_per_second=1e10, latency_seconds=1e-5),
+        shared_processor=shared,
+    )
+
+
+def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
+    """A rate of its own for each dtype that is timed, float32 products having that of tensorfloat32."""
+    return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
+
+
+def _num_units(device: Any) -> int:
+    """Streaming multiprocessors of a GPU; 1 where the device does not say."""
+    return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
+
+
+def _memory_bytes(device: Any, sharers: int) -> float:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return float(stats["bytes_limit"])
+    return 0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharers

@@ -1,0 +1,341 @@
+"""The programs that are timed to describe devices, and what each is to the cost model.
+
+Every program does one thing again and again, mostly in a loop whose number of trips is an argument, on all devices at
+the same time unless it says otherwise. Passes work on arrays that no cache holds, since in a train step most operands
+come from memory.
+
+    product            y @ w, square, by dtype and side                              Work "matmul"
+    convolution        3 × 3 with its gradients, by stride and channels              Work "convolution"
+    tiny product       8 × 8, which is all launch                                    Work "matmul"
+    pass               an element-wise pass, by size                                 Work "elementwise", bytes
+    arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
+    all_reduce, all_gather after reduce_scatter, all_to_all, permute,
+                       by group size and bytes                                       Collective
+
+Groups lie inside a host; where there are several hosts, others have one device of each host, and one has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite.runtime.calibrate.timing import Program
+from alpa_lite.runtime.job.processes import host_rows
+from cost_models.collective import Collective, Group
+from cost_models.work import Product, Work
+
+#: FLOPs per element of `_arithmetic` by the count of the rules, and of `_pass`.
+_ARITHMETIC_FLOPS, _PASS_FLOPS = 18.0, 3.0
+#: Images of a convolution, and their height and width.
+_IMAGES, _SIDE = 8, 32
+#: Of the part of a block that one device of several does: samples, and the width of its weights.
+_ROWS, _WIDTH = 256, 256
+#: Arrays that a task of a plan usually takes.
+_ARRAYS_PER_TASK = 32
+_ITEM_BYTES = 4
+
+_Step = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the rest."""
+
+    program: Program
+    series: str
+    size: float
+    parts: tuple[Work | Collective, ...]
+    num_active_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSizes:
+    """Which sizes are timed.
+
+    Attributes:
+        sides: of square products, per dtype name.
+        elements: of float32 arrays for element-wise passes.
+        channels: in and out of 3 × 3 convolutions.
+        link_elements: of float32 arrays for collectives.
+        every_group: time every kind of collective in every group size, instead of all_reduce over all devices.
+    """
+
+    sides: dict[str, tuple[int, ...]]
+    elements: tuple[int, ...]
+    channels: tuple[int, ...]
+    link_elements: tuple[int, ...]
+    every_group: bool
+
+
+QUICK = ProbeSizes(
+    sides={"float32": (64, 256)},
+    elements=(1 << 17, 1 << 20),
+    channels=(32,),
+    link_elements=(1 << 8, 1 << 18),
+    every_group=False,
+)
+
+
+def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
+    """Sizes for devices with this memory and about this rate of products: none that runs for more than 0.05 s."""
+    sides = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if 2.0 * n**3 <= 0.05 * matrix_flops)
+    return ProbeSizes(
+        sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
+        elements=tuple(1 << k for k in (20, 22, 24) if _ITEM_BYTES << k <= memory_bytes / 64),
+        channels=(16, 64, 256) if sides[-1] >= 1024 else (16, 64),
+        link_elements=tuple(1 << k for k in (8, 12, 16, 20, 24) if _ITEM_BYTES << k <= memory_bytes / 512),
+        every_group=True,
+    )
+
+
+def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+    """Products and passes, on all devices at the same time."""
+    found: list[Probe] = []
+
+    def add(series: str, function: _Step, shape: tuple[int, ...], work: Work) -> None:
+        found.append(
+            Probe(
+                program=_everywhere(f"{series}, {shape[-1]}", function, devices, shape, work.dtype),
+                series=series,
+                size=shape[-1],
+                parts=(work,),
+                num_active_devices=len(devices),
+            )
+        )
+
+    for dtype, sides in sizes.sides.items():
+        for n in sides:
+            add(f"product {dtype}", _product, (n, n), _product_work(n, dtype))
+    add("tiny product", _product, (8, 8), _product_work(8, "float32"))
+    for n in sizes.elements:
+        add("pass", _pass, (n,), _pass_work(n))
+    found += [_convolution_probe(devices, stride, n) for stride in (1, 2) for n in sizes.channels]
+    middle = sizes.elements[len(sizes.elements) // 2]
+    flops = _ARITHMETIC_FLOPS * middle
+    add("arithmetic", _arithmetic, (middle,), Work(flops=flops, bytes=2.0 * _ITEM_BYTES * middle))
+    return found
+
+
+def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Probe:
+    """Called again and again from outside: XLA compiles convolutions in loops to something else on CPU."""
+    mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    mapped = jax.shard_map(
+        lambda y, w: _convolution(stride, y[0], w[0])[None], mesh=mesh, in_specs=(spec, spec), out_specs=spec
+    )
+    shape = (len(devices), _IMAGES, _SIDE, _SIDE, channels)
+    images, weights = (_filled(shape, "float32", NamedSharding(mesh, spec), fill) for fill in (0.0, 1.0))
+    series = f"convolution, stride {stride}"
+    return Probe(
+        program=_called(f"{series}, {channels}", jax.jit(mapped).lower(images, weights).compile(), images, weights),
+        series=series,
+        size=channels,
+        parts=(_convolution_work(stride, channels),),
+        num_active_devices=len(devices),
+    )
+
+
+def share_programs(devices: Sequence[Any]) -> list[Program]:
+    """A chain of products, softmax and norm on the first device of each host, and the same work divided over all."""
+    rows = host_rows(devices)
+    return [
+        _everywhere("block on one device", _block, [row[0] for row in rows], (_ROWS * len(rows[0]), _WIDTH)),
+        _everywhere("block on all devices", _block, devices, (_ROWS, _WIDTH)),
+    ]
+
+
+def dispatch_program(devices: Sequence[Any]) -> Program:
+    """A program that does nothing much to a task's usual number of arrays."""
+    mesh = Mesh(np.array(devices), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
+    compiled = jax.jit(lambda *xs: [x + 1.0 for x in xs], out_shardings=sharding).lower(*arrays).compile()
+    return _called("dispatch", compiled, *arrays)
+
+
+def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
+    """Collectives in groups inside a host, and across hosts."""
+    rows = host_rows(devices)
+    if len(devices) == 1:
+        return []
+    kinds = _COLLECTIVES if sizes.every_group else _COLLECTIVES[:1]
+    return [
+        _collective_probe(kind, grid, group, elements)
+        for grid, group in probe_groups(rows, every=sizes.every_group)
+        for kind in kinds
+        for elements in sizes.link_elements
+    ]
+
+
+def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
+    """Arrays of devices [siblings, members], with what one row is to the cost model."""
+    hosts, per_host = len(rows), len(rows[0])
+    inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
+    inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
+    grid = np.array(rows)
+    found = [
+        (grid.reshape(-1, g), Group(num_devices=g, devices_per_host=g, num_concurrent=per_host // g)) for g in inside
+    ]
+    if hosts > 1:
+        found.append((grid.T, Group(num_devices=hosts, devices_per_host=1, num_concurrent=per_host)))
+        found.append((grid.reshape(1, -1), Group(num_devices=hosts * per_host, devices_per_host=per_host)))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A collective as a function of an array [elements] and the group size; the kinds it is made of."""
+
+    name: str
+    run: Callable[[jax.Array, int], jax.Array]
+    kinds: tuple[Any, ...]
+
+
+def _exchange(x: jax.Array, size: int) -> jax.Array:
+    return lax.all_to_all(x.reshape(size, -1), "member", 0, 0, tiled=True).reshape(x.shape)
+
+
+def _scatter_and_gather(x: jax.Array, size: int) -> jax.Array:
+    return lax.all_gather(lax.psum_scatter(x, "member", tiled=True), "member", tiled=True)
+
+
+def _onwards(x: jax.Array, size: int) -> jax.Array:
+    return lax.ppermute(x, "member", [(i, (i + 1) % size) for i in range(size)])
+
+
+_COLLECTIVES = (
+    _Kind(name="all_reduce", run=lambda x, size: lax.psum(x, "member"), kinds=("all_reduce",)),
+    _Kind(name="reduce_scatter + all_gather", run=_scatter_and_gather, kinds=("reduce_scatter", "all_gather")),
+    _Kind(name="all_to_all", run=_exchange, kinds=("all_to_all",)),
+    _Kind(name="permute", run=_onwards, kinds=("permute",)),
+)
+
+
+def _collective_probe(kind: _Kind, grid: np.ndarray, group: Group, elements: int) -> Probe:
+    size = group.num_devices
+    width = -(-elements // size) * size
+    where = f"{size} devices, {group.num_hosts} hosts" if group.num_hosts > 1 else f"{size} devices"
+    series = f"{kind.name} over {where}"
+
+    def collective(y: jax.Array, _: jax.Array) -> jax.Array:
+        return kind.run(y, size)
+
+    mesh = Mesh(grid, ("sibling", "member"))
+    collectives = [Collective(kind=k, bytes=float(_ITEM_BYTES * width), group=group) for k in kind.kinds]
+    return Probe(
+        program=_on_mesh(f"{series}, {width}", collective, mesh, (width,), "float32"),
+        series=series,
+        size=width,
+        parts=tuple(collectives),
+        num_active_devices=grid.size,
+    )
+
+
+def _product(y: jax.Array, w: jax.Array) -> jax.Array:
+    return (y @ w).astype(y.dtype)
+
+
+def _pass(y: jax.Array, z: jax.Array) -> jax.Array:
+    """Two arrays in, one out, as most chains of element-wise work."""
+    return jnp.maximum(y * 0.9 + z, 0.5)
+
+
+def _product_work(side: int, dtype: str) -> Work:
+    item = jnp.dtype(dtype).itemsize
+    product = Product(rows=side, columns=side, depth=side)
+    return Work(flops=product.flops, bytes=3.0 * side**2 * item, kind="matmul", dtype=dtype, product=product)
+
+
+def _pass_work(elements: int) -> Work:
+    return Work(flops=_PASS_FLOPS * elements, bytes=3.0 * _ITEM_BYTES * elements)
+
+
+def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:
+    """A convolution and the two that are its gradients, as a train step runs them."""
+    channels = y.shape[-1]
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(images, kernel, (stride, stride), "SAME", dimension_numbers=layout)
+
+    result, pull = jax.vjp(convolve, y, w.ravel()[: 9 * channels**2].reshape(3, 3, channels, channels))
+    of_images, of_kernel = pull(result)
+    return of_images + of_kernel.mean()
+
+
+def _convolution_work(stride: int, channels: int) -> Work:
+    """All three of them."""
+    rows = _IMAGES * (_SIDE // stride) ** 2
+    product = Product(rows=rows, columns=channels, depth=9 * channels)
+    moved = _ITEM_BYTES * (rows * channels + _IMAGES * _SIDE**2 * channels + 9.0 * channels**2)
+    return Work(flops=product.flops, bytes=moved, kind="convolution", product=product) * 3
+
+
+def _arithmetic(y: jax.Array, _: jax.Array) -> jax.Array:
+    return jnp.exp(-jnp.tanh(y) * y)
+
+
+def _block(y: jax.Array, w: jax.Array) -> jax.Array:
+    y = jax.nn.softmax(y @ w[: w.shape[1]])
+    return jnp.tanh((y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-5))
+
+
+def _everywhere(
+    name: str, function: _Step, devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
+) -> Program:
+    return _on_mesh(name, function, Mesh(np.array(devices), ("device",)), shape, dtype)
+
+
+def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Program:
+    """y = function(y, w) for arrays of each device's own, again and again, in place."""
+    spec = PartitionSpec(mesh.axis_names)
+
+    def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
+
+    # Unchecked: the loop carries what is the same on all members of a group as if it were not.
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+    sharding, full = NamedSharding(mesh, spec), (mesh.devices.size, *shape)
+    # Zeros stay finite under everything, and ordinary under sums; y @ w with all entries of w 1/n keeps ones.
+    fill = 1.0 if len(shape) == 2 else 0.0
+    rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
+    return _looped(name, jax.jit(mapped), rows, constants)
+
+
+def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:
+    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]  # made with a NamedSharding
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
+
+    def run(trips: int) -> None:
+        count = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(trips, np.int32))
+        jax.block_until_ready(compiled(count, *arrays))
+
+    return Program(name=name, run=run)
+
+
+def _called(name: str, compiled: Any, *arrays: jax.Array) -> Program:
+    """A trip is a call that is awaited."""
+
+    def run(trips: int) -> None:
+        for _ in range(trips):
+            jax.block_until_ready(compiled(*arrays))
+
+    return Program(name=name, run=run)
+
+
+def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding, value: float = 1.0) -> jax.Array:
+    """An array of one value, each process making its own part."""
+
+    def part(index: Any) -> np.ndarray:
+        extent = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+        return np.full(extent, value, jnp.dtype(dtype))
+
+    return jax.make_array_from_callback(shape, sharding, part)

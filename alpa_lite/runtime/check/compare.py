@@ -1,0 +1,279 @@
+"""A compiled step against `jax.jit` of the same function, leaf by leaf, measured in what rounding alone does.
+
+    want      jax.jit(step)(arguments), on one device
+    noise     how far jax.jit moves when each float input moves up or down by one unit in the last place: the most of
+              `NUM_DRAWS` draws of signs, and of one draw that moves them by `allowed_steps` units
+    step      max(noise, one unit in the last place of the leaf's largest number)
+    fine      |got - want| <= allowed_steps · step in every element; integers, booleans and keys equal
+
+A step that computes in lower precision than its inputs have (float32 weights that are cast to bfloat16) rounds more
+than the last place of its inputs tells: inputs are then moved by units of the lowest precision on the way to a leaf.
+That would drown an updated weight, which follows its old value: for leaves that take the place of an input the change
+of their difference from it counts, where that is less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.errors import CheckError, ExecutionError
+from alpa_lite.runtime.check.check_report import MAX_LOW_STEPS, MAX_STEPS, CheckedLeaf, CheckReport
+from alpa_lite.runtime.check.trial_arguments import copied, held, is_drawn, is_inexact, perturbed
+from alpa_lite.runtime.execute.function import CompiledFunction, flatten_arguments
+
+NUM_DRAWS = 4
+"""How often signs are drawn for changes of the inputs by one unit in the last place."""
+
+_SEED = 0
+_LOW = 1e-5
+"""Relative units in the last place above this are those of float16, bfloat16 and below."""
+
+
+def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckReport:
+    """Run a compiled step and `jax.jit` of its function on copies of these arguments, and compare.
+
+    Arguments that are `jax.ShapeDtypeStruct`s are drawn. The step runs once, `jax.jit` once and then a few times on
+    perturbed arguments.
+
+    Raises:
+        CheckError: they differ by more than rounding; it carries the report.
+        ExecutionError: this process is one of several.
+    """
+    check_one_process()
+    report = _Comparison(compiled=compiled, args=tuple(args), kwargs=dict(kwargs)).report()
+    if not report.ok:
+        raise CheckError(f"{report.verdict} {_advice(compiled)}", report)
+    return report
+
+
+def check_one_process() -> None:
+    """Raise `ExecutionError` in a job of several processes, none of which sees all of an output."""
+    if jax.process_count() > 1:
+        raise ExecutionError(
+            f"A check compares on the devices of one process, but this is one of {jax.process_count()}. Check the step "
+            "at small size in a single process, with virtual CPU devices if need be (alpa-lite check --devices 8)."
+        )
+
+
+def _advice(compiled: CompiledFunction) -> str:
+    if compiled.plan.averaged:
+        return (
+            'on_non_additive="mean_of_means" takes the mean over micro-batches of a step that is no sum over its '
+            "samples, which is another result: check it with num_microbatches=1."
+        )
+    return (
+        "A step must depend on its arguments alone: what it reads from elsewhere while it is traced (a counter, a "
+        "random number of the host) may differ each time. If yours does, please report this as a defect with the step."
+    )
+
+
+@dataclass(kw_only=True)
+class _Comparison:
+    """One comparison; `seed` is that of drawn arguments and of the signs of perturbations."""
+
+    compiled: CompiledFunction
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int = _SEED
+    leaves: list[Any] = field(default_factory=list[Any])
+    _noisy: dict[float, list[tuple[list[Any], list[Any]]]] = field(default_factory=dict[float, Any])
+
+    @cached_property
+    def reference(self) -> Callable[..., Any]:
+        """`jax.jit` of the user's function, of its dynamic arguments flattened."""
+        traced, args = self.compiled.traced, self.args
+
+        def whole(leaves: Sequence[Any]) -> Any:
+            dynamic, keywords = jax.tree.unflatten(traced.in_tree, leaves)
+            return traced.fun(*[dynamic.get(i, arg) for i, arg in enumerate(args)], **keywords)
+
+        return jax.jit(whole)
+
+    def report(self) -> CheckReport:
+        traced = self.compiled.traced
+        given = jax.tree.leaves(flatten_arguments(self.args, self.kwargs, traced.static_argnums))
+        want_tree = self._held(given)
+        want = jax.tree.leaves(want_tree)
+        got_tree = self.compiled.run_flat(
+            [copied(leaf) if gone else leaf for leaf, gone in zip(self.leaves, traced.donated, strict=True)], None
+        )
+        if jax.tree.structure(got_tree) != jax.tree.structure(want_tree):
+            raise CheckError(
+                f"{traced.name} returned {jax.tree.structure(got_tree)} by the plan, but "
+                f"{jax.tree.structure(want_tree)} under jax.jit: it does not return the same each time it is traced."
+            )
+        units = coarsest_units(_jax.open_jaxpr(traced.jaxpr))
+        found = [
+            self._compared(number, got, wanted, units[number])
+            for number, (got, wanted) in enumerate(zip(jax.tree.leaves(got_tree), want, strict=True))
+        ]
+        drawn = any(map(is_drawn, given))
+        return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
+
+    def _held(self, given: Sequence[Any]) -> Any:
+        """Fill `leaves`; returns what `jax.jit` makes of them.
+
+        Where drawn arguments make it give numbers that are not finite, absolute values of them may do better.
+        """
+        device = jax.devices()[0]
+        self.leaves = held(given, device, self.seed)
+        want = self.reference(self.leaves)
+        if any(map(is_drawn, given)) and (lost := _num_lost(want)):
+            others = held(given, device, self.seed, positive=True)
+            again = self.reference(others)
+            if _num_lost(again) < lost:
+                self.leaves, want = others, again
+        return want
+
+    def _perturbed(self, unit: float) -> list[tuple[list[Any], list[Any]]]:
+        """Perturbed arguments and what `jax.jit` makes of them, by draw; the last is of all units that are allowed."""
+        if unit not in self._noisy:
+            rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
+            for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
+                leaves = [perturbed(leaf, unit, ulps, rng) for leaf in self.leaves]
+                found.append((leaves, [*map(_on_host, jax.tree.leaves(self.reference(leaves)))]))
+            self._noisy[unit] = found
+        return self._noisy[unit]
+
+    def _compared(self, number: int, got: Any, want: Any, unit: float) -> CheckedLeaf:
+        """One leaf."""
+        name = self.compiled.traced.out_names[number]
+        shape, dtype = tuple(jnp.shape(want)), str(want.dtype)
+        if (tuple(jnp.shape(got)), str(got.dtype)) != (shape, dtype):
+            note = f"{got.dtype}{list(jnp.shape(got))} by the plan"
+            return CheckedLeaf(
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                error=float("inf"),
+                rounding_steps=float("inf"),
+                allowed_steps=MAX_STEPS,
+                limit=0.0,
+                ok=False,
+                note=note,
+            )
+        a, b = _on_host(got), _on_host(want)
+        difference, scale = change(a, b), _scale(b)
+        step = self._step(number, b, scale, unit) if difference or is_inexact(b) else 0.0
+        steps = _quotient(difference, step)
+        return CheckedLeaf(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            error=_quotient(difference, scale),
+            rounding_steps=steps,
+            allowed_steps=allowed_steps(unit),
+            limit=0.0 if scale == 0 else allowed_steps(unit) * step / scale,
+            ok=steps <= allowed_steps(unit),
+            note=_note(got, want, b, step, difference),
+        )
+
+    def _step(self, number: int, want: Any, scale: float, unit: float) -> float:
+        """One rounding step of a leaf, absolute; of others than floats the share of elements."""
+        own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
+        return max(own * scale, self._noise(number, want, unit))
+
+    def _noise(self, number: int, want: Any, unit: float) -> float:
+        """How far `jax.jit` moves a leaf when its inputs move by one unit in the last place."""
+        follows = self.compiled.traced.aliases.get(number)
+        before = _on_host(jnp.asarray(self.leaves[follows])) if follows is not None and is_inexact(want) else None
+        noise = 0.0
+        for draw, (leaves, outputs) in enumerate(self._perturbed(unit)):
+            moved = change(outputs[number], want)
+            if follows is not None and before is not None:
+                after = _on_host(jnp.asarray(leaves[follows]))
+                moved = min(moved, change(outputs[number] - after, want - before))
+            noise = max(noise, moved / (1.0 if draw < NUM_DRAWS else allowed_steps(unit)))
+        return noise
+
+
+def allowed_steps(unit: float) -> float:
+    """The rounding steps that are allowed where numbers have a relative unit in the last place."""
+    return MAX_LOW_STEPS if unit > _LOW else MAX_STEPS
+
+
+def _quotient(difference: float, unit: float) -> float:
+    """How many units a difference is; where the unit is infinite, as `jax.jit` itself is not always finite, none."""
+    if difference == 0 or unit == np.inf:
+        return 0.0
+    return float(difference / unit) if unit else float("inf")
+
+
+def coarsest_units(jaxpr: Any) -> list[float]:
+    """The relative unit in the last place of the lowest precision on the way to each output of a jaxpr; 0 for none."""
+    known: dict[Any, float] = {}
+
+    def of(atom: Any) -> float:
+        return _unit(atom) if isinstance(atom, _jax.Literal) else known.get(atom, _unit(atom))
+
+    for eqn in jaxpr.eqns:
+        inside = max(map(_coarsest_inside, _jax.inner_jaxprs(eqn)), default=0.0)
+        before = max(map(of, eqn.invars), default=0.0)
+        known |= {var: max(before, inside, _unit(var)) for var in eqn.outvars}
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _coarsest_inside(jaxpr: Any) -> float:
+    inner = _jax.open_jaxpr(jaxpr)
+    own = max((_unit(var) for eqn in inner.eqns for var in eqn.outvars), default=0.0)
+    return max([own, *[_coarsest_inside(each) for eqn in inner.eqns for each in _jax.inner_jaxprs(eqn)]])
+
+
+def _unit(atom: Any) -> float:
+    dtype = getattr(atom.aval, "dtype", None)
+    return float(jnp.finfo(dtype).eps) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else 0.0
+
+
+def change(a: Any, b: Any) -> float:
+    """The largest difference between two host arrays; of others than floats the share of elements that differ."""
+    if a.size == 0:
+        return 0.0
+    same = (a == b) | ((a != a) & (b != b))
+    if not is_inexact(b):
+        return float(np.mean(~same))
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.all(finite | same):
+        return float("inf")
+    return float(np.max(np.abs(np.where(finite & ~same, a, 0) - np.where(finite & ~same, b, 0)), initial=0.0))
+
+
+def _scale(want: Any) -> float:
+    if not is_inexact(want):
+        return 1.0
+    return float(np.max(np.abs(np.where(np.isfinite(want), want, 0)), initial=0.0))
+
+
+def _on_host(leaf: Any) -> Any:
+    """A leaf as a NumPy array: floats in float64, keys as their words."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return array.astype(np.complex128)
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _num_lost(outputs: Any) -> int:
+    """Numbers among some outputs that are not finite."""
+    return sum(int(np.sum(~np.isfinite(_on_host(x)))) for x in jax.tree.leaves(outputs) if is_inexact(x))
+
+
+def _note(got: Any, want: Any, host: Any, step: float, difference: float) -> str:
+    notes: list[str] = []
+    if is_inexact(host) and host.size and not np.any(np.isfinite(host)):
+        notes.append("not finite anywhere: nothing was compared")
+    if difference and not is_inexact(host) and step:
+        notes.append("jax.jit itself changes it when its inputs change in the last place")
+    if difference and step == np.inf:
+        notes.append("jax.jit itself is not always finite there")
+    if getattr(want, "weak_type", False) != getattr(got, "weak_type", False):
+        notes.append("weakly typed under jax.jit")
+    return "; ".join(notes)

@@ -1,0 +1,150 @@
+"""Arguments and results of a step have memory of their own where a buffer is given away.
+
+    arguments   XLA must not be given a buffer twice, or one that is given away and read as well; on several devices it
+                ends the process. What comes twice is copied                                          `Apart`
+    results     an array that a program hands on, from an argument that the caller keeps or to two results, is copied,
+                as `jax.jit` does                                                                     `shared_results`
+
+Arrays that the step before returned are apart, and are recognised by identity. The buffers of others are compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from alpa_lite import _jax
+from alpa_lite.lower.instructions import Buffer, Program
+from alpa_lite.plan.plan import Plan
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.donation import sent_in_place
+
+
+def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays in the same places and in memory of their own. Other processes have no part in it."""
+    if all(array.is_fully_addressable for array in arrays):
+        return jax.device_put(list(arrays), [array.sharding for array in arrays], may_alias=False)
+    return [_copy_of_blocks(array) for array in arrays]
+
+
+def _copy_of_blocks(array: jax.Array) -> jax.Array:
+    held = [jax.device_put(block, block.sharding, may_alias=False) for block in _jax.blocks(array)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, held, dtype=array.dtype)
+
+
+class Apart:
+    """Copies the arguments of a step that share a buffer with another one, where one of them is given away."""
+
+    def __init__(
+        self,
+        leaves: Sequence[jax.ShapeDtypeStruct],
+        shardings: Sequence[Sharding],
+        donated: Sequence[bool],
+        next_of: Mapping[int, int],
+    ) -> None:
+        """Of each argument its shape, where it lives, and whether it is given away.
+
+        `next_of`: the number of the result that takes the place of an argument in the next step.
+        """
+        self._donated = donated
+        self._groups = [group for group in _alike(leaves, shardings) if any(donated[i] for i in group)]
+        watched = [i for group in self._groups for i in group]
+        # First those that results replace, then what the caller keeps, which may come back as a result too.
+        self._replaced = [i for i in watched if donated[i] and i in next_of]
+        self._kept = [i for i in watched if not donated[i]]
+        self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
+        self._results = [next_of[i] for i in self._replaced]
+        self._more_results = [(i, next_of[i]) for i in self._kept if i in next_of]
+        self._expected: list[Callable[[], Any]] = [_nothing] * len(watched)
+        self._returned: list[tuple[int, Callable[[], Any]]] = []
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments, with copies among them where that is needed."""
+        fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
+        if not fresh:
+            return leaves
+        returned = [i for i, result in self._returned if result() is leaves[i]]
+        arrays = {i for i in fresh if isinstance(leaves[i], jax.Array)}.difference(returned)
+        return self._with_copies(leaves, arrays) if arrays else leaves
+
+    def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Remember, after a step, the arrays that are known to be apart: its results, and what the caller keeps."""
+        if self._watched:
+            self._expected = [
+                *[weakref.ref(outputs[i]) for i in self._results],
+                *[_reference(leaves[i]) for i in self._kept],
+                *[_nothing] * (len(self._watched) - len(self._results) - len(self._kept)),
+            ]
+            self._returned = [(i, weakref.ref(outputs[number])) for i, number in self._more_results]
+
+    def _with_copies(self, leaves: Sequence[Any], fresh: Set[int]) -> Sequence[Any]:
+        repeated = [i for group in self._groups if not fresh.isdisjoint(group) for i in self._repeated(group, leaves)]
+        if not repeated:
+            return leaves
+        found = list(leaves)
+        for i, copy in zip(repeated, copies([leaves[i] for i in repeated]), strict=True):
+            found[i] = copy
+        return found
+
+    def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
+        """The members of a group to be copied: never what the caller keeps."""
+        taken, found = set[Hashable](), list[int]()
+        for i in sorted(group, key=lambda i: self._donated[i]):
+            if isinstance(leaves[i], jax.Array):
+                own = {id(leaves[i]), *_jax.addresses(leaves[i])}
+                if self._donated[i] and not taken.isdisjoint(own):
+                    found.append(i)
+                taken |= own
+        return found
+
+
+def _nothing() -> None:
+    """Stands for an array that is gone."""
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, jax.Array) else _nothing
+
+
+def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[list[int]]:
+    """The arguments in groups, so that arrays in two groups have no buffer of the same shape and dtype."""
+    groups: list[tuple[set[Hashable], list[int]]] = []
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        forms: set[Hashable] = {(leaf.shape, leaf.dtype), (sharding.shard_shape(leaf.shape), leaf.dtype)}
+        members = [i]
+        for group in [group for group in groups if not group[0].isdisjoint(forms)]:
+            groups.remove(group)
+            forms, members = forms | group[0], group[1] + members
+        groups.append((forms, members))
+    return [members for _, members in groups if len(members) > 1]
+
+
+def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
+    """The numbers of a program's outputs that are the array of another one, or of an argument that the caller keeps."""
+    same = sent_in_place(program, plan)
+    placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
+    leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
+    taken, found = set[Buffer | int](), list[int]()
+    for number, buffer in enumerate(program.outputs):
+        made = same.get(buffer, buffer)
+        origin = placed.get(made, made)
+        kept = made in placed and not (leaf[made.value] < len(donated) and donated[leaf[made.value]])
+        if kept or origin in taken:
+            found.append(number)
+        taken.add(origin)
+    return tuple(found)
+
+
+def with_copies(results: list[Any], numbers: Sequence[int]) -> list[Any]:
+    """The outputs of a program with copies of some; those of other processes are None."""
+    here = [number for number in numbers if results[number] is not None]
+    if not here:
+        return results
+    found = list(results)
+    for number, copy in zip(here, copies([results[number] for number in here]), strict=True):
+        found[number] = copy
+    return found

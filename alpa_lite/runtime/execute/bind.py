@@ -1,0 +1,240 @@
+"""Instructions as functions with everything looked up: what runs in a step is one loop over a list (`Bound.run`).
+
+Each buffer has a slot, a place in a list. The arguments of the step come first; the function of an instruction reads
+and writes slots by number. What an instruction is the last to read leaves its slot right after it.
+
+    PLACE    `Binder._place`     an argument, or the rows of a micro-batch, onto the devices of a stage
+    RUN      `Binder._run`       an executable, whose token goes to the `Flight`
+    SEND     `Binder._send`      a transfer
+    ZEROS    `Binder._zeros`
+    CONCAT   `Binder._concat`
+    FREE     no function: the slots that the instruction before gives up
+
+In a job of several processes, what a process has no device for has no function there either: its slots stay empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from alpa_lite.lower.emission import Executable
+from alpa_lite.lower.instructions import SUM, Buffer, Instruction, Program
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.placing import Placing
+from alpa_lite.runtime.execute.relocation import Windows
+from alpa_lite.runtime.execute.run_transfers import Transfer
+from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.in_flight import Flight
+from alpa_lite.runtime.job.processes import devices_of
+from alpa_lite.sharding.specs import Spec
+
+Slots = list[Any]
+Action = Callable[[Slots], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A program ready to run.
+
+    actions      function and slots that are free after it, of each instruction but FREE
+    instructions number in the program of each action
+    slot         of each buffer; the inputs of the step have the first ones
+    outputs      slots of the results
+    """
+
+    actions: tuple[tuple[Action, tuple[int, ...]], ...]
+    instructions: tuple[int, ...]
+    slot: Mapping[Buffer, int]
+    num_slots: int
+    outputs: tuple[int, ...]
+
+    def slots(self, inputs: Sequence[Any]) -> Slots:
+        """For one step on these inputs."""
+        return [*inputs, *[None] * (self.num_slots - len(inputs))]
+
+    def run(self, slots: Slots) -> None:
+        """Launch everything."""
+        for action, free in self.actions:
+            action(slots)
+            for i in free:
+                slots[i] = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Binder:
+    """Looks everything up that a program needs.
+
+    zeros     per task, what makes its accumulators
+    concats   per buffer, what puts the micro-batches of an output together
+    transfers per buffer, what brings it from another stage, where this process takes part
+    is_here   per stage, whether this process has a device of it
+    indices   per stage, the numbers of the micro-batches on its devices
+    groups    per stage, the group of devices whose launches `flight` counts together
+    sharding  of a spec on a stage
+    placing   puts arguments there
+    """
+
+    program: Program
+    step: StepGraph
+    executables: Sequence[Executable]
+    zeros: Mapping[int, Callable[[], Sequence[Any]]]
+    concats: Mapping[Buffer, Callable[..., Any]]
+    transfers: Mapping[Buffer, Transfer]
+    is_here: Sequence[bool]
+    indices: Sequence[Sequence[Any]]
+    groups: Sequence[int]
+    flight: Flight
+    sharding: Callable[[int, Spec | None], NamedSharding]
+    placing: Placing
+
+    def __post_init__(self) -> None:
+        self.input_slot = {v: i for i, v in enumerate(self.step.graph.inputs)}
+        self.slot: dict[Buffer, int] = {}
+        self.num_slots = len(self.step.graph.inputs)
+        self.staged: dict[object, int] = {}
+
+    def bound(self) -> Bound:
+        """The program with everything looked up."""
+        kinds: dict[str, Callable[[int, Instruction], Action]] = {
+            "PLACE": self._place,
+            "RUN": self._run,
+            "SEND": self._send,
+            "ZEROS": self._zeros,
+            "CONCAT": self._concat,
+        }
+        actions: list[tuple[Action, list[int]]] = []
+        numbers: list[int] = []
+        last_place: dict[int, list[int]] = {}
+        for number, instruction in enumerate(self.program.instructions):
+            if instruction.kind == "FREE":
+                if actions:
+                    actions[-1][1].extend(self.slot[b] for b in instruction.reads)
+                continue
+            for buffer in instruction.writes:
+                if buffer not in self.slot:
+                    self.slot[buffer] = self.num_slots
+                    self.num_slots += 1
+            if not self._runs_here(instruction):
+                continue
+            actions.append((kinds[instruction.kind](number, instruction), []))
+            numbers.append(number)
+            if instruction.kind == "PLACE":
+                last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
+                last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
+        for slot, free in last_place.items():
+            free.append(slot)
+        return Bound(
+            actions=tuple((action, tuple(dict.fromkeys(free))) for action, free in actions),
+            instructions=tuple(numbers),
+            slot=self.slot,
+            num_slots=self.num_slots,
+            outputs=tuple(self.slot[b] for b in self.program.outputs),
+        )
+
+    def _runs_here(self, instruction: Instruction) -> bool:
+        """Whether this process does anything for it: any may have to give a part of an argument."""
+        if instruction.kind == "SEND":
+            return instruction.writes[0] in self.transfers
+        return instruction.kind == "PLACE" or self.is_here[instruction.stage]
+
+    def _staged_by(self, instruction: Instruction) -> list[int]:
+        key = instruction.writes[0].value, instruction.stage, instruction.spec
+        return [self.staged[key]] if key in self.staged else []
+
+    def _run(self, number: int, instruction: Instruction) -> Action:
+        executable = self.executables[instruction.task]
+        compiled, launched = in_turn(executable.compiled, devices_of(executable.mesh)), self.flight.launched
+        group = self.groups[instruction.stage]
+        writes = [self.slot[b] for b in instruction.writes]
+        take = _taker([self.slot[b] for b in instruction.reads])
+        more = (self.indices[instruction.stage][instruction.microbatch or 0],) if executable.takes_microbatch else ()
+
+        def run(slots: Slots) -> None:
+            *results, token = compiled(*take(slots), *more)
+            for i, result in zip(writes, results, strict=True):
+                slots[i] = result
+            launched(group, number, token)
+
+        return run
+
+    def _send(self, number: int, instruction: Instruction) -> Action:
+        """A transfer to another stage; what it launches on the way counts as launched on its devices."""
+        transfer, launched = self.transfers[instruction.writes[0]], self.flight.launched
+        source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
+        group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]
+        if not transfer.num_programs:
+
+            def copy(slots: Slots) -> None:
+                slots[target] = transfer(slots[source])
+
+            return copy
+
+        def note(token: Any, *, at_source: bool) -> None:
+            launched(other if at_source else group, number, token)
+
+        def send(slots: Slots) -> None:
+            slots[target] = transfer(slots[source], launched=note)
+
+        return send
+
+    def _place(self, number: int, instruction: Instruction) -> Action:
+        del number
+        buffer = instruction.writes[0]
+        sharding = self.sharding(instruction.stage, instruction.spec)
+        source, target = self.input_slot[buffer.value], self.slot[buffer]
+        placing = self.placing
+        if buffer.microbatch is None or buffer.microbatch == SUM:
+
+            def place(slots: Slots) -> None:
+                slots[target] = placing.put(slots[source], sharding)
+
+            return place
+        dim, microbatch = self.step.batch_dims[buffer.value] or 0, buffer.microbatch
+        size = self.step.graph.values[buffer.value].shape[dim]
+        rows = Windows(dim=dim, start=0, size=size, count=self.step.num_microbatches)
+        key = buffer.value, instruction.stage, instruction.spec
+        first = key not in self.staged
+        if first:
+            self.staged[key] = self.num_slots
+            self.num_slots += 1
+        staged, here = self.staged[key], self.is_here[instruction.stage]
+
+        def place_rows(slots: Slots) -> None:
+            if first:
+                slots[staged] = placing.staged(slots[source], rows, sharding)
+            if here:
+                slots[target] = placing.rows(slots[staged], rows, microbatch, sharding)
+
+        return place_rows
+
+    def _zeros(self, number: int, instruction: Instruction) -> Action:
+        del number
+        make, writes = self.zeros[instruction.task], [self.slot[b] for b in instruction.writes]
+
+        def zeros(slots: Slots) -> None:
+            for i, array in zip(writes, make(), strict=True):
+                slots[i] = array
+
+        return zeros
+
+    def _concat(self, number: int, instruction: Instruction) -> Action:
+        del number
+        take, join = _taker([self.slot[b] for b in instruction.reads]), self.concats[instruction.writes[0]]
+        target = self.slot[instruction.writes[0]]
+
+        def concat(slots: Slots) -> None:
+            slots[target] = join(*take(slots))
+
+        return concat
+
+
+def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
+    """What reads these slots at once."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())

@@ -1,0 +1,210 @@
+"""Compiles all that a step will run before its first step: equal units once, and as many at a time as there are cores.
+
+    group     units of one form (lower.same_task) are traced and lowered once                   `precompile`
+    compile   one executable per group, for the devices of its first unit                       `_compile_first`
+    load      the same executable on the devices of the others, without XLA compiling it again  `_load_or_compile`
+
+Where JAX's compilation cache is on, executables for other devices come from there, or are compiled for it, instead of
+being loaded from the first: each has an entry of its own on CPU.
+
+Chunks of an interleaved pipeline that lie on the same devices share one executable. Tracing is Python and stays in the
+calling thread, with the user's JAX settings; XLA compiles in others meanwhile, and does not hold Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from alpa_lite import _jax
+from alpa_lite.errors import ExecutionError
+from alpa_lite.lower.emission import Emitted
+from alpa_lite.runtime.job.processes import all_here, any_here
+
+Tell = Callable[[str, int, int], None]
+"""What is compiled now, how many units are done, and how many there are."""
+
+Devices = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Something to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
+
+    name: str
+    mesh: Mesh
+    form: Hashable
+    emit: Callable[[str], Emitted]
+
+    @property
+    def devices(self) -> Devices:
+        """In the order of the mesh."""
+        return tuple(self.mesh.devices.flat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How much work sharing left: units, and how many were lowered, compiled by XLA, and loaded on other devices."""
+
+    units: int
+    lowered: int
+    compiled: int
+    loaded: int
+
+    def __str__(self) -> str:
+        """One line."""
+        shared = self.units - self.compiled - self.loaded
+        return (
+            f"{self.units} executables: {self.lowered} traced and lowered, {self.compiled} compiled, "
+            f"{self.loaded} loaded on other devices, {shared} shared on the same devices"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precompiled:
+    """The program and the executable of each unit, in order; no executable where a unit has no device here."""
+
+    emitted: tuple[Emitted, ...]
+    compiled: tuple[Any, ...]
+    counts: Counts
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Units of one form.
+
+    `meshes` and `uses` tell, by devices, the mesh and how many units are on it; `on` holds the executables, `packed`
+    the first of them as bytes.
+    """
+
+    name: str
+    emitted: Emitted
+    meshes: dict[Devices, Mesh]
+    uses: Counter[Devices]
+    lowered: Any = None
+    num_lowered: int = 1
+    packed: _jax.Packed | None = None
+    on: dict[Devices, Any] = field(default_factory=dict[Devices, Any])
+    compiled: int = 0
+
+
+def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: int | None = None) -> Precompiled:
+    """The executables of all units with a device of this process; `num_threads`: default as many as there are cores.
+
+    Raises:
+        ExecutionError: XLA could not compile a unit; its name is in the message.
+    """
+    members: dict[Hashable, list[Unit]] = {}
+    keys = [(unit.mesh.abstract_mesh, unit.mesh.devices.flat[0].platform, unit.form) for unit in units]
+    for key, unit in zip(keys, units, strict=True):
+        members.setdefault(key, []).append(unit)
+    groups = {key: _group(alike) for key, alike in members.items()}
+    count = sum(sum(group.uses.values()) for group in groups.values())
+    ours = [group for group in groups.values() if group.uses]
+    _Precompiler(count, tell or (lambda *_: None)).run(ours, num_threads or _num_cores())
+    compiled = sum(group.compiled for group in groups.values())
+    return Precompiled(
+        emitted=tuple(groups[key].emitted for key in keys),
+        compiled=tuple(groups[key].on.get(unit.devices) for key, unit in zip(keys, units, strict=True)),
+        counts=Counts(
+            units=count,
+            lowered=sum(group.num_lowered for group in groups.values()),
+            compiled=compiled,
+            loaded=sum(len(group.on) for group in groups.values()) - compiled,
+        ),
+    )
+
+
+def _group(alike: Sequence[Unit]) -> _Group:
+    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    name = alike[0].name + more
+    return _Group(
+        name=name,
+        emitted=alike[0].emit(name),
+        meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
+        uses=Counter(unit.devices for unit in alike if any_here(unit.devices)),
+    )
+
+
+class _Precompiler:
+    """Hands lowered groups to threads, and what they give to the units that wait for it."""
+
+    def __init__(self, num_units: int, tell: Tell) -> None:
+        self.num_units, self.tell, self.done = num_units, tell, 0
+        self.waiting: dict[Future[tuple[Any, int]], tuple[_Group, Devices]] = {}
+
+    def run(self, groups: Sequence[_Group], num_threads: int) -> None:
+        """Compile everything; this thread alone tells about it."""
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="alpa_lite compiles")
+        try:
+            for group in groups:
+                self.tell(group.name, self.done, self.num_units)
+                self._begin(group, pool)
+                self._take(pool, timeout=0)
+            while self.waiting:
+                self._take(pool, timeout=None)
+        finally:
+            # What XLA has begun cannot be stopped; when an error leaves here, nothing waits for it.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, group: _Group, pool: ThreadPoolExecutor) -> None:
+        try:
+            group.lowered = group.emitted.lower()
+        except Exception:  # it may want to know its devices; else the same is raised below
+            group.num_lowered = len(group.uses)
+            for devices, mesh in group.meshes.items():
+                lowered = group.emitted.lower(mesh)
+                self.waiting[pool.submit(_compile_alone, lowered)] = group, devices
+            return
+        first = next(iter(group.uses))
+        self.waiting[pool.submit(_compile_first, group, first)] = group, first
+
+    def _take(self, pool: ThreadPoolExecutor, timeout: float | None) -> None:
+        done, _ = wait(self.waiting, timeout=timeout, return_when=FIRST_COMPLETED)
+        for future in done:
+            group, devices = self.waiting.pop(future)
+            try:
+                executable, compiled = future.result()
+            except Exception as error:
+                raise ExecutionError(
+                    f"XLA could not compile {group.name} for {', '.join(map(str, devices))}: {error}. If memory ran "
+                    "out, plan for less of it (al.planners.Auto(max_memory_bytes=…)); else report what XLA says."
+                ) from error
+            is_first = not group.on and group.lowered is not None
+            group.on[devices] = executable
+            group.compiled += compiled
+            self.done += group.uses[devices]
+            self.tell(group.name, self.done, self.num_units)
+            for other in list(group.uses)[1:] if is_first else ():
+                self.waiting[pool.submit(_load_or_compile, group, other)] = group, other
+            if len(group.on) == len(group.uses):
+                group.lowered = group.packed = None
+
+
+def _compile_alone(lowered: Any) -> tuple[Any, int]:
+    return _jax.compiled(lowered), 1
+
+
+def _compile_first(group: _Group, devices: Devices) -> tuple[Any, int]:
+    compiled = _jax.compiled(group.lowered, device_assignment=devices)
+    if len(group.uses) > 1 and all_here(devices):
+        group.packed = _jax.packed(compiled, devices)
+    return compiled, 1
+
+
+def _load_or_compile(group: _Group, devices: Devices) -> tuple[Any, int]:
+    loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
+    if loaded is not None:
+        return loaded, 0
+    return _jax.compiled(group.lowered, device_assignment=devices), 1
+
+
+def _num_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

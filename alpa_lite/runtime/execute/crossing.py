@@ -1,0 +1,282 @@
+"""Carries blocks of an array from the devices of one sharding to those of another, piece by piece.
+
+    cut     on the source mesh: copies the pieces to send out of the blocks                       `_cut`
+    copy    all pieces at once, each from its device to another of this process                   `Crossing.copy`
+            those that go to another process by one program over all devices that take part      `exchange`
+    land    on the receiving mesh: puts pieces into one chunk per device                          `_land`
+
+A process that has no device of a mesh launches nothing there. Nothing goes through the host. The programs are compiled
+ahead, for all devices of a mesh alike: a slot is a shape of which every device has at most one piece, and tables say at
+which offset (`_slots`). Where blocks are sent whole there is nothing to cut, and where they are what the receivers want
+nothing to land.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from numpy.typing import NDArray
+
+from alpa_lite import _jax
+from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
+from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.processes import devices_of, is_here
+
+Local = Callable[[Any], Any]
+"""What is done to a device's block, inside the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Bytes that were handed from one device to another."""
+
+    source: Any
+    target: Any
+    bytes: int
+
+
+class Launched(Protocol):
+    """Is told of the token of a program, and on which of the two meshes it runs."""
+
+    def __call__(self, token: Any, *, at_source: bool) -> None:
+        """A program was launched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hand:
+    """A piece: the places of its two devices in their meshes, its shape, and where it begins in the block of its source
+    and in the chunk of its target."""
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    landing: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What is handed on, and what is done before and after.
+
+    array    as it lies on the source mesh
+    held     shape of the blocks out of which pieces are cut; `resolve` makes them of those of the array if they differ
+    chunk    shape of what pieces are put together to; `gather` makes a block of the result of it if they differ
+    shape    of the result, which lies as `wanted` says
+    """
+
+    array: jax.ShapeDtypeStruct
+    hands: tuple[Hand, ...]
+    held: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shape: tuple[int, ...]
+    wanted: NamedSharding
+    resolve: Local | None = None
+    gather: Local | None = None
+
+    @property
+    def source(self) -> NamedSharding:
+        """Where the array lies."""
+        sharding = self.array.sharding
+        assert isinstance(sharding, NamedSharding)
+        return sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Pieces of one shape, at most one per device: their numbers by device (-1: none), and offsets [devices, dims]."""
+
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
+    offsets: NDArray[np.int32]
+
+    @property
+    def is_full(self) -> bool:
+        """True when every device has one."""
+        return -1 not in self.numbers
+
+
+class Crossing:
+    """A course with its programs: call it with the array as it lies on the source mesh."""
+
+    def __init__(self, course: Course, blanks: Blanks) -> None:
+        """Compile what this process takes part in."""
+        hands, self.course = course.hands, course
+        self.source, self.target = devices_of(course.source.mesh), devices_of(course.wanted.mesh)
+        self.here = [at for at, device in enumerate(self.source) if is_here(device)]
+        self.landing_here = [at for at, device in enumerate(self.target) if is_here(device)]
+        self.whole = [
+            n for n, h in enumerate(hands) if h.shape == course.held and not any(h.start) and course.resolve is None
+        ]
+        others = sorted({*range(len(hands))} - {*self.whole})
+        self.cut_slots = _slots([(n, hands[n].source, hands[n].start) for n in others], hands, len(self.source))
+        self.land_slots = _slots([(n, h.target, h.landing) for n, h in enumerate(hands)], hands, len(self.target))
+        ends = [(self.source[h.source], self.target[h.target]) for h in hands]
+        self.copied = [n for n, (a, b) in enumerate(ends) if a != b and is_here(a) and is_here(b)]
+        self.copy = _jax.copying_to([SingleDeviceSharding(ends[n][1]) for n in self.copied])
+        self.cut = compiled(_cut(course, self.cut_slots), [course.array]) if others and self.here else None
+        self._compile_landing(blanks)
+        dtype = course.array.dtype
+        sent = [
+            Sent(number=n, shape=hands[n].shape, source=a, target=b)
+            for n, (a, b) in enumerate(ends)
+            if a.process_index != b.process_index
+        ]
+        self._launch_cut = None if self.cut is None else in_turn(self.cut, self.source)
+        self._launch_land = None if self.land is None else in_turn(self.land, self.target)
+        found = Exchange(sent, dtype, blanks) if sent else None
+        self.exchange = found if found is not None and found.is_here else None
+
+    def _compile_landing(self, blanks: Blanks) -> None:
+        course, mesh = self.course, self.course.wanted.mesh
+        self.landing = [stacked(mesh, slot.shape, course.array.dtype) for slot in self.land_slots]
+        needed = bool(self.landing_here) and not self._lands_as_wanted()
+        landing = _land(course, self.land_slots)
+        self.land = compiled(landing, self.landing, course.wanted) if needed else None
+        self.blanks = [
+            {
+                at: blanks.get(slot.shape, course.array.dtype, self.target[at])
+                for at in self.landing_here
+                if needed and slot.numbers[at] < 0
+            }
+            for slot in self.land_slots
+        ]
+
+    def _lands_as_wanted(self) -> bool:
+        slots, course = self.land_slots, self.course
+        return (
+            course.gather is None
+            and len(slots) == 1
+            and slots[0].is_full
+            and slots[0].shape == course.chunk
+            and not slots[0].offsets.any()
+        )
+
+    @property
+    def copies(self) -> bool:
+        """Whether the result shares no block with the array."""
+        stays = (self.source[h.source] == self.target[h.target] for h in map(self.course.hands.__getitem__, self.whole))
+        return self.land is not None or not any(stays)
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs a call launches from this process."""
+        return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
+
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        """The array as it is wanted; None on processes that have none of its devices, which need not have the array."""
+        note = launched if launched is not None else _ignore
+        pieces = self._pieces(array, note) if self.here else {}
+        leaving = [pieces[n] for n in self.copied]
+        exchanged: dict[int, Any] = {}
+        if self.exchange is not None:
+            exchanged, done = self.exchange(pieces)
+            note(done, at_source=True)
+            note(done, at_source=False)
+        if sent is not None:
+            self._tell(sent, leaving)
+        pieces.update(zip(self.copied, self.copy(leaving), strict=True))
+        return self._landed({**pieces, **exchanged}, note) if self.landing_here else None
+
+    def _landed(self, pieces: dict[int, Any], note: Launched) -> Any:
+        if self._launch_land is None:
+            (slot,) = self.land_slots
+            like = jax.ShapeDtypeStruct(self.course.shape, self.course.array.dtype, sharding=self.course.wanted)
+            return joined(like, [pieces[slot.numbers[at]] for at in self.landing_here])
+        parts: list[Any] = []
+        for slot, blanks, like in zip(self.land_slots, self.blanks, self.landing, strict=True):
+            shown = [blanks[at] if slot.numbers[at] < 0 else pieces[slot.numbers[at]] for at in self.landing_here]
+            parts.append(joined(like, shown))
+        landed, done = self._launch_land(*parts)
+        note(done, at_source=False)
+        return landed
+
+    def _pieces(self, array: Any, note: Launched) -> dict[int, Any]:
+        """Each piece of this process on its source device."""
+        found = dict[int, Any]()
+        if self.whole:
+            blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
+            found = {n: blocks[at] for n in self.whole if (at := self.course.hands[n].source) in blocks}
+        if self._launch_cut is not None:
+            *cut, done = self._launch_cut(array)
+            note(done, at_source=True)
+            for slot, made in zip(self.cut_slots, cut, strict=True):
+                blocks = zip(self.here, _jax.blocks(made), strict=True)
+                found.update({slot.numbers[at]: block for at, block in blocks if slot.numbers[at] >= 0})
+        return found
+
+    def _tell(self, sent: list[Message], leaving: Sequence[Any]) -> None:
+        for n, piece in zip(self.copied, leaving, strict=True):
+            hand = self.course.hands[n]
+            source, target = self.source[hand.source], self.target[hand.target]
+            sent.append(Message(source=source, target=target, bytes=piece.nbytes))
+
+
+def _ignore(token: Any, *, at_source: bool) -> None:
+    del token, at_source
+
+
+def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
+    """A program that also gives a token; `wanted`: where its result lies, which JAX may lose of empty arrays."""
+    shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
+    return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
+
+
+def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[Slot]:
+    """Pieces, given as (number, place of the device, offset there), by their shape and how many of it the device has
+    before. `count`: of devices."""
+    seen = Counter[tuple[int, tuple[int, ...]]]()
+    places: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, tuple[int, ...]]]] = {}
+    for number, at, offset in pieces:
+        shape = hands[number].shape
+        places.setdefault((shape, seen[at, shape]), {})[at] = number, offset
+        seen[at, shape] += 1
+    slots: list[Slot] = []
+    for (shape, _), found in places.items():
+        offsets = np.zeros((count, len(shape)), np.int32)
+        for at, (_, offset) in found.items():
+            offsets[at] = offset
+        numbers = tuple(found[at][0] if at in found else -1 for at in range(count))
+        slots.append(Slot(shape=shape, numbers=numbers, offsets=offsets))
+    return slots
+
+
+def _cut(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
+    """One array per slot, with the piece of each device; devices without one give some other part of their block."""
+    mesh = course.source.mesh
+
+    def cut(x: Any) -> Any:
+        at = lax.axis_index(mesh.axis_names)
+        x = x if course.resolve is None else course.resolve(x)
+        cuts = [lax.dynamic_slice(x, tuple(jnp.asarray(slot.offsets)[at]), slot.shape) for slot in slots]
+        return (*cuts, token())
+
+    out_specs = (*(stacked_spec(mesh, slot.shape) for slot in slots), PartitionSpec())
+    return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
+
+
+def _land(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
+    """The pieces of each device put together, and gathered; padding that a gather brings along is cut off."""
+    mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
+    whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
+
+    def land(*parts: Any) -> Any:
+        at = lax.axis_index(mesh.axis_names)
+        x = parts[0] if whole else jnp.zeros(chunk, dtype)
+        for slot, part in zip(slots, () if whole else parts, strict=False):
+            placed = lax.dynamic_update_slice(x, part, tuple(jnp.asarray(slot.offsets)[at]))
+            present = np.array(slot.numbers) >= 0
+            x = placed if slot.is_full else jnp.where(jnp.asarray(present)[at], placed, x)
+        return x if course.gather is None else course.gather(x), token()
+
+    in_specs = tuple(stacked_spec(mesh, slot.shape) for slot in slots)
+    out_specs = (course.wanted.spec, PartitionSpec())
+    return jax.shard_map(land, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

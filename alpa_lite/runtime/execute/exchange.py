@@ -1,0 +1,182 @@
+"""Pieces of arrays from devices of one process to devices of others: one program over all devices that take part.
+
+    round     pieces of one shape, of which each device sends at most one and gets at most one      `_rounds`
+    program   one permute per round, on an array that has a piece of each device along its first dim
+
+A device that has nothing to send in a round shows a blank of that shape, and one that gets nothing gets zeros. Every
+process that has one of the devices launches the program, in the same order among all that spans processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.runtime.job.consensus import meet
+from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.processes import any_here, is_here, processes_of
+
+AXIS = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A piece that one device hands to another."""
+
+    number: int
+    shape: tuple[int, ...]
+    source: Any
+    target: Any
+
+
+class Blanks:
+    """Arrays of zeros, one for all that need one of a shape on a device."""
+
+    def __init__(self) -> None:
+        """None are made yet."""
+        self._made: dict[tuple[tuple[int, ...], Any, Any], Any] = {}
+
+    def get(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        """Zeros of a shape on a device of this process."""
+        key = (shape, jnp.dtype(dtype), device)
+        if key not in self._made:
+            self._made[key] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._made[key]
+
+
+def token() -> jax.Array:
+    """A scalar that is there when its program is done."""
+    return jnp.zeros((), jnp.int8)
+
+
+def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
+    """One block per device, along the first dim; scalars are called the same everywhere, whatever each device has."""
+    return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
+
+
+def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array of one block of a shape per device of a mesh."""
+    whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
+    return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
+
+
+def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[Any]) -> Any:
+    """An array from the blocks on devices of this process."""
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(blocks), dtype=like.dtype)
+
+
+class Exchange:
+    """Compiled on the processes that take part; call it with the pieces on devices of this one."""
+
+    def __init__(self, pieces: Sequence[Sent], dtype: Any, blanks: Blanks) -> None:
+        """All processes that take part must come here at about the same time, or the first ones wait for the others."""
+        found = {device for piece in pieces for device in (piece.source, piece.target)}
+        devices = sorted(found, key=lambda device: (device.process_index, device.id))
+        self.is_here = any_here(devices)
+        if not self.is_here:
+            return
+        self.rounds = _rounds(pieces, devices)
+        mesh = Mesh(np.array(devices), (AXIS,))
+        self._avals = [stacked(mesh, each.shape, dtype) for each in self.rounds]
+        self._mine = [(at, device) for at, device in enumerate(devices) if is_here(device)]
+        self._blanks = [[self._blank(blanks, each, dtype, at, d) for at, d in self._mine] for each in self.rounds]
+        specs = tuple(stacked_spec(mesh, each.shape) for each in self.rounds)
+        pairs = [each.pairs for each in self.rounds]
+
+        def permute(*arrays: Any) -> Any:
+            return (*(lax.ppermute(x, AXIS, p) for x, p in zip(arrays, pairs, strict=True)), token())
+
+        program = jax.shard_map(
+            permute, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
+        )
+        self._permute = in_turn(_jax.compiled(jax.jit(program).lower(*self._avals)), devices)
+        together(devices, lambda: self._permute(*map(_zeros, self._avals)))
+
+    def _blank(self, blanks: Blanks, each: _Round, dtype: Any, at: int, device: Any) -> Any:
+        return None if at in each.sent else blanks.get(each.shape, dtype, device)
+
+    def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
+        """By number the pieces that devices of this process get, and the program's token. They send `pieces`."""
+        arrays: list[Any] = []
+        for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
+            shown = [
+                pieces[each.sent[at]] if blank is None else blank
+                for (at, _), blank in zip(self._mine, blanks, strict=True)
+            ]
+            arrays.append(joined(aval, shown))
+        *results, done = self._permute(*arrays)
+        found: dict[int, Any] = {}
+        for each, result in zip(self.rounds, results, strict=True):
+            for (at, _), block in zip(self._mine, _jax.blocks(result), strict=True):
+                if at in each.got:
+                    found[each.got[at]] = block
+        return found, done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Pieces of one shape: pairs of places, and the number of the piece that a place sends, and gets."""
+
+    shape: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    sent: Mapping[int, int]
+    got: Mapping[int, int]
+
+
+def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
+    """Each piece in the first round of its shape in which neither its sender nor its receiver is busy."""
+    place = {device: at for at, device in enumerate(devices)}
+    rounds: dict[tuple[int, ...], list[tuple[dict[int, int], dict[int, int], list[tuple[int, int]]]]] = {}
+    for piece in pieces:
+        source, target = place[piece.source], place[piece.target]
+        existing = rounds.setdefault(piece.shape, [])
+        free = next((r for r in existing if source not in r[0] and target not in r[1]), None)
+        if free is None:
+            free = {}, {}, []
+            existing.append(free)
+        sent, got, pairs = free
+        sent[source] = got[target] = piece.number
+        pairs.append((source, target))
+    return [
+        _Round(shape=shape, pairs=tuple(pairs), sent=sent, got=got)
+        for shape, existing in rounds.items()
+        for sent, got, pairs in existing
+    ]
+
+
+def together(devices: Sequence[Any], run: Callable[[], Any]) -> None:
+    """Run a program on devices of several processes for the first time, when all of them are ready to.
+
+    The CPU's collectives connect the devices of a group at its first use, and give up when one is half a minute late.
+    """
+    meet(processes_of(devices))
+    jax.block_until_ready(run())
+
+
+def warm(mesh: Mesh) -> None:
+    """Let the devices of a mesh of several processes get connected, in every group that collectives may use."""
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
+
+    def reduce() -> tuple[jax.Array]:
+        return (jax.numpy.stack([lax.psum(jnp.ones(()), group) for group in groups]),)
+
+    program = jax.shard_map(reduce, mesh=mesh, in_specs=(), out_specs=(PartitionSpec(),), check_vma=False)
+    devices = list(mesh.devices.flat)
+    together(devices, in_turn(jax.jit(program).lower().compile(), devices))
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+    def block(index: Any) -> Any:
+        shape = [len(range(*part.indices(n))) for part, n in zip(index, like.shape, strict=True)]
+        return np.zeros(shape, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, block)

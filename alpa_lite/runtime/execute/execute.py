@@ -1,0 +1,353 @@
+"""Executes a program on the devices of this process: one thread launches everything, in the program's total order.
+
+    before the first step   every executable is compiled (compile), every instruction looked up (bind)
+    in a step               launches only, at most so many un-awaited per group of devices (flight); nothing is fetched
+    when nothing moves      an error names the instruction (flight within a step, watchdog after it)
+
+A step that is one task on one micro-batch needs no list of instructions: its arguments go to the executable as they are
+(`Executor._at_once`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.errors import ExecutionError
+from alpa_lite.lower.emission import Executable, boundary_spec
+from alpa_lite.lower.instructions import Program
+from alpa_lite.plan.plan import Plan
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.aliasing import copies, shared_results, with_copies
+from alpa_lite.runtime.execute.bind import Binder
+from alpa_lite.runtime.execute.compile import Tell, precompile
+from alpa_lite.runtime.execute.compile_units import concat_units, task_units, zeros_units
+from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
+from alpa_lite.runtime.execute.donation import donations
+from alpa_lite.runtime.execute.exchange import Blanks, warm
+from alpa_lite.runtime.execute.hang import explanation, short_name
+from alpa_lite.runtime.execute.leaves import Leaves
+from alpa_lite.runtime.execute.placing import Alone, InJob
+from alpa_lite.runtime.execute.run_transfers import compile_transfers
+from alpa_lite.runtime.execute.times import TaskTime
+from alpa_lite.runtime.execute.watch import Watch, spans
+from alpa_lite.runtime.execute.watchdog import Watchdog
+from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
+from alpa_lite.runtime.job.launch_order import participants, verify_order
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of, handle, host_by_host, processes_of
+from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
+from alpa_lite.sharding.specs import Spec
+
+OnHang = Literal["auto", "raise", "end"]
+"""What is done about a step that hangs."""
+
+WATCHDOG_SECONDS = 300.0
+"""So long nothing of a step may end before that counts as a hang."""
+
+
+def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+    """A JAX mesh per stage. Raises `ExecutionError` when there are fewer devices than the plan uses."""
+    available = host_by_host(jax.devices() if devices is None else devices)
+    needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
+    if needed > len(available):
+        raise ExecutionError(
+            f"The plan uses {needed} devices ({plan.cluster.name}), but JAX sees {len(available)}. Plan for "
+            "al.local_cluster(), or start JAX with more devices (jax.config.update('jax_num_cpu_devices', n) on CPU)."
+        )
+    meshes: list[Mesh] = []
+    for stage in plan.stages:
+        chosen = np.array([available[d] for d in stage.submesh.devices]).reshape(stage.mesh_shape.shape)
+        meshes.append(Mesh(chosen, stage.mesh_shape.axis_names))
+    return tuple(meshes)
+
+
+def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
+    """A number for each stage: stages that share a device, directly or through others, have the same."""
+    of_device: dict[Any, int] = {}
+    for number, mesh in enumerate(meshes):
+        met = {of_device[d] for d in mesh.devices.flat if d in of_device}
+        of_device.update({d: number for d, group in of_device.items() if group in met})
+        of_device.update(dict.fromkeys(mesh.devices.flat, number))
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(of_device.values()))}
+    return tuple(numbers[of_device[mesh.devices.flat[0]]] for mesh in meshes)
+
+
+class Executor:
+    """A program with its executables, ready to be called with the flat inputs of the step."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        step: StepGraph,
+        equations: Sequence[Equation],
+        *,
+        donated: Sequence[bool],
+        devices: Sequence[Any] | None = None,
+        progress: Tell | None = None,
+        watchdog_seconds: float | None = WATCHDOG_SECONDS,
+        on_hang: OnHang = "auto",
+    ) -> None:
+        """Compile everything; `progress(name, done, total)` is called on the way.
+
+        donated           `donated[i]`: input i may be overwritten by the output that replaces it
+        watchdog_seconds  so long nothing of a step may end before it hangs; None: for ever
+        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it where there are several processes
+        """
+        self.program, self.plan, self.step = program, plan, step
+        self.meshes = stage_meshes(plan, devices)
+        self._shardings: dict[tuple[int, Spec | None], NamedSharding] = {}
+        self._is_here = [any_here(devices_of(mesh)) for mesh in self.meshes]
+        blanks = Blanks()
+        self.placing = (Alone if jax.process_count() == 1 else InJob)(blanks)
+        homes = [self._sharding(*program.homes[v]) for v in step.graph.inputs]
+        shapes = [value.shape for value in step.graph.values]
+        held = [shapes[v] for v in step.graph.inputs]
+        self.inputs = Leaves(step.input_parts, held, homes, self.placing, donated=donated)
+        output_homes = zip(program.outputs, program.output_specs, strict=True)
+        self._returned = [self._sharding(buffer.stage, spec) for buffer, spec in output_homes]
+        returned = [shapes[v] for v in step.graph.outputs]
+        self.outputs = Leaves(step.output_parts, returned, self._returned, self.placing)
+        self._shared = shared_results(program, plan, step, donated)
+        given = donations(program, plan, step, donated)
+        tasks = task_units(program, plan, step, equations, self.meshes, given)
+        zeros, concats = zeros_units(program, step, self.meshes), concat_units(program, step, self.meshes)
+        made = precompile([*tasks, *zeros.values(), *concats.values()], progress)
+        self.counts = made.counts
+        self.executables = [
+            Executable(task=task, mesh=self.meshes[task.stage], emitted=emitted, compiled=compiled)
+            for task, emitted, compiled in zip(program.tasks, made.emitted, made.compiled, strict=False)
+        ]
+        rest = iter(made.compiled[len(tasks) :])
+        self._zeros, self._concats = dict(zip(zeros, rest, strict=False)), dict(zip(concats, rest, strict=True))
+        self._delivery = self._connected(blanks)
+        self.transfers = compile_transfers(program, step, self.meshes, blanks)
+        self._groups = device_groups(self.meshes)
+        on_cpu = any(d.platform == "cpu" for mesh in self.meshes for d in mesh.devices.flat)
+        self.flight = Flight(
+            1 + max(self._groups),
+            limit=CPU_CREDITS if on_cpu else CREDITS,
+            patience=watchdog_seconds,
+            explain=partial(explanation, program, step, self.meshes),
+            name=partial(short_name, program),
+            processes=self._processes,
+            at_work=at_work,
+            end=end_hung if on_hang == "end" or (on_hang == "auto" and is_watched()) else None,
+        )
+        self.watchdog = Watchdog(self.flight)
+        self._indices = self._microbatch_indices()
+        self.bind()
+
+    def bind(self) -> None:
+        """Look everything up again, as after another executable was put into `executables`."""
+        self.bound = Binder(
+            program=self.program,
+            step=self.step,
+            executables=self.executables,
+            zeros=self._zeros,
+            concats=self._concats,
+            transfers=self.transfers,
+            is_here=self._is_here,
+            indices=self._indices,
+            groups=self._groups,
+            flight=self.flight,
+            sharding=self._sharding,
+            placing=self.placing,
+        ).bound()
+        self._at_once = self._as_one_task()
+
+    def _connected(self, blanks: Blanks) -> Delivery | None:
+        """In a job, what delivers small results; all processes have compiled their tasks when this returns."""
+        if jax.process_count() == 1:
+            return None
+        verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
+        InJob.know(self.meshes)
+        for leaves in (self.inputs, self.outputs):
+            InJob.know(leaves.sharding(i).mesh for i in range(len(leaves.whole)))
+        for mesh in dict.fromkeys(self.meshes):
+            if any_here(devices_of(mesh)) and not all_here(devices_of(mesh)):
+                warm(mesh)
+        results = [self._result(number) for number in range(len(self.outputs.whole))]
+        return Delivery([result for result in results if wanted(result)], jax.devices(), blanks)
+
+    def _result(self, leaf: int) -> Result:
+        """A result of the step, for its delivery."""
+        graph, parts = self.step.graph, self.step.output_parts
+        values = [v for v, part in zip(graph.outputs, parts, strict=True) if part.leaf == leaf]
+        shape = graph.values[values[0]].shape
+        if parts[graph.outputs.index(values[0])].rows is not None:
+            shape = (sum(graph.values[v].shape[0] for v in values), *shape[1:])
+        dtype = _jax.struct((), graph.values[values[0]].dtype).dtype
+        array = jax.ShapeDtypeStruct(self._full(values[0], shape), dtype, sharding=self.outputs.sharding(leaf))
+        return Result(number=leaf, array=array, is_state=values[0] in self.step.aliases)
+
+    def _full(self, value: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a result of the whole step, of which the graph tells that of a micro-batch."""
+        dim = self.step.batch_dims[value]
+        count = self.step.num_microbatches
+        return tuple(n * count if d == dim else n for d, n in enumerate(shape))
+
+    def _complete(self, results: list[Any]) -> list[Any]:
+        """Results of the step, handles where they lie on other processes."""
+        if all(self._is_here):
+            return results
+        found: list[Any] = []
+        for value, array, sharding in zip(self.step.graph.outputs, results, self._returned, strict=True):
+            if any_here(devices_of(sharding.mesh)):
+                found.append(array)
+            else:
+                about = self.step.graph.values[value]
+                found.append(handle(self._full(value, about.shape), _jax.struct((), about.dtype).dtype, sharding))
+        return found
+
+    def _delivered(self, leaves: list[Any]) -> list[Any]:
+        if self._delivery is None or not self._delivery.results:
+            return leaves
+        found, token = self._delivery(leaves)
+        self.flight.launched(0, len(self.program.instructions), token)
+        return found
+
+    def _processes(self, instruction: int) -> frozenset[int]:
+        """Those that take part in an instruction; in the delivery, which follows the last one, all."""
+        if instruction == len(self.program.instructions):
+            return frozenset(range(jax.process_count()))
+        stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
+        return participants(self.program.instructions[instruction], stages)
+
+    def _microbatch_indices(self) -> list[list[Any]]:
+        """The number of each micro-batch, on each stage, placed once."""
+        count = self.step.num_microbatches
+        on_devices: dict[Mesh, list[Any]] = {}
+        for mesh in self.meshes:
+            if mesh not in on_devices:
+                whole = NamedSharding(mesh, PartitionSpec())
+                on_devices[mesh] = [self.placing.put(np.int32(i), whole) for i in range(count)]
+        return [on_devices[mesh] for mesh in self.meshes]
+
+    def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+        """What runs a program that is a single task on arguments at home; None for other programs."""
+        instructions = [i for i in self.program.instructions if i.kind != "FREE"]
+        runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
+        if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
+            return None
+        if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
+            return None  # the others place arguments one by one, in the order of the instructions
+        (number,) = runs
+        run = self.program.instructions[number]
+        executable = self.executables[run.task]
+        position = {b: i for i, b in enumerate(run.writes)}
+        if executable.takes_microbatch or any(b not in position for b in self.program.outputs):
+            return None
+        input_number = {v: i for i, v in enumerate(self.step.graph.inputs)}
+        places = [input_number[b.value] for b in run.reads]
+        shardings = [aval.sharding for aval in executable.avals]
+        order = [position[b] for b in self.program.outputs]
+        in_order = order == [*range(len(run.writes))]
+        all_in_order = places == [*range(len(input_number))]
+        compiled = in_turn(executable.compiled, devices_of(executable.mesh))
+        launched, put_all = self.flight.launched, self.placing.put_all
+
+        def at_once(inputs: Sequence[Any]) -> list[Any]:
+            arrays = inputs if all_in_order else [inputs[i] for i in places]
+            *results, token = compiled(*put_all(arrays, shardings))
+            launched(0, number, token)
+            return results if in_order else [results[i] for i in order]
+
+        return at_once
+
+    def input_sharding(self, leaf: int) -> NamedSharding:
+        """Where an argument of the step lives between steps."""
+        return self.inputs.sharding(leaf)
+
+    def __call__(
+        self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
+    ) -> list[Any]:
+        """One step. With `record`, the measured span of every instruction but FREE is appended.
+
+        awaited: of a recorded step, whether each instruction is awaited before the next one is launched; otherwise
+            they overlap as they do in a step that is not recorded.
+
+        Raises:
+            HangError: nothing of this step, or of the one before, has ended for too long.
+        """
+        if self.flight.hang:
+            self.flight.raise_if_hung()
+        parts = self.inputs.split(inputs)
+        if record is None and self._at_once is not None:
+            results = self._at_once(parts)
+        else:
+            slots = self.bound.slots(parts)
+            del parts
+            if record is None:
+                self.bound.run(slots)
+            elif awaited:
+                self._run_awaited(slots, record)
+            else:
+                self._run_watched(slots, record)
+            results = [slots[i] for i in self.bound.outputs]
+            slots.clear()
+        results = self._complete(with_copies(results, self._shared))
+        leaves = self._delivered(self.outputs.join(results))
+        self.watchdog.watch()
+        return leaves
+
+    def _run_awaited(self, slots: list[Any], record: list[TaskTime]) -> None:
+        began = time.perf_counter()
+        for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
+            instruction = self.program.instructions[number]
+            start = time.perf_counter() - began
+            action(slots)
+            jax.block_until_ready([slots[self.bound.slot[b]] for b in instruction.writes])
+            record.append(TaskTime.of(self.program, instruction, start, time.perf_counter() - began))
+            for i in free:
+                slots[i] = None
+
+    def _run_watched(self, slots: list[Any], record: list[TaskTime]) -> None:
+        watch, launches = Watch(len(self.flight.queues)), dict[int, float]()
+        self.flight.observer = watch.launched
+        began = time.perf_counter()
+        try:
+            for (action, free), number in zip(self.bound.actions, self.bound.instructions, strict=True):
+                instruction = self.program.instructions[number]
+                launches[number] = time.perf_counter() - began
+                action(slots)
+                if instruction.kind == "SEND" and not self.transfers[instruction.writes[0]].num_programs:
+                    watch.copied(number, slots[self.bound.slot[instruction.writes[0]]])
+                for i in free:
+                    slots[i] = None
+        finally:
+            self.flight.observer = None
+        ends = {number: end - began for number, end in watch.finish().items()}
+        record.extend(spans(self.program, self._groups, launches, ends))
+
+    def _sharding(self, stage: int, spec: Spec | None) -> NamedSharding:
+        key = (stage, spec)
+        if key not in self._shardings:
+            partition = boundary_spec(spec) if spec is not None else PartitionSpec()
+            self._shardings[key] = NamedSharding(self.meshes[stage], partition)
+        return self._shardings[key]
+
+    def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
+        """Arrays that the step has captured, its inputs from number `first` on, at home and in memory of their own.
+
+        The caller may write to theirs, or give them away, without changing the step, as with `jax.jit`.
+        """
+        found: list[Any] = []
+        for leaf, constant in enumerate(constants, first):
+            array = constant if isinstance(constant, jax.Array) else np.asarray(constant)
+            placed = self.placing.put(array, self.input_sharding(leaf))
+            found += copies([placed]) if array is constant else [placed]
+        return found
+
+    def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs on their home submeshes, so that the next call moves nothing."""
+        return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

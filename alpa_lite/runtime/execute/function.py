@@ -1,0 +1,218 @@
+"""A compiled step as a function of the user's arguments, which it flattens and looks at before each step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.errors import ExecutionError, PlanError, TraceError
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.progress import Progress
+from alpa_lite.runtime.execute.aliasing import Apart, copies
+from alpa_lite.runtime.execute.allocated import Allocated, allocated
+from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.measure import typical_times
+from alpa_lite.runtime.execute.times import TaskTime
+from alpa_lite.step.split import TracedStep
+from alpa_lite.trace.trace import Traced, aval_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledFunction:
+    """Call it with arguments of the traced shapes."""
+
+    traced: Traced
+    plan: Plan
+    step: TracedStep
+    executor: Executor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+        return self.run_flat(self._leaves(args, kwargs), None)
+
+    def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
+        """One step with every instruction awaited; returns the outputs and the measured spans."""
+        record: list[TaskTime] = []
+        return self.run_flat(self._leaves(args, kwargs), record), record
+
+    def measure(self, *, awaited: bool | None = None) -> tuple[TaskTime, ...]:
+        """The span of each instruction of a step on arguments of zeros.
+
+        Nothing of what the caller holds is touched. The instructions are those that `LoweredFunction.simulate` prices.
+
+        awaited: whether each instruction is awaited before the next one starts, so that a span is what it takes when
+            nothing else goes on. Otherwise they overlap as in any step. Default: where devices share one processor, as
+            virtual CPU devices do, whose overlapping tasks take each other's time.
+        """
+        alone = self.plan.cluster.shared_processor if awaited is None else awaited
+        return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
+
+    def allocated(self) -> tuple[Allocated, ...]:
+        """What XLA allocates on a device of each stage at most, by its account of the executables; nothing runs."""
+        return allocated(self.executor, self.plan)
+
+    def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
+        """One step from flattened dynamic arguments."""
+        try:
+            gone = any([leaf.is_deleted() for leaf in leaves])
+        except AttributeError:  # NumPy's arrays and numbers
+            refuse_shapes(self.traced.name, leaves)
+            gone = any([isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves])
+        if gone:
+            raise ExecutionError(self._given_away(leaves))  # XLA may end the process
+        try:
+            outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
+        except _jax.InvalidNumbersError as error:
+            raise FloatingPointError(
+                f"{self.traced.name}: {' '.join(map(str, error.args))} among the results (jax_debug_nans or "
+                f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."
+            ) from error
+        for number, finish in self._finished:
+            outputs[number] = finish(outputs[number])
+        self._apart.note(leaves, outputs)
+        return jax.tree.unflatten(self.traced.out_tree, outputs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The positional arguments on their planned devices (state stays there from then on)."""
+        leaves = self.executor.place_inputs(self._leaves(args, kwargs))
+        positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
+        return tuple(positional.get(i, arg) for i, arg in enumerate(args))
+
+    def input_shardings(self) -> Any:
+        """The arguments' pytrees with a `NamedSharding` in the place of each array."""
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
+        return jax.tree.unflatten(self.traced.in_tree, shardings)
+
+    @functools.cached_property
+    def _apart(self) -> Apart:
+        """Gives each argument memory of its own where XLA is to write to it."""
+        traced = self.traced
+        shardings = [self.executor.input_sharding(leaf) for leaf in range(len(traced.leaves))]
+        next_of = {leaf: out for out, leaf in traced.aliases.items()}
+        return Apart(traced.leaves, shardings, traced.donated, next_of)
+
+    @functools.cached_property
+    def _finished(self) -> list[tuple[int, Callable[[Any], Any]]]:
+        """The results that `jax.jit` returns as another type of array than executables do, and what makes it."""
+        leaves = enumerate(self.traced.out_leaves)
+        return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        refuse_tracing(self.traced.name)
+        tree = flatten_arguments(args, kwargs, self.traced.static_argnums)
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.traced.in_tree:
+            raise PlanError(
+                f"{self.traced.name} was compiled for other arguments: their structure is {structure}, it was "
+                f"{self.traced.in_tree}. Trace and compile again."
+            )
+        if [np.shape(leaf) for leaf in leaves] != self._shapes:
+            raise PlanError(self._misfit(leaves))
+        if [getattr(leaf, "dtype", None) for leaf in leaves] != self._dtypes:
+            self._check_dtypes(leaves)
+        return leaves
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.shape for leaf in self.traced.leaves]
+
+    @functools.cached_property
+    def _dtypes(self) -> list[Any]:
+        return [leaf.dtype for leaf in self.traced.leaves]
+
+    def _check_dtypes(self, leaves: Sequence[Any]) -> None:
+        """Raises `PlanError` for another dtype than was compiled for, after NumPy's were made JAX's."""
+        for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.names, strict=True):
+            given = aval_of(leaf, name).dtype
+            if given != wanted:
+                raise PlanError(
+                    f"{self.traced.name} was compiled for {name} of dtype {wanted}, but {given} was given. Trace and "
+                    "compile again."
+                )
+
+    def _misfit(self, leaves: Sequence[Any]) -> str:
+        given = zip(leaves, self._shapes, self.traced.names, strict=True)
+        leaf, wanted, name = next(each for each in given if np.shape(each[0]) != each[1])
+        return (
+            f"{self.traced.name} was compiled for {name} of shape {list(wanted)}, but {list(np.shape(leaf))} was "
+            "given. Trace and compile again."
+        )
+
+    def _given_away(self, leaves: Sequence[Any]) -> str:
+        pairs = zip(leaves, self.traced.names, strict=True)
+        name = next(name for leaf, name in pairs if isinstance(leaf, jax.Array) and leaf.is_deleted())
+        return (
+            f"{self.traced.name} was given an array for {name} that has been deleted: an earlier call took its memory "
+            "over (donate_argnums). Pass what that call returned instead, or do not donate it."
+        )
+
+
+def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
+    """What makes a result of an executable one of `jax.jit`: with a weak type, or of no bytes (float0)."""
+    if leaf.dtype == jax.dtypes.float0:
+        return lambda array: np.zeros(leaf.shape, leaf.dtype)
+    known: dict[Any, Any] = {}
+
+    def finish(array: jax.Array) -> jax.Array:
+        # One object for all steps, as the next step recognises its arguments by it.
+        if array.sharding not in known:
+            known[array.sharding] = array.aval.update(weak_type=True)
+        return _jax.weak(array, known[array.sharding])
+
+    return finish
+
+
+def refuse_tracing(name: str) -> None:
+    """Raise `TraceError` where JAX is tracing another function, into which a plan cannot be put."""
+    if _jax.is_tracing():
+        raise TraceError(
+            f"{name} was called while JAX traces or transforms another function (jax.jit, jax.grad, jax.vmap, "
+            "jax.lax.scan, jax.eval_shape, …). A parallel step runs on the devices of its own plan and cannot be part "
+            f"of another program. Call it outside of the transformation, or use the function that it decorates inside: "
+            f"{name}.fun."
+        )
+
+
+def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
+    """Raise `TraceError` for a call with shapes in the place of arrays."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TraceError(
+            f"{name} was called with a jax.ShapeDtypeStruct, but to run it needs arrays. With shapes alone, use "
+            f"{name}.trace(…).plan(), {name}.compiled(…), al.plan({name}, …), or jax.eval_shape({name}.fun, …) for the "
+            "shapes of the results."
+        )
+
+
+def with_own_constants(step: TracedStep, executor: Executor, first: int) -> TracedStep:
+    """The step with copies of the arrays that it has captured, its inputs from number `first` on."""
+    if step.ahead is None:
+        return replace(step, constants=tuple(executor.own_constants(first, step.constants)))
+    # Where they are read ahead, one program reads several, which must not lie on the devices of several stages.
+    own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
+    return replace(step, constants=tuple(own))
+
+
+def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
+    """The dynamic arguments as the pytree that `trace` flattens."""
+    return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
+
+
+def compiling(progress: Progress) -> Callable[[str, int, int], None]:
+    """What tells a `Progress` how much is compiled."""
+    told = 0
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal told
+        progress(f"compiling {name} ({done}/{total})")
+        progress.expect("compile", total - told)
+        for _ in range(done - told):
+            progress.did()
+        told = done
+
+    return tell

@@ -1,0 +1,65 @@
+"""How long a step takes when it is run on the devices of this process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.runtime.execute.execute import Executor
+from alpa_lite.runtime.execute.times import TaskTime
+
+Inputs = Callable[[Sequence[Any]], list[Any]]
+
+NUM_STEPS = 3
+"""How often a step is run to see how fast it is."""
+
+
+def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
+    """The median of a few steps on arguments of zeros, which are on their devices before the clock starts.
+
+    `shapes`: of the arguments; `inputs`: all that the step takes, from its arguments.
+    """
+    seconds = [_seconds_once(executor, shapes, inputs) for _ in range(1 + NUM_STEPS)]
+    return statistics.median(seconds[1:])  # the first one compiles what is left
+
+
+def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
+    leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+    started = time.perf_counter()
+    jax.block_until_ready(executor(inputs(leaves)))
+    return time.perf_counter() - started
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros on the host, or one of keys, of a shape and dtype."""
+    if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return np.zeros(like.shape, like.dtype)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype))
+    implementation = _jax.key_implementation(_jax.name_of(like.dtype))
+    return jax.random.wrap_key_data(jax.numpy.zeros(words.shape, words.dtype), impl=implementation)
+
+
+def typical_times(
+    executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs, *, awaited: bool
+) -> tuple[TaskTime, ...]:
+    """When each instruction of a step ran, on arguments of zeros: of a few steps the one of median length.
+
+    `awaited`: see `Executor.__call__`.
+    """
+    steps: list[list[TaskTime]] = []
+    for _ in range(1 + NUM_STEPS):
+        record: list[TaskTime] = []
+        leaves = jax.block_until_ready(executor.place_inputs([*map(_zeros, shapes)]))
+        executor(inputs(leaves), record, awaited=awaited)
+        steps.append(record)
+    return tuple(sorted(steps[1:], key=_length)[NUM_STEPS // 2])
+
+
+def _length(record: Sequence[TaskTime]) -> float:
+    return max(span.end_seconds for span in record)

@@ -1,0 +1,243 @@
+"""Carries out a planned transfer on devices: at most one program on each mesh, and copies between devices.
+
+    resolve   on the source mesh: a partial sum, before pieces are cut         `_Crossing`
+    cross     pieces, from device to device or between processes               `crossing`
+    gather    on the receiving mesh: the chunks of receivers of one block      `_Crossing`
+
+Both programs are compiled ahead. In a job of several processes each compiles and launches what its devices take part
+in; a transfer inside one process is there what it is in a job of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alpa_lite import _jax
+from alpa_lite.lower.emission import boundary_shape, boundary_spec, move
+from alpa_lite.lower.instructions import Buffer, Program
+from alpa_lite.program.phases import StepGraph
+from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, Launched, Message, compiled
+from alpa_lite.runtime.execute.exchange import Blanks, token
+from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.processes import all_here, any_here, devices_of
+from alpa_lite.sharding.specs import Spec, local_shape
+from alpa_lite.sharding.transfer import PlannedTransfer
+
+
+class Transfer(ABC):
+    """A planned transfer, compiled: call it with an array in the source layout to get it in the target layout."""
+
+    @property
+    @abstractmethod
+    def num_programs(self) -> int:
+        """How many programs one call launches."""
+
+    @abstractmethod
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        """The array in the target layout, asynchronously; what goes to another device is appended to `sent`.
+
+        `launched` is told of each program that may have to wait for other devices. On a process without devices of the
+        source `array` is not looked at, and on one without devices of the target nothing comes back.
+        """
+
+
+def compile_transfers(
+    program: Program, step: StepGraph, meshes: Sequence[Mesh], blanks: Blanks | None = None
+) -> dict[Buffer, Transfer]:
+    """The transfer of each SEND of a program that devices of this process take part in, by what it writes.
+
+    Equal ones are compiled once. All processes of a job do so in the order of the program.
+    """
+    made, found = dict[object, Transfer](), dict[Buffer, Transfer]()
+    shared = Blanks() if blanks is None else blanks
+    for instruction in program.instructions:
+        planned = instruction.transfer
+        if planned is None:
+            continue
+        dtype = step.graph.values[instruction.writes[0].value].dtype
+        source, target = meshes[instruction.source_stage], meshes[instruction.stage]
+        if not any_here((*devices_of(source), *devices_of(target))):
+            continue
+        key = (planned, dtype, source, target)
+        if key not in made:
+            made[key] = compile_transfer(planned, dtype, source, target, shared)
+        found[instruction.writes[0]] = made[key]
+    return found
+
+
+def compile_transfer(
+    planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks | None = None
+) -> Transfer:
+    """A transfer of arrays of a dtype (by name) between the JAX meshes of its two layouts.
+
+    That of typed PRNG keys is planned for the words that they are stored as (`lower.program.planned_transfer`).
+    """
+    is_key = dtype.startswith("key<")
+    outside, inside = planned.source.spec, planned.target.spec
+    shared = Blanks() if blanks is None else blanks
+    if _keeps_form(planned) and all_here((*devices_of(source), *devices_of(target))):
+        return _Whole(source, target, Spec(inside.dims[:-1]) if is_key else inside, is_key=is_key)
+    if is_key:
+        return _OfKeys(planned, dtype, source, target, shared)
+    shape = boundary_shape(planned.shape, outside, dict(source.shape))
+    array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(source, boundary_spec(outside)))
+    return _InPlace(planned, source, array) if planned.in_place else _Crossing(planned, target, array, shared)
+
+
+class _Whole(Transfer):
+    """Each device hands its block to the one of the same number, in the same spec: JAX copies device by device."""
+
+    def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
+        self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))
+        wanted = [NamedSharding(target, boundary_spec(spec))]
+        # Keys are arrays around arrays, which only JAX takes apart.
+        self.copy = partial(jax.device_put, device=wanted) if is_key else _jax.copying_to(wanted)
+
+    @property
+    def num_programs(self) -> int:
+        return 0
+
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        if sent is not None:
+            for block, (source, target) in zip(_jax.blocks(array), self.pairs, strict=True):
+                _note(sent, block, source, target)
+        return self.copy([array])[0]
+
+
+class _InPlace(Transfer):
+    """The walk of collectives between two specs on one mesh."""
+
+    def __init__(self, planned: PlannedTransfer, mesh: Mesh, array: jax.ShapeDtypeStruct) -> None:
+        self.walk = compiled(_walk(planned, mesh), [array])
+        self._launch = in_turn(self.walk, devices_of(mesh))
+
+    @property
+    def num_programs(self) -> int:
+        return 1
+
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        moved, done = self._launch(array)
+        if launched is not None:
+            launched(done, at_source=True)
+        return moved
+
+
+class _Crossing(Transfer):
+    """From one mesh to another."""
+
+    def __init__(self, planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> None:
+        held, landed = planned.source_blocks(), planned.landing_blocks()
+        hands = tuple(
+            Hand(
+                source=piece.source,
+                target=piece.target,
+                shape=piece.shape,
+                start=tuple(a - first for (a, _), (first, _) in zip(piece.box, held[piece.source], strict=True)),
+                landing=tuple(a - first for (a, _), (first, _) in zip(piece.box, landed[piece.target], strict=True)),
+            )
+            for piece in planned.pieces
+        )
+        course = Course(
+            array=array,
+            hands=hands,
+            held=tuple(stop - start for start, stop in held[0]),
+            chunk=tuple(max((b - a for a, b in ends), default=0) for ends in zip(*landed, strict=True)),
+            shape=planned.shape,
+            wanted=NamedSharding(target, boundary_spec(planned.target.spec)),
+            resolve=partial(_local, planned) if planned.resolve else None,
+            gather=partial(_gathered, planned) if planned.gathers else None,
+        )
+        self.crossing = Crossing(course, blanks)
+        self.cut, self.land = self.crossing.cut, self.crossing.land
+
+    @property
+    def num_programs(self) -> int:
+        return self.crossing.num_programs
+
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        return self.crossing(array, sent, launched)
+
+
+class _OfKeys(Transfer):
+    """Typed PRNG keys, transferred as the words that they are stored as."""
+
+    def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks) -> None:
+        self.words = compile_transfer(planned, "uint32", source, target, blanks)
+        (outside, sent), (wanted, landed) = (
+            [NamedSharding(mesh, boundary_spec(spec)) for spec in (Spec(layout.spec.dims[:-1]), layout.spec)]
+            for layout, mesh in ((planned.source, source), (planned.target, target))
+        )
+        keys = _jax.struct(planned.shape[:-1], dtype)
+        held = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=outside)
+        words = jax.ShapeDtypeStruct(planned.shape, jnp.uint32, sharding=landed)
+        impl = _jax.key_implementation(dtype)
+        unwrap = jax.jit(jax.random.key_data, out_shardings=sent)
+        wrap = jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=wanted)
+        self.unwrap = unwrap.lower(held).compile() if any_here(devices_of(source)) else None
+        self.wrap = wrap.lower(words).compile() if any_here(devices_of(target)) else None
+
+    @property
+    def num_programs(self) -> int:
+        return (self.unwrap is not None) + self.words.num_programs + (self.wrap is not None)
+
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+        words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
+        return None if self.wrap is None else self.wrap(words)
+
+
+def _keeps_form(planned: PlannedTransfer) -> bool:
+    """True when each device hands its block to the one of the same number: one `device_put`.
+
+    JAX copies from device to device where both shardings cut alike; otherwise it would go through the host.
+    """
+    if planned.resolve or planned.gathers:
+        return False
+    held = planned.source_blocks()
+    pairs = [(p.source, p.target) for p in planned.pieces if p.box == held[p.source]]
+    return planned.in_place or (held == planned.landing_blocks() and pairs == [(i, i) for i in range(len(held))])
+
+
+def _note(sent: list[Message], array: Any, source: Any, target: Any) -> None:
+    if source != target:
+        sent.append(Message(source=source, target=target, bytes=array.nbytes))
+
+
+def _local(planned: PlannedTransfer, x: Any) -> Any:
+    sizes = planned.source.mesh.axis_sizes
+    x = x[0] if planned.source.spec.partial else x
+    for step in planned.resolve:
+        x = move(x, step, sizes)
+    return x
+
+
+def _gathered(planned: PlannedTransfer, x: Any) -> Any:
+    """The chunks of all receivers of a block; padding that a gather brings along is cut off."""
+    block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
+    for step in planned.gathers:
+        x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+        x = lax.slice_in_dim(x, 0, block[step.dim], axis=step.dim)
+    return x
+
+
+def _walk(planned: PlannedTransfer, mesh: Mesh) -> Callable[..., Any]:
+    wanted = planned.target.spec
+
+    def walk(x: Any) -> Any:
+        x = _local(planned, x)
+        return x[None] if wanted.partial else x, token()
+
+    return jax.shard_map(
+        walk,
+        mesh=mesh,
+        in_specs=boundary_spec(planned.source.spec),
+        out_specs=(boundary_spec(wanted), PartitionSpec()),
+        check_vma=False,
+    )

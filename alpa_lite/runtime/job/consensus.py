@@ -1,0 +1,229 @@
+"""What the processes of a job agree upon, through the service that JAX coordinates them with: no device takes part.
+
+    agreed_data       what the first process says
+    same_everywhere   raise on every process unless all of them state the same facts
+    everywhere        what each process says
+    meet              wait for one another
+
+With one process, that is what it said itself. The processes that take part must call these functions in the same order.
+While one of them is awaited for long, the others say so. JAX ends all of them when one has died; one that has come to
+its end (`ending`) is not waited for, nor one that hangs: that says nothing for long and is not at work (`activity`).
+
+What was said is removed when all have read it: who says something to all has read all that was said before, so when the
+first process has heard everybody it removes what is older. So the service holds the words of one agreement, and what
+the first process alone has said since then, which is little: each `TURN`-th time it hears the others as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.errors import ExecutionError, MismatchError
+from alpa_lite.runtime.job.activity import idle
+from alpa_lite.runtime.job.shutdown import Roll, came_to_end, end_hung, hang_timeout, say
+
+FIRST_WORD_SECONDS = 30.0
+"""After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""
+
+LOOK_SECONDS = 5.0
+"""How often a process that waits for another looks whether that one has come to its end."""
+
+PATIENCE_SECONDS = 6 * 3600.0
+"""So long another process may take, as it may have to plan or to compile in the meantime."""
+
+
+TURN = 16
+"""The first process is not more agreements than this ahead of the others."""
+
+
+def agreed_number(value: float) -> float:
+    """The first process's number."""
+    return float(agreed_data(value))
+
+
+def agreed_data(value: Any) -> Any:
+    """The first process's JSON value; those of the others are passed over."""
+    return value if jax.process_count() == 1 else _service().said_by_first(value)
+
+
+def same_everywhere(facts: Mapping[str, str]) -> None:
+    """Raise `MismatchError` on all processes, with one sentence, where facts of one differ from those of the first."""
+    if jax.process_count() > 1 and (found := _service().compared(facts)):
+        raise MismatchError(found)
+
+
+def meet(processes: Sequence[int]) -> None:
+    """Return when each of these processes, by number, has called this."""
+    if len(processes) > 1:
+        _service().meet(tuple(sorted(processes)))
+
+
+def differences(facts: Sequence[Mapping[str, str]]) -> str:
+    """The sentence on what processes have otherwise than the first one; empty where all is the same."""
+    first, found = facts[0], defaultdict[str, list[int]](list)
+    for number, stated in enumerate(facts):
+        for name in dict.fromkeys((*first, *stated)):
+            mine, other = stated.get(name, "none"), first.get(name, "none")
+            if mine != other:
+                found[f"{name} {mine}, where process 0 has {other}"].append(number)
+    if not found:
+        return ""
+    told = "; ".join(f"{_processes(numbers)} {what}" for what, numbers in found.items())
+    return (
+        f"The processes of this job do not do the same, and nothing was run: {told}. Start all processes with the same "
+        "program, the same arguments, and the same versions of all packages."
+    )
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"process {numbers[0]} has"
+    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The JSON values of all processes, in their order; on all of them."""
+    return [value] if jax.process_count() == 1 else _service().everywhere(value)
+
+
+def _service() -> _Service:
+    job = _jax.job()
+    if job is None:
+        raise ExecutionError(
+            f"This is one of {jax.process_count()} processes, but JAX coordinates none: call alpa_lite.initialize() "
+            "(or jax.distributed.initialize) before anything else that uses JAX."
+        )
+    return _service_of(job)
+
+
+@lru_cache(maxsize=1)
+def _service_of(job: _jax.Job) -> _Service:
+    """One for each start of the coordination service, with which the counting begins again."""
+    return _Service(job)
+
+
+class _Service:
+    """What the sets of processes that meet have agreed upon."""
+
+    def __init__(self, job: _jax.Job) -> None:
+        self._all = tuple(range(job.num_processes))
+        self._words = Words(job)
+        self._groups: dict[tuple[int, ...], _Group] = {}
+
+    def said_by_first(self, value: Any) -> Any:
+        return self._of(self._all).said_by_first(value)
+
+    def compared(self, facts: Mapping[str, str]) -> str:
+        """`differences` of the facts of all processes; the first one compares."""
+        return self._of(self._all).gathered(dict(facts), differences)
+
+    def everywhere(self, value: Any) -> list[Any]:
+        return self._of(self._all).gathered(value, list)
+
+    def meet(self, processes: tuple[int, ...]) -> None:
+        self._of(processes).gathered(None, lambda _: None)
+
+    def _of(self, processes: tuple[int, ...]) -> _Group:
+        if processes not in self._groups:
+            name = "all" if processes == self._all else hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
+            self._groups[processes] = _Group(name, processes, self._words)
+        return self._groups[processes]
+
+
+class _Group:
+    """Numbers what some processes say to each other, so that each key is used once, and removes what all have read."""
+
+    def __init__(self, name: str, processes: Sequence[int], words: Words) -> None:
+        self._name, self._processes, self._words = name, processes, words
+        self._first = processes[0]
+        self._numbers = itertools.count()
+        self._read_by_all_that_come: list[str] = []
+
+    def gathered(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """What the first process makes of the values of all."""
+        key = self._key()
+        self._words.set(f"{key}/{self._words.me}", value)
+        if self._words.me != self._first:
+            return self._words.get(f"{key}/answer", self._first)
+        values = [self._words.get(f"{key}/{process}", process) for process in self._processes]
+        self._words.remove(self._read_by_all_that_come)
+        self._read_by_all_that_come = [key]
+        answer = combine(values)
+        self._words.set(f"{key}/answer", answer)
+        return answer
+
+    def said_by_first(self, value: Any) -> Any:
+        """The first one's value."""
+        number = next(self._numbers)
+        if number % TURN == TURN - 1:
+            return self.gathered(value if self._words.me == self._first else None, lambda values: values[0])
+        key = f"agreed/{self._name}/{number}"
+        if self._words.me != self._first:
+            return self._words.get(key, self._first)
+        self._words.set(key, value)
+        self._read_by_all_that_come.append(key)
+        return value
+
+    def _key(self) -> str:
+        return f"agreed/{self._name}/{next(self._numbers)}"
+
+
+class Words:
+    """JSON values under names in the service that coordinates a job."""
+
+    def __init__(self, job: _jax.Job) -> None:
+        """Nothing is said yet."""
+        self._client, self._roll, self.me = job.client, Roll(job), job.process
+
+    def set(self, name: str, value: Any) -> None:
+        """Say a value under a name that was not used before."""
+        self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove these, and all under them."""
+        for name in names:
+            with suppress(jax.errors.JaxRuntimeError):  # where the service is gone JAX ends this process
+                self._client.key_value_delete(f"alpa_lite/{name}")
+
+    def get(self, name: str, process: int) -> Any:
+        """What another process says under a name, once it does."""
+        key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
+        began = at_work = time.monotonic()
+        word, ended = FIRST_WORD_SECONDS, dict[int, str]()
+        with idle():
+            while True:
+                try:
+                    return json.loads(zlib.decompress(read(key, int(1000 * min(LOOK_SECONDS, hang_timeout() / 2)))))
+                except jax.errors.JaxRuntimeError as error:
+                    waited = time.monotonic() - began
+                    if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
+                        raise ExecutionError(_in_vain(process, waited, ended, error)) from error
+                # It may have said it before its end: that is looked at once more.
+                ended = self._roll.ended(self._roll.said())
+                doing = self._roll.doing(process)
+                at_work = time.monotonic() if doing else at_work
+                if process not in ended and time.monotonic() - at_work > hang_timeout():
+                    end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain.")
+                if waited > word:
+                    say(f"process {self.me} has waited {waited:.0f} s for process {process}{doing and f', {doing}'}.")
+                    word += 2 * word
+
+
+def _in_vain(process: int, waited: float, ended: Mapping[int, str], error: Exception) -> str:
+    if process in ended:
+        what = f"P{came_to_end([process], ended)[1:]}, but process {jax.process_index()} waits for its word"
+    else:
+        what = f"Process {process} did not say within {waited:.0f} s what the others wait for: {error}"
+    return f"{what}. All processes of a job must call the same functions of alpa_lite in the same order."

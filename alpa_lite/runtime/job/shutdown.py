@@ -1,0 +1,456 @@
+"""How the end of one process of a job is told to the others, so that none waits for it in vain.
+
+    end        a process that comes to its end says so, and one that fails says why         `leaving`, `take_leave`
+    hang       who waits for too long says so: all write their stacks and end               `end_hung`
+    stopped    a process that a signal has stopped is seen by the others of its machine     `Neighbours`
+    roll call  each that is there answers; of whom the first one does not hear is lost      `Roll.silent`
+    vigil      a thread looks at what was said: it answers roll calls, and ends this process when another one failed or
+               launches of this one wait for one that has come to its end                   `Vigil.look`
+    exit       waits until all others have come to their ends too, or one has failed        `Vigil.wait_for_all`
+
+All goes through the service that JAX coordinates the processes with, which the first one has: it leaves last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import ClassVar, NoReturn
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.runtime.job.activity import doing, dump_stacks, where
+from alpa_lite.runtime.job.in_flight import awaited, last_instructions
+from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
+from alpa_lite.runtime.job.neighbours import Neighbours, place
+
+LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
+"""So long the first process waits for the others' answers to a roll call, and so much longer for each of them."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks at what was said."""
+
+GRACE_SECONDS = 2.0
+"""What a process gets to come to its own end when it hears that another one failed."""
+
+SHUTDOWN_SECONDS = 300
+"""So long one that has come to its end waits for the others, as in JAX."""
+
+STALE_SECONDS = 10.0
+"""A process that is busy says so again each `LOOK_SECONDS`, unless Python does not run there."""
+
+STUCK_SECONDS = 10.0
+"""Launches that wait for so long for a process that has come to its end wait in vain."""
+
+_FOLDER = "alpa_lite/end/"
+_LISTENING = "alpa_lite/listening/"
+_DOING, _PLACES = "alpa_lite/doing/", "alpa_lite/place/"
+_FIRST, _CALL, _SILENT = "first", "call ", "silent "
+_LEAVING, _HERE, _TOLD = "leaving ", "here ", "told "
+_HANG, _HUNG, _OVER = "hang", "hung ", "hang is told"
+_ANOTHER = "another process failed"
+
+Awaited = Mapping[object, frozenset[int]]
+"""Launches that are not done, by what names them, and the processes that take part in each."""
+
+
+class Roll:
+    """What the processes of a job have said of their ends."""
+
+    def __init__(self, job: _jax.Job) -> None:
+        """Nothing is said yet."""
+        self._client, self.me, self.num_processes = job.client, job.process, job.num_processes
+
+    def said(self) -> dict[str, str]:
+        """All of it, by its name; what was said of a process's end by its number."""
+        with suppress(jax.errors.JaxRuntimeError):
+            return {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(_FOLDER)}
+        return {}
+
+    def say(self, name: str, text: str, *, once: bool = False) -> None:
+        """`once`: unless it was said before. Where the service is gone JAX ends this process."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(_FOLDER + name, text, not once)
+
+    def take_back(self, name: str) -> None:
+        """It was not the end."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_delete(_FOLDER + name)
+
+    def last_words_seconds(self) -> float:
+        """How long to wait for the others' last words: all of them reach the service at the same time."""
+        return LAST_WORDS_SECONDS + LAST_WORDS_SECONDS_EACH * self.num_processes
+
+    def silent(self, seconds: float | None = None, *, last: bool = False) -> list[int]:
+        """The processes that do not answer a roll call, the same on all that call at once; `last`: when they leave."""
+        if not self.listening():
+            return []
+        seconds = self.last_words_seconds() if seconds is None else seconds
+        call = "last" if last else f"{1 + max(_calls(self.said(), _SILENT).values(), default=-1)}"
+        self.say(f"{_CALL}{call}", "")
+        self._answer(call, seconds)
+        with suppress(jax.errors.JaxRuntimeError):
+            wait = int(1000 * (seconds + 2 * LOOK_SECONDS))
+            return json.loads(self._client.blocking_key_value_get(f"{_FOLDER}{_SILENT}{call}", wait))
+        return []
+
+    def answer(self, said: Mapping[str, str], seconds: float | None = None) -> None:
+        """To roll calls, if there are any: this process is there. The first one tells who is not."""
+        seconds = self.last_words_seconds() if seconds is None else seconds
+        for name in said:
+            call = name.removeprefix(_CALL)
+            if call != name and f"{_HERE}{call} {self.me}" not in said:
+                self._answer(call, seconds)
+
+    def _answer(self, call: str, seconds: float) -> None:
+        self.say(f"{_HERE}{call} {self.me}", "")
+        if self.me == 0 and f"{_SILENT}{call}" not in self.said():
+            left = self.unheard(f"{_HERE}{call} ", self.listening(), seconds)
+            self.say(f"{_SILENT}{call}", json.dumps(sorted(left)), once=True)
+            self._forget_before(call)
+
+    def _forget_before(self, call: str) -> None:
+        """Remove earlier roll calls: who calls again has heard the answer to those before."""
+        said = self.said() if call.isdecimal() else {}
+        for kind in (_CALL, _SILENT, _HERE):
+            for name in (name for name, number in _calls(said, kind).items() if number < int(call)):
+                self.take_back(name)
+
+    def listen(self) -> None:
+        """From now on this process answers roll calls."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_LISTENING}{self.me}", "", True)
+
+    def listening(self) -> set[int]:
+        """Processes that joined the job otherwise than by `alpa_lite.initialize` do not."""
+        with suppress(jax.errors.JaxRuntimeError):
+            return {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_LISTENING)}
+        return set()
+
+    def say_doing(self, what: str, number: int) -> None:
+        """What this process is busy with, again and again with another number; empty: nothing."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_DOING}{self.me}", f"{number} {what}" if what else "", True)
+
+    def doing(self, process: int) -> str:
+        """What a process is busy with; empty where it has not said so, or not again for `STALE_SECONDS`."""
+        found = ""
+        with suppress(jax.errors.JaxRuntimeError):
+            found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
+        now = time.monotonic()
+        before, since = _watched.heard.get(process, ("", now))
+        if found != before:
+            since = now
+        _watched.heard[process] = found, since
+        return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
+
+    def say_place(self) -> None:
+        """Where this process runs, for `Neighbours`."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_PLACES}{self.me}", place(), True)
+
+    def places(self) -> dict[int, str]:
+        """Those that were said so far."""
+        with suppress(jax.errors.JaxRuntimeError):
+            found = self._client.key_value_dir_get(_PLACES)
+            return {int(key.rpartition("/")[2]): text for key, text in found}
+        return {}
+
+    def unheard(self, what: str, processes: set[int], seconds: float) -> set[int]:
+        """Which of these processes do not say something within so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            said = self.said()
+            left = {process for process in processes if f"{what}{process}" not in said}
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.05)
+
+    def ended(self, said: Mapping[str, str], *, or_leaving: bool = False) -> dict[int, str]:
+        """The other processes that have come to their ends, and why; empty for no reason."""
+        names = {(name.removeprefix(_LEAVING) if or_leaving else name): text for name, text in said.items()}
+        return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
+
+
+def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
+    """The numbers of roll calls, by the names of what was said of them."""
+    found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
+    return {name: int(number) for name, number in found.items() if number.isdecimal()}
+
+
+def roll() -> Roll | None:
+    """Of the job; None where this process is the whole job."""
+    job = _jax.job()
+    return None if job is None or job.num_processes == 1 else Roll(job)
+
+
+_left = threading.Event()
+"""Whether this process has told the others that it fails."""
+
+_ends = threading.Lock()
+"""Held by the thread that ends this process."""
+
+
+class _Watched:
+    """What `Vigil.begin` knows of the job of this process."""
+
+    is_watched = False
+    hang_timeout_seconds = float("inf")
+    neighbours: ClassVar[Neighbours | None] = None
+    heard: ClassVar[dict[int, tuple[str, float]]] = {}
+    """What each process was busy with when it was last asked for, and since when that is so."""
+
+
+_watched = _Watched()
+
+
+def is_watched() -> bool:
+    """Whether the processes of the job look after each other: those that joined it by `alpa_lite.initialize` do."""
+    return _watched.is_watched and roll() is not None
+
+
+def hang_timeout() -> float:
+    """Seconds that this process waits for what another one has to say."""
+    return _watched.hang_timeout_seconds
+
+
+def at_work(processes: frozenset[int]) -> bool:
+    """Whether one of these processes, or this one, plans or compiles."""
+    here = roll()
+    if here is None or doing():
+        return bool(doing())
+    return any(here.doing(process) for process in processes - {here.me})
+
+
+def take_leave(reason: str) -> None:
+    """Before this process ends in a failure: tell the others why, and say who is lost or who failed before."""
+    here = roll()
+    if here is None or (_left.is_set() and not _ends.locked()):
+        return
+    with _ends:  # another thread may be ending this process already: its reason counts
+        if _left.is_set():
+            return
+        _left.set()
+        _take_leave(here, reason)
+
+
+def _take_leave(here: Roll, reason: str) -> None:
+    here.say(f"{here.me}", reason)
+    here.say(_FIRST, json.dumps([here.me, reason]), once=True)
+    silent = here.silent(last=True)
+    first, why = json.loads(here.said().get(_FIRST, "[-1, null]"))
+    if silent:
+        say(f"no word from {processes(silent)}: lost, or hanging. The job ends.")
+    elif first not in (-1, here.me) and why != reason:
+        say(f"process {first} failed first: {why}. The job ends.")
+    here.say(f"{_TOLD}{here.me}", "")
+    if here.me == 0:
+        here.unheard(_TOLD, set(range(here.num_processes)) - {*silent}, here.last_words_seconds())
+        time.sleep(GRACE_SECONDS)  # in which they end, before JAX ends them without the service
+
+
+def end_hung(reason: str) -> NoReturn:
+    """End this process, and all others of its job, because of a hang, with exit code `HUNG`.
+
+    Each writes the stacks of its threads to its error stream, and the instruction that it launched last; the first one
+    says for all of them where they are.
+    """
+    with _ends:
+        _left.set()
+        _end_hung(roll(), reason)
+
+
+def _end_hung(here: Roll | None, reason: str = "") -> NoReturn:
+    """`reason`: of this process, if it is the one that found the hang."""
+    if _watched.neighbours is not None:
+        # Whoever found the hang, and whatever it is, those that are stopped are to write where they are too. It comes
+        # before any word: where the first process is stopped, so is the service.
+        _watched.neighbours.wake()
+    if here is not None and reason:
+        here.say(_HANG, json.dumps([here.me, reason]), once=True)
+    found = json.loads(here.said().get(_HANG, "[-1, null]")) if here is not None else [-1, None]
+    say(f"process {found[0]} found a hang: {found[1]} The job ends." if found[1] else "The program hangs: it ends.")
+    mine = f"at {where()}; {last_instructions() or 'has launched no step'}{doing() and f'; {doing()}'}"
+    say(f"process {0 if here is None else here.me} is {mine}. Its stacks:")
+    dump_stacks()
+    if here is not None:
+        here.say(f"{_HUNG}{here.me}", mine, once=True)
+        _tell_hang(here)
+    flush()
+    os._exit(HUNG)
+
+
+def _tell_hang(here: Roll) -> None:
+    """The first process tells where all are, and ends when the others had time to."""
+    if here.me:
+        until = time.monotonic() + 2 * here.last_words_seconds()
+        while _OVER not in here.said() and time.monotonic() < until:
+            time.sleep(0.1)
+        return
+    silent = here.unheard(_HUNG, here.listening(), here.last_words_seconds())
+    said = here.said()
+    for process in range(here.num_processes):
+        say(f"process {process} was {said.get(f'{_HUNG}{process}', 'nowhere to be heard of')}.")
+    if silent:
+        say(f"no word from {processes(sorted(silent))}: lost, or Python does not run there.")
+    here.say(_OVER, "")
+    time.sleep(GRACE_SECONDS)
+
+
+def flush() -> None:
+    """What was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def processes(numbers: Sequence[int]) -> str:
+    """In words."""
+    return f"process {numbers[0]}" if len(numbers) == 1 else f"processes {', '.join(map(str, numbers))}"
+
+
+def say(text: str) -> None:
+    """To the error stream."""
+    print(f"alpa_lite: {text}", file=sys.stderr, flush=True)
+
+
+def came_to_end(which: Sequence[int], ended: Mapping[int, str]) -> str:
+    """In words, with the reasons that were given."""
+    reasons = "; ".join(dict.fromkeys(ended[process] for process in which if ended[process]))
+    return f"{processes(which)} came to {'its end' if len(which) == 1 else 'their ends'}{reasons and f' ({reasons})'}"
+
+
+@contextmanager
+def leaving(reason: str) -> Iterator[None]:
+    """Within, this process launches nothing more, though it still agrees with others that come to their ends too."""
+    here = roll()
+    if here is not None:
+        _finish(here, awaited, time.monotonic() + SHUTDOWN_SECONDS)
+        here.say(f"{_LEAVING}{here.me}", reason)
+    try:
+        yield
+    finally:
+        if here is not None:
+            here.take_back(f"{_LEAVING}{here.me}")
+
+
+def _finish(here: Roll, awaited: Callable[[], Awaited], until: float) -> None:
+    """Wait for what this process has launched: others may wait for its part."""
+    while awaited() and _FIRST not in here.said() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+class Vigil:
+    """A thread that looks at what the others said; at its exit this process waits for them."""
+
+    def __init__(self, here: Roll, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS) -> None:
+        """`awaited`: by this process. `seconds`: so long it waits at its exit for that, and for the others."""
+        self._here, self._awaited, self._seconds = here, awaited, seconds
+        self._over = threading.Event()
+        self._was_busy, self._looks = False, 0
+        self._stuck, self._since = frozenset[object](), time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite vigil")
+
+    def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
+        """From now on.
+
+        Args:
+            hang_timeout_seconds: see `hang_timeout`; None: for ever.
+            stopped_seconds: after so long another process of this machine that a signal has stopped hangs.
+        """
+        _watched.hang_timeout_seconds = hang_timeout_seconds or float("inf")
+        here = self._here
+        _watched.is_watched = True
+        here.say_place()
+        neighbours = Neighbours(here.me, here.places, here.num_processes, stopped_seconds)
+        _Watched.neighbours = neighbours
+        threading.Thread(target=self._see, args=(neighbours,), daemon=True, name="alpa_lite neighbours").start()
+        here.listen()
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def look(self, now: float) -> str:
+        """Why to end this process, empty while there is nothing."""
+        said = self._here.said()
+        if _HANG in said:
+            with _ends:
+                _left.set()
+                _end_hung(self._here)
+        self._here.answer(said)
+        if _FIRST in said:
+            return _ANOTHER
+        if (what := doing()) or self._was_busy:
+            self._looks += 1
+            self._here.say_doing(what, self._looks)
+            self._was_busy = bool(what)
+        ended = self._here.ended(said, or_leaving=True)
+        return self._in_vain(ended, now) if ended else ""
+
+    def _in_vain(self, ended: Mapping[int, str], now: float) -> str:
+        """What waits for processes that have come to their ends, if it has done so for long."""
+        stuck = {launch: needed & ended.keys() for launch, needed in self._awaited().items() if needed & ended.keys()}
+        if frozenset(stuck) != self._stuck:
+            self._stuck, self._since = frozenset(stuck), now
+        if not stuck or now - self._since < STUCK_SECONDS:
+            return ""
+        which = sorted(frozenset[int]().union(*stuck.values()))
+        return f"{came_to_end(which, ended)}, but process {self._here.me} has launched steps that need its devices"
+
+    def wait_for_all(self) -> str:
+        """Until the others have come to their ends too. Returns why the job failed instead, if so."""
+        me, until, pause = self._here.me, time.monotonic() + self._seconds, 0.01
+        self._here.say(f"{me}", "")
+        while True:
+            said = self._here.said()
+            if _FIRST in said:
+                return _ANOTHER
+            if len(self._here.ended(said)) == self._here.num_processes - 1:
+                return ""
+            if time.monotonic() > until:
+                left = [p for p in range(self._here.num_processes) if p != me and f"{p}" not in said]
+                return f"{processes(left)} went on for {self._seconds:.0f} s after process {me} had come to its end"
+            self._here.answer(said)
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_SECONDS)
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_SECONDS) and not _left.is_set():
+            if found := self.look(time.monotonic()):
+                _end(found, GRACE_SECONDS)
+
+    def _see(self, neighbours: Neighbours) -> None:
+        """In a thread of its own: where the first process is stopped, what asks for words waits as well.
+
+        The first looks come soon, as long as the service still says where the others are.
+        """
+        pause = LOOK_SECONDS / 20
+        while not self._over.wait(pause) and not _left.is_set():
+            pause = min(2 * pause, LOOK_SECONDS)
+            if stopped := neighbours.stopped(time.monotonic()):
+                end_hung(stopped)
+
+    def _at_exit(self) -> None:
+        if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()
+            return
+        _finish(self._here, self._awaited, time.monotonic() + self._seconds)
+        self._over.set()
+        self._thread.join(2 * LOOK_SECONDS)
+        if found := self.wait_for_all():
+            _end(found, 0.0)
+
+
+def _end(reason: str, grace: float) -> None:
+    """End this process because of others; `grace`: what it gets to come to an end by itself."""
+    if reason != _ANOTHER:
+        say(f"{reason}. The job ends.")
+    take_leave(reason)
+    time.sleep(grace)
+    flush()
+    os._exit(ENDED if reason == _ANOTHER and COORDINATOR in os.environ else 1)

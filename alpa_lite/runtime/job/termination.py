@@ -1,0 +1,132 @@
+"""Whether the job was told to end by SIGTERM, as schedulers tell it some time before they kill it.
+
+    one process    listens for the signal from the first question on                              `Stopping.requested`
+    several        any of them may get the signal at any time, and all must stop after the same question:
+                       told(i)  = question that process i was last given an answer to, when it hears of the signal
+                       last     = 1 + max over i of told(i)                                       `Stopping._agree`
+                   each answers no until its question number `last`, and yes from then on. Who has told waits with its
+                   next answer until `last` is known, so that none goes past it; a thread does this, since the program
+                   may be waiting for the others, one of which is behind.
+
+Signals are no business of a program that never asks: there SIGTERM ends the process. JAX's preemption service would
+take the signal from all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.errors import CheckpointError
+from alpa_lite.runtime.job.consensus import Words
+
+LOOK_SECONDS = 0.5
+"""How often a process looks whether another one got the signal."""
+
+_numbers = itertools.count()
+"""All processes make their listeners in the same order."""
+
+
+class Stopping:
+    """Listens for SIGTERM from the first question on, in the main thread."""
+
+    def __init__(self) -> None:
+        """Nothing is listened for yet."""
+        self._told = threading.Event()
+        self._over = threading.Event()
+        self._before: Any = None
+        self._listens = False
+        self._answering = threading.Lock()
+        self._asked = 0
+        self._last: float = float("inf")
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+
+    def requested(self, step: int) -> bool:
+        """Whether to end after `step`, the same on all processes; each asks equally often, once per step."""
+        if not self._listens:
+            self._listen(step)
+        if self._thread is None:
+            return self._told.is_set()
+        with self._answering:
+            if self._problem:
+                raise CheckpointError(f"The processes cannot agree on when to end: {self._problem}")
+            self._asked += 1
+            return self._asked >= self._last
+
+    def close(self) -> None:
+        """SIGTERM is handled as before."""
+        if self._listens:
+            if signal.getsignal(signal.SIGTERM) == self._tell:
+                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._listens = False
+        self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        if self._thread is not None and not self._answering.locked():
+            self._thread.join(2 * LOOK_SECONDS)
+            self._thread = None
+            atexit.unregister(self._end)
+
+    def _listen(self, step: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise CheckpointError(
+                f"stop_requested({step}) was called outside of the program's main thread, where SIGTERM cannot be "
+                "listened for: call it in the main thread first."
+            )
+        self._before = signal.signal(signal.SIGTERM, self._tell)
+        self._listens = True
+        job = _jax.job()
+        if job is not None and job.num_processes > 1:
+            self._over.clear()
+            work = (job, f"stop/{next(_numbers)}")
+            self._thread = threading.Thread(target=self._watch, args=work, daemon=True, name="alpa_lite stop")
+            self._thread.start()
+            atexit.register(self._end)
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        self._told.set()
+        if callable(self._before):  # another listener, or the user's own
+            self._before(number, frame)
+
+    def _watch(self, job: _jax.Job, name: str) -> None:
+        """Until the signal has come to any process; then agree."""
+        while not self._over.is_set():
+            if self._told.wait(LOOK_SECONDS):
+                self._set(job, f"alpa_lite/{name}/told")
+            if self._told.is_set() or self._was_told(job, f"alpa_lite/{name}/told"):
+                with self._answering:
+                    try:
+                        self._last = self._agree(job, Words(job), name)
+                    except Exception as error:
+                        self._problem = str(error)
+                return
+
+    def _agree(self, job: _jax.Job, words: Words, name: str) -> int:
+        """The number of the question that all answer with yes first."""
+        words.set(f"{name}/asked/{job.process}", self._asked)
+        if job.process:
+            return words.get(f"{name}/last", 0)
+        last = 1 + max(words.get(f"{name}/asked/{process}", process) for process in range(job.num_processes))
+        words.set(f"{name}/last", last)
+        return last
+
+    def _set(self, job: _jax.Job, key: str) -> None:
+        with suppress(jax.errors.JaxRuntimeError):
+            job.client.key_value_set(key, json.dumps(job.process), True)
+
+    def _was_told(self, job: _jax.Job, key: str) -> bool:
+        with suppress(jax.errors.JaxRuntimeError):
+            job.client.key_value_try_get(key)
+            return True
+        return False

@@ -1,0 +1,222 @@
+"""What follows the layers of the forward ops.
+
+backward     where its cotangent meets the forward values that it reads                 (_backward_layers)
+             recomputed ops: where they were computed first                             (recomputation)
+gradients    with their parameters, unless large forward values would have to move      (_gradient_layers)
+update       with the parameter; optimizer state is what it is combined with elementwise (_update_layers)
+invariant    no layer: these ops are repeated wherever they are read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.step.recomputation import originals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Layer of each op (None for invariant ops) and home layer of each graph input."""
+
+    num_layers: int
+    of_op: tuple[int | None, ...]
+    of_input: tuple[int, ...]
+
+    def ops_of(self, layer: int | None) -> tuple[int, ...]:
+        """The ops of a layer, or those of none, in order."""
+        return self._ops.get(layer, ())
+
+    @cached_property
+    def _ops(self) -> dict[int | None, tuple[int, ...]]:
+        found: dict[int | None, list[int]] = {}
+        for op, layer in enumerate(self.of_op):
+            found.setdefault(layer, []).append(op)
+        return {layer: tuple(ops) for layer, ops in found.items()}
+
+
+def followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
+    """The layers when those of the forward ops are given."""
+    _backward_layers(step, of_op, count)
+    homes = _homes_by_parameter(step, of_op)
+    _gradient_layers(step, of_op, homes)
+    _update_layers(step, of_op, homes)
+    return Layers(num_layers=count, of_op=tuple(of_op), of_input=_input_layers(step, of_op, homes))
+
+
+def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> None:
+    """The last layer that holds all that an op reads: a forward value reaches from its own to its last reader's."""
+    graph, backward = step.graph, [op for op in step.graph.ops if step.phases[op.id] is Phase.BACKWARD]
+    reach, twins = _forward_reach(step, of_op), originals(step)
+    for op in backward:
+        known = [layer for v in op.operands if (layer := reach.get(v)) is not None]
+        layer = min(known) if known else None
+        if op.primitive == "optimization_barrier":
+            # It holds back what it is read for: it runs with its readers, below.
+            reach.update({r: reach[v] for r, v in zip(op.results, op.operands, strict=True) if v in reach})
+            continue
+        twin = graph.producer[twins[op.results[0]][0]] if op.results and op.results[0] in twins else None
+        if twin is not None and of_op[twin] is not None:
+            layer = of_op[twin]
+        for v in op.operands:
+            # What descends with the cotangents cannot be read above; what is only computed again can (recomputation).
+            producer = graph.producer[v]
+            made = of_op[producer] if producer is not None and step.phases[producer] is Phase.BACKWARD else None
+            if layer is not None and made is not None and made < layer and v not in twins:
+                layer = made
+        of_op[op.id] = layer
+        if layer is not None:
+            for r in op.results:
+                reach[r] = max(reach.get(v, layer) for v in twins.get(r, (r,)))
+    # An op that reads only batch data and parameters runs where it is needed first: in the last of its readers' layers.
+    for op in reversed(backward):
+        if of_op[op.id] is None:
+            readers = [of_op[c] for r in op.results for c in graph.consumers[r] if step.phases[c] is Phase.BACKWARD]
+            layers = [layer for layer in readers if layer is not None]
+            of_op[op.id] = max(layers) if layers else count - 1
+
+
+def _forward_reach(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """The last layer of the forward pass that holds a value: that of its last reader, or of the op that computed it."""
+    graph, reach = step.graph, dict[int, int]()
+    for value in graph.values:
+        producer = graph.producer[value.id]
+        made = of_op[producer] if producer is not None else None
+        phase = step.phases[producer] if producer is not None else Phase.INVARIANT
+        if value.literal is not None or phase not in (Phase.FORWARD, Phase.INVARIANT):
+            continue
+        readers = (of_op[c] for c in readers_of(step, value.id) if step.phases[c] is Phase.FORWARD)
+        layers = [layer for layer in (made, *readers) if layer is not None]
+        operands = graph.ops[producer].operands if producer is not None else ()
+        known = [reach[v] for v in operands if v in reach]
+        if layers:
+            reach[value.id] = max(layers)
+        elif known:
+            # An invariant value that only the backward pass reads (a transposed weight) is made from these.
+            reach[value.id] = min(known)
+    return reach
+
+
+def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """Home of each value that the update combines elementwise with a parameter: gradients, moments, new parameters.
+
+    Such values have as many elements as the parameter; scalars (learning rates, norms) are combined with everything.
+    """
+    graph, sizes = step.graph, [v.num_elements for v in step.graph.values]
+    group = list(range(len(graph.values)))
+
+    def root(v: int) -> int:
+        while group[v] != v:
+            group[v] = group[group[v]]
+            v = group[v]
+        return v
+
+    for op in graph.ops:
+        if step.phases[op.id] is Phase.UPDATE:
+            size = max([sizes[r] for r in op.results], default=1)
+            tied = [v for v in (*op.operands, *op.results) if sizes[v] == size > 1]
+            for v in tied[1:]:
+                group[root(v)] = root(tied[0])
+    homes: dict[int, int] = {}
+    for v, home in zip(graph.inputs, _loop_homes(step, of_op), strict=True):
+        if home is not None:
+            homes[root(v)] = min(home, homes.get(root(v), home))
+    return {v: homes[group_of] for v in range(len(group)) if (group_of := root(v)) in homes}
+
+
+def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
+    """Move gradients down to their parameter, as far as what they are computed from is held there too."""
+    graph, lowest = step.graph, _lowest_reads(step, of_op)
+    alone = _leading_to_updates_alone(step)
+    for op_id in alone:
+        op, here = graph.ops[op_id], of_op[op_id]
+        if here is None:
+            continue
+        readers = {c for r in op.results for c in graph.consumers[r] if step.phases[c] is Phase.BACKWARD}
+        wanted = [homes[r] for r in op.results if r in homes]
+        wanted += [layer for c in readers if (layer := of_op[c]) is not None]
+        held = [lowest[v] for v in op.operands if v in lowest and graph.producer[v] not in alone]
+        if wanted:
+            of_op[op_id] = min(here, max(*wanted, *held, 0))
+
+
+def _leading_to_updates_alone(step: StepGraph) -> dict[int, None]:
+    """Backward ops whose results were summed over the batch and are read by updates in the end, last first."""
+    graph, alone = step.graph, dict[int, None]()
+    for op in reversed(graph.ops):
+        readers = {c for r in op.results for c in graph.consumers[r]}
+        summed = step.batch_size is not None and all(step.batch_dims[r] is None for r in op.results)
+        if step.phases[op.id] is Phase.BACKWARD and summed and readers:
+            if all(step.phases[c] is Phase.UPDATE or c in alone for c in readers):
+                alone[op.id] = None
+    return alone
+
+
+def _lowest_reads(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
+    """The lowest layer that holds a value anyway: where a forward value is computed, where a cotangent is read."""
+    graph, lowest = step.graph, dict[int, int]()
+    for value in graph.values:
+        producer = graph.producer[value.id]
+        made = of_op[producer] if producer is not None else None
+        if made is None or producer is None:
+            continue
+        if step.phases[producer] is Phase.BACKWARD:
+            readers = [of_op[c] for c in graph.consumers[value.id] if step.phases[c] is Phase.BACKWARD]
+            made = min((layer for layer in readers if layer is not None), default=made)
+        lowest[value.id] = made
+    return lowest
+
+
+def _update_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
+    """With the parameter of the largest result or operand; ops on scalars where the first of those is computed."""
+    graph = step.graph
+    updates = [op for op in graph.ops if step.phases[op.id] is Phase.UPDATE]
+    for op in updates:
+        votes: list[tuple[int, int]] = []
+        for v in (*op.results, *op.operands):
+            producer = graph.producer[v]
+            layer = homes[v] if v in homes else of_op[producer] if producer is not None else None
+            if layer is not None:
+                votes.append((-graph.values[v].bytes, layer))
+        of_op[op.id] = min(votes)[1] if votes else None
+    for op in reversed(updates):
+        if of_op[op.id] is None:
+            readers = [of_op[c] for r in op.results for c in graph.consumers[r]]
+            of_op[op.id] = min((layer for layer in readers if layer is not None), default=0)
+
+
+def _input_layers(step: StepGraph, of_op: Sequence[int | None], homes: Mapping[int, int]) -> tuple[int, ...]:
+    """Home of each input: the first layer whose loop reads it, its parameter's, or the first whose update reads it."""
+    table: list[int] = []
+    for v, home in zip(step.graph.inputs, _loop_homes(step, of_op), strict=True):
+        readers = (of_op[c] for c in readers_of(step, v))
+        later = min((layer for layer in readers if layer is not None), default=0)
+        table.append(home if home is not None else homes.get(v, later))
+    return tuple(table)
+
+
+def _loop_homes(step: StepGraph, of_op: Sequence[int | None]) -> Iterator[int | None]:
+    """For each input the first layer whose forward pass reads it, else whose backward pass does."""
+    for v in step.graph.inputs:
+        readers = readers_of(step, v)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            layers = [layer for c in readers if step.phases[c] is phase and (layer := of_op[c]) is not None]
+            if layers:
+                yield min(layers)
+                break
+        else:
+            yield None
+
+
+def readers_of(step: StepGraph, value: int) -> set[int]:
+    """Ops that read a value, through invariant ops (which are repeated in their readers' layers)."""
+    graph, readers, queue = step.graph, set[int](), [value]
+    while queue:
+        for c in graph.consumers[queue.pop()]:
+            if c not in readers:
+                readers.add(c)
+                if step.phases[c] is Phase.INVARIANT:
+                    queue += graph.ops[c].results
+    return readers

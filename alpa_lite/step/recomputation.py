@@ -1,0 +1,90 @@
+"""Rematerialised values: which backward ops compute a forward value again, and what a cut between layers changes.
+
+Structure says which (value numbering): the same primitive with the same parameters on the same operands, with
+`optimization_barrier` taken as the identity that it is. Names and source lines play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import kept
+from alpa_lite.program.phases import Phase, StepGraph
+
+
+@kept
+def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
+    """For each value of the backward pass that the forward pass computed before: those values, in order."""
+    graph, numbers, found = step.graph, dict[int, Hashable](), dict[int, tuple[int, ...]]()
+    texts: dict[int, str] = {}  # of parameters by their id: ops that do the same often share them
+    first: dict[Hashable, int] = {}
+    before: dict[Hashable, list[int]] = {}
+    for op in graph.ops:
+        if step.phases[op.id] is Phase.UPDATE:
+            continue
+        keys = [_number(graph, numbers, v) for v in op.operands]
+        if op.primitive != "optimization_barrier":
+            # Equal computations are known by the first of them, so that keys stay small.
+            head = first.setdefault((op.primitive, tuple(keys), _static(op, texts), len(op.results)), op.id)
+            keys = [("result", head, i) for i in range(len(op.results))]
+        for result, key in zip(op.results, keys, strict=True):
+            numbers[result] = key
+            if step.phases[op.id] is not Phase.BACKWARD:
+                before.setdefault(key, []).append(result)
+            elif key in before:
+                found[result] = tuple(before[key])
+            elif isinstance(key, tuple) and key[0] == "input":
+                found[result] = (key[1],)
+    return found
+
+
+def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
+    literal = graph.values[value].literal
+    if literal is not None:
+        return ("literal", repr(literal), graph.values[value].dtype)
+    return numbers.get(value, ("input", value))
+
+
+def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
+    if id(op.params) not in texts:
+        texts[id(op.params)] = repr(sorted(op.params.items()))
+    return (texts[id(op.params)], *map(_static_body, op.bodies))
+
+
+@kept
+def _static_body(body: Graph) -> str:
+    return repr([(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()])
+
+
+def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepGraph:
+    """The step whose recomputed values stay in their layer: other layers read what the forward pass sent them anyway.
+
+    Recomputation climbs the layers while the backward pass descends them; a stage could not start its backward pass
+    before the stage below it, which waits for it in turn.
+    """
+    graph, known = step.graph, originals(step)
+
+    def layer_of(value: int) -> int:
+        producer = graph.producer[value]
+        layer = of_op[producer] if producer is not None else None
+        return -1 if layer is None else layer
+
+    def source(value: int, here: int) -> int:
+        if value not in known or not 0 <= layer_of(value) < here:
+            return value
+        return max((v for v in known[value] if layer_of(v) <= here), key=layer_of, default=value)
+
+    ops: list[Op] = []
+    for op in graph.ops:
+        here = of_op[op.id]
+        if step.phases[op.id] is Phase.BACKWARD and here is not None:
+            operands = tuple(source(v, here) for v in op.operands)
+            ops.append(op if operands == op.operands else replace(op, operands=operands))
+        else:
+            ops.append(op)
+    if all(a is b for a, b in zip(ops, graph.ops, strict=True)):
+        return step
+    rewired = Graph(values=graph.values, ops=tuple(ops), inputs=graph.inputs, outputs=graph.outputs)
+    return replace(step, graph=rewired)

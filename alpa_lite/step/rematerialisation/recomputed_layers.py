@@ -1,0 +1,186 @@
+"""Layers that compute forward values again: copies of forward ops as ops of the backward pass.
+
+read again    forward values of a layer that its own backward ops read, from the last layer to the first
+kept          what is there anyway: outputs, what backward ops of other layers read, what layers above it receive
+copied        the forward ops of the layer between what is kept and what is read again     (`_Writer._closure`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.errors import PlanError
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.program.verify import verify
+from alpa_lite.rules.op_info import free_values
+from alpa_lite.step.rematerialisation.copying import Copier, Origin, closure
+from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
+from alpa_lite.step.rematerialisation.recomputed_trips import repeat_trips
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rematerialised:
+    """A step some of whose layers compute values again.
+
+    of_op     the layer of each op (None: repeated where it is read)
+    origins   for the graph and each body that was written again: the op of the traced step that each op is or repeats;
+              None for barriers
+    """
+
+    step: StepGraph
+    of_op: tuple[int | None, ...]
+    origins: Mapping[Graph, tuple[Origin | None, ...]]
+
+
+def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Rematerialised:
+    """The step whose layers follow `remat`, one policy each; `of_op` is the layer of each op of `step`.
+
+    Values keep their numbers, and new ones are added; ops are numbered anew. What the step computes stays the same.
+
+    Raises `PlanError` when there are not as many policies as layers.
+    """
+    num_layers = 1 + max((layer for layer in of_op if layer is not None), default=0)
+    if len(remat) < num_layers:
+        raise PlanError(f"{len(remat)} policies of rematerialisation were given for {num_layers} layers.")
+    if all(policy is Remat.NONE for policy in remat):
+        same = tuple(Origin(step.graph, op.id) for op in step.graph.ops)
+        return Rematerialised(step=step, of_op=tuple(of_op), origins={step.graph: same})
+    looped = repeat_trips(step, of_op, remat)
+    writer = _Writer(looped.step, of_op, remat, looped.forward)
+    for op in looped.step.graph.ops:
+        writer.write(op)
+    made = writer.finished()
+    origins = {made.step.graph: tuple(o and Origin(step.graph, o.op) for o in writer.copier.origins)}
+    verify(made.step.graph)
+    return Rematerialised(step=made.step, of_op=made.of_op, origins={**looped.origins, **origins})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    step: StepGraph
+    of_op: tuple[int | None, ...]
+
+
+class _Writer:
+    """Writes a step again, with copies of forward ops before the backward ops that need them."""
+
+    def __init__(
+        self, step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat], loops: frozenset[int]
+    ) -> None:
+        """`loops`: those of the forward pass whose results are kept, since trips are repeated one by one if at all."""
+        self.step, self.graph, self.layer_of, self.remat = step, step.graph, of_op, remat
+        self.copier = Copier(step.graph)
+        self.layers: list[int | None] = []
+        self.phases: list[Phase] = []
+        self.again: dict[int, int] = {}  # forward value -> its copy
+        self.held: dict[tuple[int, int], int] = {}  # layer and value that it receives -> the same behind a barrier
+        self.constant = _constants(step.graph)
+        self.kept = {r for loop in loops for r in step.graph.ops[loop].results}
+        self._find_kept()
+
+    def _find_kept(self) -> None:
+        graph, reads = self.graph, dict[int, list[int]]()
+        self.kept |= set(graph.outputs)
+        for op in graph.ops:
+            here = self.layer_of[op.id]
+            if self.step.phases[op.id] is not Phase.BACKWARD or here is None:
+                continue
+            reads.setdefault(here, []).extend(op.operands)
+            self.kept |= {v for v in op.operands if self._home(v) != here}
+        for op in graph.ops:
+            layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
+            if layer is not None and keeps_results(self.remat[layer], graph, op, self.step.batch_dims):
+                self.kept |= set(op.results)
+        for layer in sorted(reads, reverse=True):
+            copied = self._closure(layer, reads[layer])
+            self.kept |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
+
+    def _home(self, value: int) -> int | None:
+        """The layer whose forward pass computes a value."""
+        producer = self.graph.producer[value]
+        if producer is None or self.step.phases[producer] is not Phase.FORWARD:
+            return None
+        return self.layer_of[producer]
+
+    def _is_made_again(self, value: int, layer: int) -> bool:
+        return self._home(value) == layer and value not in self.kept and value not in self.constant
+
+    def _closure(self, layer: int, reads: Sequence[int]) -> list[int]:
+        """The ops to copy before an op of a layer that reads these values, in order; not those that are copied."""
+
+        def is_made_again(value: Value) -> bool:
+            return value.id not in self.again and self._is_made_again(value.id, layer)
+
+        return sorted(closure(self.graph, reads, is_made_again))
+
+    def write(self, op: Op) -> None:
+        """Append an op, after the copies that it needs if it is one of the backward pass."""
+        layer, phase = self.layer_of[op.id], self.step.phases[op.id]
+        operands = op.operands
+        if phase is Phase.BACKWARD and layer is not None and self.remat[layer] is not Remat.NONE:
+            for number in self._closure(layer, operands):
+                self._copy(self.graph.ops[number], layer)
+            operands = tuple(self.again[v] if self._is_made_again(v, layer) else v for v in operands)
+        self._append(op, operands, op.results, layer, phase)
+
+    def _append(self, op: Op, operands: Sequence[int], results: Sequence[int], layer: int | None, phase: Phase) -> None:
+        self.copier.emit(op, operands, results, Origin(self.graph, op.id))
+        self._note(layer, phase)
+
+    def _note(self, layer: int | None, phase: Phase) -> None:
+        self.layers.append(layer)
+        self.phases.append(phase)
+
+    def _copy(self, op: Op, layer: int) -> None:
+        operands = [self._operand(v, layer, op.source) for v in op.operands]
+        results = [self.copier.new_value(self.graph, r) for r in op.results]
+        self.again.update(zip(op.results, results, strict=True))
+        self._append(op, operands, results, layer, Phase.BACKWARD)
+
+    def _operand(self, value: int, layer: int, source: str) -> int:
+        """What a copy reads in place of a value: another copy, or what the layer received."""
+        if self._is_made_again(value, layer):
+            return self.again[value]
+        if not self._is_received(value):
+            return value
+        if (layer, value) not in self.held:
+            self.held[layer, value] = self.copier.barrier(value, source)
+            self._note(layer, Phase.BACKWARD)
+        return self.held[layer, value]
+
+    def _is_received(self, value: int) -> bool:
+        """Whether copies must be told apart from what they repeat by this value; parameters alone tell nothing apart.
+
+        A parameter that went through a barrier would be gathered once for the copies and once for the gradients.
+        """
+        v, producer = self.graph.values[value], self.graph.producer[value]
+        if v.literal is not None or value in self.constant:
+            return False
+        in_loop = producer is not None and self.step.phases[producer].in_loop
+        return in_loop or self.step.batch_dims[value] is not None or not v.is_float
+
+    def finished(self) -> _Written:
+        """The step as it was written."""
+        step = self.step
+        graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
+        written = replace(
+            step,
+            graph=graph,
+            full_shapes=self.copier.table(lambda _: step.full_shapes),
+            batch_dims=self.copier.table(lambda _: step.batch_dims),
+            phases=tuple(self.phases),
+        )
+        return _Written(step=written, of_op=tuple(self.layers))
+
+
+def _constants(graph: Graph) -> frozenset[int]:
+    """Values that are the same in every step and are made wherever they are read; masks of dropout are not the same."""
+    free, found = free_values(graph), set[int]()
+    for op in graph.ops:
+        if not free.isdisjoint(op.results) and all(
+            v in found or graph.values[v].literal is not None for v in op.operands
+        ):
+            found.update(op.results)
+    return frozenset(found)

@@ -1,0 +1,286 @@
+"""Loops over layers that repeat, in each trip of the backward pass, the trip that it goes back over.
+
+    forward   carry, ys, residuals = scan(f)(consts, carry, xs)        forward   carry, ys, carries = scan(f')
+    backward  scan(b)(residuals, cotangents)                      →    backward  scan(b')(consts, xs, carries, …)
+
+f' hands out what came into each trip instead of the residuals (`_kept_body`); b' is b with the part of f that makes
+them (`_repeating_body`). So the backward pass holds the residuals of one trip at a time, and the forward pass none.
+A pair of loops is left as it is where that would save nothing (`_trade`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import Phase, Scope, StepGraph
+from alpa_lite.step.rematerialisation.copying import Copier, Origin, closure
+from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Looped:
+    """A step with some pairs of loops rewritten; ops keep their numbers.
+
+    forward   the loops of the forward pass whose trips a loop of the backward pass repeats, or had no need to
+    origins   for each body that was written again the op of a traced body that each of its ops is or repeats
+    """
+
+    step: StepGraph
+    forward: frozenset[int]
+    origins: Mapping[Graph, tuple[Origin | None, ...]]
+
+
+def repeat_trips(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Looped:
+    """Rewrite the pairs of loops of each layer whose policy is not to keep everything."""
+    rewriter = _Rewriter(step)
+    for op in step.graph.ops:
+        layer = of_op[op.id]
+        if layer is None or remat[layer] is Remat.NONE or step.phases[op.id] is not Phase.BACKWARD:
+            continue
+        for number in _forward_loops(step, of_op, op):
+            rewriter.rewrite(number, op.id, remat[layer])
+    return rewriter.finished()
+
+
+def _forward_loops(step: StepGraph, of_op: Sequence[int | None], backward: Op) -> list[int]:
+    """The loops of the forward pass of the same layer, as long as this one, whose results it takes slice by slice."""
+    graph, found = step.graph, dict[int, None]()
+    if backward.primitive != "scan" or backward.effectful:
+        return []
+    for v in backward.operands[_first_scanned(backward) :]:
+        producer = graph.producer[v]
+        op = graph.ops[producer] if producer is not None else None
+        if op is None or op.primitive != "scan" or op.effectful or step.phases[op.id] is not Phase.FORWARD:
+            continue
+        if of_op[op.id] == of_op[backward.id] and op.params["length"] == backward.params["length"]:
+            found[op.id] = None
+    return list(found)
+
+
+def _first_scanned(scan: Op) -> int:
+    """Number of the first operand, and input of the body, of which each trip reads a slice."""
+    return int(scan.params["num_consts"]) + int(scan.params["num_carry"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trade:
+    """What a pair of loops hands on instead of residuals.
+
+    dropped   number of a scanned operand of the backward loop → the value of the forward body that it is computed as
+    ended     results of the forward loop that nobody reads any more, by number
+    read      inputs of the forward body from which these values are computed and that are no carries, by number
+    stacked   the other values from which they are: of the forward body, that one of its trips hands out → the number
+              of the result that holds them already, None for the others
+    """
+
+    dropped: Mapping[int, int]
+    ended: frozenset[int]
+    read: tuple[int, ...]
+    stacked: Mapping[int, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Feed:
+    """Where the backward body finds what the trip of the forward pass read, as constants and slice by slice.
+
+    Value of the forward body → number of an operand of the backward loop as it was, None for a new one.
+    """
+
+    consts: Mapping[int, int | None]
+    slices: Mapping[int, int | None]
+
+
+class _Rewriter:
+    """Rewrites pairs of loops one after the other; bodies that are shared by pairs that are alike stay shared."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.step = step
+        self.ops = list(step.graph.ops)
+        self.values = list(step.graph.values)
+        self.full_shapes = list(step.full_shapes)
+        self.batch_dims = list(step.batch_dims)
+        self.scopes = dict(step.bodies)
+        self.origins: dict[Graph, tuple[Origin | None, ...]] = {}
+        self.forward: set[int] = set()
+        self.bodies: dict[object, tuple[Graph, Graph]] = {}
+
+    def finished(self) -> Looped:
+        """The step as it is now."""
+        forward = frozenset(self.forward)
+        if not self.origins:
+            return Looped(step=self.step, forward=forward, origins={})
+        made = replace(
+            self.step,
+            graph=replace(self.step.graph, values=tuple(self.values), ops=tuple(self.ops)),
+            full_shapes=tuple(self.full_shapes),
+            batch_dims=tuple(self.batch_dims),
+            bodies=self.scopes,
+        )
+        return Looped(step=made, forward=forward, origins=self.origins)
+
+    def rewrite(self, forward: int, backward: int, policy: Remat) -> None:
+        """Rewrite a pair of loops, if that saves anything."""
+        f, b = self.ops[forward], self.ops[backward]
+        if forward in self.forward or not {f.bodies[0], b.bodies[0]} <= self.scopes.keys():
+            return
+        self.forward.add(forward)
+        trade = self._trade(f, b, policy)
+        if trade is None:
+            return
+        stacks = {v: f.results[r] for v, r in trade.stacked.items() if r is not None}
+        stacks |= {v: self._new_stack(f, v) for v, r in trade.stacked.items() if r is None}
+        operand_of = {f.bodies[0].inputs[n]: f.operands[n] for n in trade.read} | stacks
+        feed = self._feed(f, b, trade, operand_of)
+        key = (f.bodies[0], b.bodies[0], _frozen(trade.dropped), trade.ended, _frozen(trade.stacked))
+        key = (*key, _frozen(feed.consts), _frozen(feed.slices))
+        if key not in self.bodies:
+            self.bodies[key] = (self._kept_body(f, trade), self._repeating_body(f, b, trade, feed, policy))
+        first, second = self.bodies[key]
+        self._replace_forward(f, trade, stacks, first)
+        self._replace_backward(b, trade, feed, operand_of, second)
+
+    # ------------------------------------------------------------------------------------------------ what to hand on
+
+    def _trade(self, f: Op, b: Op, policy: Remat) -> _Trade | None:
+        """What to hand on instead of residuals; None when that is no less."""
+        graph, body, num_carry = self.step.graph, f.bodies[0], int(f.params["num_carry"])
+        outputs = set(graph.outputs)
+        made: dict[int, int] = {}  # number of an operand of the backward loop -> number of the result
+        for i in range(_first_scanned(b), len(b.operands)):
+            v = b.operands[i]
+            if v in f.results[num_carry:] and graph.consumers[v] == (b.id,) and v not in outputs:
+                made[i] = f.results.index(v)
+        again = self._is_made_again(body, policy)
+        dropped = {i: body.outputs[r] for i, r in made.items() if again(body.values[body.outputs[r]])}
+        ended = frozenset(made[i] for i in dropped)
+        frontier = self._frontier(body, list(dropped.values()), policy)
+        inputs = {v: n for n, v in enumerate(body.inputs)}
+        carries = range(int(f.params["num_consts"]), _first_scanned(f))
+        read = tuple(sorted(inputs[v] for v in frontier if v in inputs and inputs[v] not in carries))
+        there = {body.outputs[r]: r for r in range(num_carry, len(f.results)) if r not in ended}
+        stacked = {v: there.get(v) for v in frontier if v not in inputs or inputs[v] in carries}
+        gained = sum(body.values[body.outputs[r]].bytes for r in ended)
+        if gained <= sum(body.values[v].bytes for v, r in stacked.items() if r is None):
+            return None
+        return _Trade(dropped=dropped, ended=ended, read=read, stacked=stacked)
+
+    def _is_made_again(self, body: Graph, policy: Remat) -> Callable[[Value], bool]:
+        batch = self.scopes[body].batch_dims
+
+        def is_made_again(value: Value) -> bool:
+            producer = body.producer[value.id]
+            return producer is not None and not keeps_results(policy, body, body.ops[producer], batch)
+
+        return is_made_again
+
+    def _frontier(self, body: Graph, roots: Sequence[int], policy: Remat) -> list[int]:
+        """The values from which those at the roots are computed again, in order of their numbers."""
+        again = closure(body, roots, self._is_made_again(body, policy))
+        made = {r for o in again for r in body.ops[o].results}
+        read = {v for o in again for v in body.ops[o].operands}
+        return sorted(v for v in read - made if body.values[v].literal is None)
+
+    def _feed(self, f: Op, b: Op, trade: _Trade, operand_of: Mapping[int, int]) -> _Feed:
+        num_consts, inputs = int(f.params["num_consts"]), f.bodies[0].inputs
+        of_b = int(b.params["num_consts"])
+        old_consts = {v: i for i, v in enumerate(b.operands[:of_b])}
+        old_slices = {v: i for i, v in enumerate(b.operands) if i >= _first_scanned(b) and i not in trade.dropped}
+        consts = {inputs[n] for n in trade.read if n < num_consts}
+        return _Feed(
+            consts={v: old_consts.get(operand_of[v]) for v in operand_of if v in consts},
+            slices={v: old_slices.get(operand_of[v]) for v in operand_of if v not in consts},
+        )
+
+    def _new_stack(self, f: Op, value: int) -> int:
+        """A new value of the step: one of a body, of all trips."""
+        body, length = f.bodies[0], int(f.params["length"])
+        like, scope = body.values[value], self.scopes[body]
+        self.values.append(Value(id=len(self.values), shape=(length, *like.shape), dtype=like.dtype))
+        self.full_shapes.append((length, *scope.full_shapes[value]))
+        dim = scope.batch_dims[value]
+        self.batch_dims.append(None if dim is None else dim + 1)
+        return len(self.values) - 1
+
+    # ------------------------------------------------------------------------------------------------ new loops
+
+    def _replace_forward(self, f: Op, trade: _Trade, stacks: Mapping[int, int], body: Graph) -> None:
+        results = [v for r, v in enumerate(f.results) if r not in trade.ended]
+        results += [stacks[v] for v, r in trade.stacked.items() if r is None]
+        self.ops[f.id] = replace(f, results=tuple(results), bodies=(body,))
+
+    def _replace_backward(self, b: Op, trade: _Trade, feed: _Feed, operand_of: Mapping[int, int], body: Graph) -> None:
+        of_b = int(b.params["num_consts"])
+        consts = [operand_of[v] for v, i in feed.consts.items() if i is None]
+        slices = [operand_of[v] for v, i in feed.slices.items() if i is None]
+        rest = [v for i, v in enumerate(b.operands) if i >= of_b and i not in trade.dropped]
+        operands = (*b.operands[:of_b], *consts, *rest, *slices)
+        params = {**b.params, "num_consts": of_b + len(consts)}
+        self.ops[b.id] = replace(b, operands=operands, params=params, bodies=(body,))
+
+    def _kept_body(self, f: Op, trade: _Trade) -> Graph:
+        """The forward body without what only ended results need, and with what it hands out instead."""
+        body, copier = f.bodies[0], Copier(f.bodies[0])
+        outputs = [v for r, v in enumerate(body.outputs) if r not in trade.ended]
+        outputs += [v for v, r in trade.stacked.items() if r is None]
+        needed, alive = set(outputs), set[int]()
+        for op in reversed(body.ops):
+            if op.effectful or not needed.isdisjoint(op.results):
+                needed.update(op.operands)
+                alive.add(op.id)
+        for op in body.ops:
+            if op.id in alive:
+                copier.emit(op, op.operands, op.results, self._origin(body, op.id))
+        return self._registered(copier, body.inputs, outputs)
+
+    def _repeating_body(self, f: Op, b: Op, trade: _Trade, feed: _Feed, policy: Remat) -> Graph:
+        """The backward body with copies of forward ops before the ops that read what they make."""
+        body, source = b.bodies[0], f.bodies[0]
+        copier, again = Copier(body), self._is_made_again(source, policy)
+        place = {
+            v: copier.new_value(source, v) if i is None else body.inputs[i]
+            for v, i in (*feed.consts.items(), *feed.slices.items())
+        }
+        stands_for = {body.inputs[i]: v for i, v in trade.dropped.items()}
+
+        def missing(value: Value) -> bool:
+            return value.id not in place and again(value)
+
+        def copied(reads: Sequence[int]) -> list[int]:
+            """What is read, after the copies that make it."""
+            wanted = [stands_for[v] for v in reads if v in stands_for]
+            for number in sorted(closure(source, wanted, missing)):
+                op = source.ops[number]
+                for v in op.operands:
+                    if source.values[v].literal is not None and v not in place:
+                        place[v] = copier.new_value(source, v)
+                operands = [place[v] for v in op.operands]
+                place.update({r: copier.new_value(source, r) for r in op.results})
+                copier.emit(op, operands, [place[r] for r in op.results], self._origin(source, number))
+            return [place[stands_for[v]] if v in stands_for else v for v in reads]
+
+        for op in body.ops:
+            copier.emit(op, copied(op.operands), op.results, self._origin(body, op.id))
+        outputs = copied(body.outputs)
+        of_b = int(b.params["num_consts"])
+        consts = [place[v] for v, i in feed.consts.items() if i is None]
+        slices = [place[v] for v, i in feed.slices.items() if i is None]
+        rest = [v for i, v in enumerate(body.inputs) if i >= of_b and i not in trade.dropped]
+        return self._registered(copier, [*body.inputs[:of_b], *consts, *rest, *slices], outputs)
+
+    def _origin(self, body: Graph, op: int) -> Origin | None:
+        return self.origins[body][op] if body in self.origins else Origin(body, op)
+
+    def _registered(self, copier: Copier, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+        body = copier.finished(inputs, outputs)
+        self.origins[body] = tuple(copier.origins)
+        self.scopes[body] = Scope(
+            full_shapes=copier.table(lambda graph: self.scopes[graph].full_shapes),
+            batch_dims=copier.table(lambda graph: self.scopes[graph].batch_dims),
+        )
+        return body
+
+
+def _frozen(table: Mapping[int, int | None]) -> tuple[tuple[int, int | None], ...]:
+    return tuple(table.items())

@@ -1,0 +1,399 @@
+"""From a traced step to a `StepGraph` at a number of micro-batches, refusing steps that are no sum over samples.
+
+    full batch trace ─┐
+                      ├─ same ops? ─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
+    micro-batch trace ┘
+
+Steps that are no sum can be accepted openly: with on_non_additive="mean_of_means" each micro-batch runs the step of its
+own size, literals included, and the update gets the mean over micro-batches of what is a float, the sum of counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_lite.errors import BatchError, NonAdditiveError, TraceError
+from alpa_lite.program.collector import rare_collection
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph
+from alpa_lite.program.phases import (
+    Combination,
+    StepGraph,
+    assign_phases,
+    batch_dims,
+    body_scopes,
+    effects_before,
+    loop_ops,
+    loop_without_batch,
+    with_own_bodies,
+)
+from alpa_lite.program.verify import verify
+from alpa_lite.rules.batch_flow import follow_batch
+from alpa_lite.step.additivity import Proof, prove
+from alpa_lite.step.merge import bodies_apart, merge
+from alpa_lite.step.relations import Kind, Refusal, Relation
+from alpa_lite.step.transfer_functions import FOLLOWING
+from alpa_lite.trace.passes.hoist_data_sums import Ahead, computed_ahead, inputs_of_data
+from alpa_lite.trace.passes.split_stacked import PartedProgram
+from alpa_lite.trace.step_programs import (
+    batch_of_one,
+    extrapolated,
+    from_larger,
+    full_in_parts,
+    likely_in_parts,
+    over_samples,
+    program_of,
+    seen_in_parts,
+    traces_alike,
+    with_other_in_parts,
+)
+from alpa_lite.trace.trace import Traced
+
+OnNonAdditive = Literal["refuse", "mean_of_means"]
+"""What to do with a step that is no sum over its samples, when it is to be cut into micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step at a number of micro-batches.
+
+    step        its graph
+    equations   of the ops of the graph
+    constants   captured arrays
+    ahead       what is computed before the loop
+    runs        argument → its batch dim, and of how many runs of samples each micro-batch has rows
+    """
+
+    step: StepGraph
+    equations: tuple[Equation, ...]
+    constants: tuple[Any, ...]
+    ahead: Ahead | None = None
+    runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    def inputs(self, arguments: Sequence[Any]) -> list[Any]:
+        """All that the graph takes, from the flat arguments of a call."""
+        given = [*arguments, *self.constants]
+        further = self.ahead(given) if self.ahead is not None else ()
+        for leaf, (dim, count) in self.runs.items():
+            given[leaf] = by_micro_batch(given[leaf], dim, count, self.step.num_microbatches)
+        return [*given, *further]
+
+
+def by_micro_batch(array: Any, dim: int, runs: int, num_microbatches: int) -> Any:
+    """An array whose samples lie in several runs, with the rows of each micro-batch side by side."""
+    shape = np.shape(array)
+    cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
+    library = jnp if hasattr(array, "sharding") else np
+    return library.swapaxes(library.reshape(array, cut), dim, dim + 1).reshape(shape)
+
+
+@rare_collection()
+def split_step(
+    traced: Traced,
+    num_microbatches: int,
+    *,
+    loop_parts: int = 0,
+    on_non_additive: OnNonAdditive = "refuse",
+    likely: bool = False,
+) -> TracedStep:
+    """The step cut into phases for `num_microbatches`.
+
+    Loops over layers are cut into about `loop_parts` loops, with what they scan; 0 keeps them as they are. `likely`:
+    the step need not be traced at micro-batches of another size if it was at some (`likely_in_parts`).
+
+    Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
+    the meaning of the step, unless `on_non_additive` accepts that.
+    """
+    if num_microbatches != 1:
+        sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
+    else:
+        sizes = () if traced.batch_size is None else _probe_sizes(traced.batch_size)
+    problem = traced.batch_problem
+    for size in sizes:
+        try:
+            full, other = at_two_sizes(traced, size, loop_parts, likely=likely)
+        except TraceError as error:
+            if num_microbatches > 1:
+                raise
+            problem = f"The batch was lost: {error}"
+            continue
+        verify(full.program.graph)
+        if num_microbatches > 1:
+            try:
+                return _proven(traced, full, other, num_microbatches, loop_parts)
+            except NonAdditiveError:
+                if on_non_additive == "refuse":
+                    raise
+        return _cut(traced, full, other, num_microbatches, loop_parts)
+    return _at_one_size(traced, full_in_parts(traced, loop_parts, frozenset()), loop_parts, problem)
+
+
+def at_two_sizes(
+    traced: Traced, size: int, loop_parts: int, *, likely: bool = False
+) -> tuple[PartedProgram, PartedProgram]:
+    """The programs at the full batch and at another size, which are the same program.
+
+    Where JAX writes another program at that size, as it does for one sample, the size is read off the programs at the
+    full batch and at larger ones.
+    """
+    known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
+    if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
+        return known[batch], other
+    try:
+        if size == 1 and not traces_alike(traced, size):
+            return _of_one_sample(traced, loop_parts)
+        full, other = _traced_at(traced, size, loop_parts)
+    except TraceError as error:
+        try:
+            return from_larger(traced, loop_parts, size)
+        except TraceError:
+            raise error from None  # the first says most
+    if size > 1:
+        known |= {batch: full, size: other}
+    return full, other
+
+
+def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    made = extrapolated(traced, loop_parts)[1]
+    return with_other_in_parts(traced, made, loop_parts, over_samples(traced, loop_parts))
+
+
+def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
+    program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
+    return with_other_in_parts(traced, program, loop_parts, loops)
+
+
+def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:
+    """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
+    # The batch may enter a body that several loops share in another way in each.
+    graph = with_own_bodies(verify(full.program.graph))
+    full = replace(full, program=replace(full.program, graph=graph))
+    leaves = dict(enumerate(traced.batch_leaves))
+    known: dict[Graph, dict[int, int | None]] = {}
+    if traced.batch_size == 1:
+        try:
+            known, problem = batch_of_one(traced, full, loop_parts), ""
+        except TraceError as error:
+            problem = f"{problem} {error}"
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
+    loop = loop_ops(graph, batch)
+    if not known:
+        # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+        loop |= loop_without_batch(graph)
+    step = _step(
+        traced,
+        full,
+        graph=graph,
+        batch_dims=batch,
+        loop=loop | effects_before(graph, loop),
+        num_microbatches=1,
+        bodies=bodies,
+        batch_problem=problem,
+        loop_parts=loop_parts,
+    )
+    return TracedStep(step=step, equations=full.program.equations, constants=full.program.constants)
+
+
+def _step(
+    traced: Traced,
+    full: PartedProgram,
+    *,
+    graph: Graph,
+    batch_dims: tuple[int | None, ...],
+    loop: set[int],
+    **more: Any,
+) -> StepGraph:
+    """The step of which `graph` is the program at the size of a micro-batch, `full` that at the full batch.
+
+    loop: ops that run once per micro-batch; more: other fields.
+    """
+    return StepGraph(
+        graph=graph,
+        full_shapes=tuple(v.shape for v in full.program.graph.values),
+        batch_dims=batch_dims,
+        phases=assign_phases(graph, loop, batch_dims),
+        batch_size=traced.batch_size,
+        input_parts=full.input_parts,
+        output_parts=full.output_parts,
+        aliases=_aliases(traced, full),
+        **more,
+    )
+
+
+def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
+    """Graph output value → the graph input value that it replaces, part by part; what passes through has none."""
+    graph = parted.program.graph
+    inputs = {(part.leaf, part.rows): v for v, part in zip(graph.inputs, parted.input_parts, strict=True)}
+    pairs = {
+        v: inputs.get((traced.aliases.get(part.leaf, -1), part.rows))
+        for v, part in zip(graph.outputs, parted.output_parts, strict=True)
+        if graph.producer[v] is not None
+    }
+    return {out: into for out, into in pairs.items() if into is not None}
+
+
+def _proven(
+    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
+) -> TracedStep:
+    """The step in micro-batches that are proven to add up to the full batch; `NonAdditiveError` if they do not."""
+    _refuse_effects(full, other)
+    exact = _exact(traced, full, other, num_microbatches, {})
+    refusals = exact.proof.refusals
+    for cut in sorted({r.cut for r in refusals} - {1}):
+        # The step cuts its batch into parts itself: micro-batches of rows of each part.
+        runs = {leaf: cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
+        again = _exact(traced, full, other, num_microbatches, runs)
+        if not again.proof.refusals:
+            return _cut_exactly(traced, again, num_microbatches, loop_parts)
+    if refusals and any(r.text in FOLLOWING for r in refusals):
+        # The step looks at its batch size: the full batch's own program may be exact at the size of a micro-batch.
+        with suppress(TraceError):
+            own = from_larger(traced, loop_parts, _microbatch_size(traced, num_microbatches))
+            again = _exact(traced, *own, num_microbatches, {})
+            if not again.proof.refusals:
+                return _cut_exactly(traced, again, num_microbatches, loop_parts)
+    if refusals:
+        raise NonAdditiveError(_sentence(refusals[0]))
+    return _cut_exactly(traced, exact, num_microbatches, loop_parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exact:
+    """A step at two sizes without what is computed ahead, what was proven of it, and how its inputs are cut."""
+
+    full: PartedProgram
+    other: PartedProgram
+    ahead: Ahead | None
+    proof: Proof
+    runs: Mapping[int, int]
+
+
+def _exact(
+    traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
+) -> _Exact:
+    """What can be proven; `runs`: of arguments whose samples lie in several runs."""
+    ahead: Ahead | None = None
+    while True:
+        graph, parts = full.program.graph, full.input_parts
+        cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
+        data = inputs_of_data(graph, parts, traced.batch_leaves) if ahead is None else frozenset[int]()
+        found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
+        if not found.ahead or found.refusals:
+            return _Exact(full=full, other=other, ahead=ahead, proof=found, runs=runs)
+        rest = computed_ahead(full, other, found.ahead, traced.batch_leaves)
+        full, other, ahead = rest.full, rest.other, rest.ahead
+
+
+def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
+    full, other, proof = exact.full, exact.other, exact.proof
+    whole, small = full.program.graph, other.program.graph
+    merged = merge(full.program, other.program, proof.marks)
+    batch = batch_dims(whole, small)
+    loop = loop_ops(whole, batch)
+    step = _step(
+        traced,
+        full,
+        graph=merged.graph,
+        batch_dims=batch,
+        loop=loop,
+        num_microbatches=num_microbatches,
+        bodies=body_scopes(merged.graph, whole, small),
+        loop_parts=loop_parts,
+        combined={r: c for i in loop for r in whole.ops[i].results if (c := _combined(proof.relations[r]))},
+        runs={v: proof.relations[v].blocks or 1 for v in whole.outputs if proof.relations[v].blocks not in (None, 1)},
+    )
+    return TracedStep(
+        step=step,
+        equations=merged.equations,
+        constants=merged.constants,
+        ahead=exact.ahead,
+        runs={leaf: (traced.batch_leaves[leaf] or 0, count) for leaf, count in exact.runs.items()},
+    )
+
+
+def _combined(relation: Relation) -> Combination | None:
+    """How the micro-batches' parts of a value without samples are combined, if they are not added up."""
+    return {Kind.INVARIANT: Combination.SAME, Kind.MAX: Combination.MAX, Kind.MIN: Combination.MIN}.get(relation.kind)
+
+
+def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
+    """An op with an effect must not run once per micro-batch."""
+    graph = full.program.graph
+    if not any(op.effectful for op in graph.ops):
+        return
+    loop = loop_ops(graph, batch_dims(graph, other.program.graph))
+    loop |= effects_before(graph, loop)
+    for op in graph.ops:
+        if op.id in loop and op.effectful:
+            raise NonAdditiveError(
+                f"{op.source}: {op.primitive} would be called once per micro-batch, on its samples, instead of once. "
+                "Move it to where the loss and the gradients are known, or use num_microbatches=1."
+            )
+
+
+def _sentence(refusal: Refusal) -> str:
+    """Why the step is no sum over its samples, and what to do about it."""
+    where = f"{refusal.source or 'an unknown line'}: "
+    if refusal.primitive:
+        shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
+        what = f"{refusal.primitive} of {shapes} {refusal.text}"
+    else:
+        what = refusal.text
+    return (
+        f"{where}{what}. That micro-batches give the same cannot be proven. Use num_microbatches=1, rewrite this line "
+        "per sample (statistics of the data alone, and divisors that are constants, are fine), or accept the mean of "
+        'what the micro-batches give by themselves, with on_non_additive="mean_of_means".'
+    )
+
+
+def _cut(
+    traced: Traced,
+    full: PartedProgram,
+    other: PartedProgram,
+    num_microbatches: int,
+    loop_parts: int,
+) -> TracedStep:
+    """The step as one micro-batch, or as micro-batches whose results are averaged."""
+    whole, small = full.program.graph, other.program.graph
+    batch = batch_dims(whole, small)
+    loop = loop_ops(whole, batch)
+    averaged = num_microbatches > 1
+    if averaged:
+        _refuse_effects(full, other)
+    chosen = other.program if averaged else bodies_apart(full.program, other.program)
+    step = _step(
+        traced,
+        full,
+        graph=chosen.graph,
+        batch_dims=batch,
+        loop=loop | effects_before(whole, loop),
+        num_microbatches=num_microbatches,
+        bodies=body_scopes(chosen.graph, whole, small),
+        loop_parts=loop_parts,
+        averaged=averaged,
+    )
+    return TracedStep(step=step, equations=chosen.equations, constants=full.program.constants)
+
+
+def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
+    size = traced.require_batch()
+    if num_microbatches < 1 or size % num_microbatches:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise BatchError(
+            f"num_microbatches={num_microbatches} does not divide the batch of {size} samples. "
+            f"Choose one of {divisors if len(divisors) <= 24 else divisors[:24] + ['…']}."
+        )
+    return size // num_microbatches
+
+
+def _probe_sizes(size: int) -> tuple[int, ...]:
+    """Other batch sizes at which to see what follows the batch; JAX may choose other algorithms at some of them."""
+    smaller = [size // p for p in range(2, size) if size % p == 0]
+    return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

@@ -1,0 +1,399 @@
+"""Transfer functions: from what the operands of an op are in a micro-batch, what its results are.
+
+A transfer function reads one op at both sizes (`Site`) and proves an equation of `relations` for each result. Kinds of
+ops with a proof of their own register it by primitive (`register_transfer`, in the modules beside this one). All
+others go by their factor rule, which says that the op on blocks of a factor gives
+
+    PASS        blocks of each result that holds the factor                                      SAMPLES → SAMPLES
+    REDUCTION   parts of the result, combined by a sum, a maximum or a minimum                   SAMPLES → SUM, MAX, MIN
+
+where the other operands are INVARIANT (`by_rule`). What has neither is MIXED. Parameters of the op must agree between
+the two sizes but for those that the shapes of its arrays imply (`SIZES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from alpa_lite.program.equations import Equation
+from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.rules.op_info import rule_of_op
+from alpa_lite.rules.registry import FactorKind, Rule
+from alpa_lite.step.relations import (
+    MAX,
+    MIN,
+    SUM,
+    Disagreement,
+    Kind,
+    Refusal,
+    Relation,
+    mixed,
+    same_blocks,
+    samples,
+)
+
+#: Parameters that the shapes of an op's arrays imply, by primitive.
+SIZES: Mapping[str, frozenset[str]] = {
+    "broadcast_in_dim": frozenset(("shape",)),
+    "empty": frozenset(("shape",)),
+    "iota": frozenset(("shape",)),
+    "random_bits": frozenset(("shape",)),
+    "random_split": frozenset(("shape",)),
+    "reshape": frozenset(("new_sizes",)),
+    "gather": frozenset(("slice_sizes",)),
+    "dynamic_slice": frozenset(("slice_sizes",)),
+    "slice": frozenset(("start_indices", "limit_indices")),
+    "pad": frozenset(("padding_config",)),
+    "split": frozenset(("sizes",)),
+    "tile": frozenset(("reps",)),
+    "conv_general_dilated": frozenset(("feature_group_count", "batch_group_count", "lhs_shape", "rhs_shape")),
+}
+
+ODD = -1
+"""Stands for the batch dim of a value that follows the batch in several dims, or not in proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One op at both sizes, and what is known of its operands.
+
+    full, small   the programs at the full batch and at a micro-batch
+    op, other     the op in each
+    operands      of each operand its relation
+    count         number of micro-batches
+    dims          of each value the dim that follows the batch, None, or `ODD`
+    equations     of the op in each program
+    """
+
+    full: Graph
+    small: Graph
+    op: Op
+    other: Op
+    operands: Sequence[Relation]
+    count: int
+    dims: Sequence[int | None]
+    equations: tuple[Equation, Equation] | None = field(default=None)
+
+    def value(self, operand: int) -> Value:
+        """An operand in the full batch."""
+        return self.full.values[self.op.operands[operand]]
+
+    def result(self, number: int = 0) -> Value:
+        """A result in the full batch."""
+        return self.full.values[self.op.results[number]]
+
+    def small_value(self, operand: int) -> Value:
+        """An operand in a micro-batch."""
+        return self.small.values[self.other.operands[operand]]
+
+    def small_result(self, number: int = 0) -> Value:
+        """A result in a micro-batch."""
+        return self.small.values[self.other.results[number]]
+
+    def batch_dim(self, result: int = 0) -> int | None:
+        """The dim of a result that follows the batch."""
+        return self.dims[self.op.results[result]]
+
+    def refusal(self, text: str, cut: int = 1) -> Refusal:
+        """The reason that this op is one for."""
+        shapes = tuple(v.shape for v in self.full.operands(self.op))
+        return Refusal(self.op.source, self.op.primitive, shapes, text, cut)
+
+    def refused(self, text: str, cut: int = 1) -> Transferred:
+        """All results are mixed."""
+        return Transferred(results=(mixed(self.refusal(text, cut)),) * len(self.op.results))
+
+    def runs(self, operand: int) -> tuple[int | None, int]:
+        """(number of runs, rows of a run in a micro-batch) along the dim of SAMPLES of an operand; (None, its size)
+        where any number is true."""
+        relation = self.operands[operand]
+        size = self.small_value(operand).shape[relation.dim]
+        return (None, size) if relation.blocks is None else (relation.blocks, size // relation.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transferred:
+    """What a transfer function finds.
+
+    results       the relation of each result
+    once          operands that count in the first micro-batch alone, by number: others read zeros
+    own_columns   columns of the index vectors that count rows from the start of the micro-batch
+    """
+
+    results: tuple[Relation, ...]
+    once: tuple[int, ...] = ()
+    own_columns: tuple[int, ...] = ()
+
+
+Transfer = Callable[[Site], Transferred]
+_TRANSFERS: dict[str, Transfer] = {}
+
+OTHER_DTYPE = "has another dtype at another batch size"
+OTHER_PARAMETER = "has a parameter that follows the batch size"
+FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER))
+"""What is told of ops that are not the same at both sizes."""
+MIXES = "mixes the samples of the batch"
+AGAIN = "uses a sum over the batch again per sample"
+ORDERS = "combines arrays whose samples are in different orders"
+
+
+def register_transfer(*primitives: str) -> Callable[[Transfer], Transfer]:
+    """Decorator: a function is the transfer function of these primitives, in place of their rule."""
+
+    def register(function: Transfer) -> Transfer:
+        _TRANSFERS.update(dict.fromkeys(primitives, function))
+        return function
+
+    return register
+
+
+def transfer(site: Site) -> Transferred:
+    """What the results of an op are that touches the batch and has no bodies."""
+    for relation in site.operands:
+        if relation.kind is Kind.MIXED:
+            return Transferred(results=(relation,) * len(site.op.results))
+    if site.op.effectful:
+        return site.refused("has an effect, once per micro-batch")
+    if any(r.kind is Kind.RUNNING for r in site.operands):
+        return site.refused("reads the running value of a loop over samples")
+    if not _same_dtypes(site):
+        return site.refused(OTHER_DTYPE)
+    if not same_parameters(site):
+        return site.refused(OTHER_PARAMETER)
+    return _TRANSFERS.get(site.op.primitive, by_rule)(site)
+
+
+def _same_dtypes(site: Site) -> bool:
+    values = zip((*site.op.operands, *site.op.results), (*site.other.operands, *site.other.results), strict=True)
+    return all(site.full.values[v].dtype == site.small.values[w].dtype for v, w in values)
+
+
+def same_parameters(site: Site) -> bool:
+    """Whether the parameters at both sizes agree, but for those that shapes imply."""
+    implied = SIZES.get(site.op.primitive, frozenset())
+    one, other = site.op.params, site.other.params
+    if one is not other:
+        if one.keys() != other.keys():
+            return False
+        if any(not _equal(x, other[name]) for name, x in one.items() if name not in implied):
+            return False
+    if site.equations is None:
+        return True
+    first, second = (e.params for e in site.equations)
+    return first is second or all(
+        _alike(x, second.get(name)) for name, x in first.items() if name not in one and name not in implied
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal plain data of equal types: `1` is not `True`."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
+    return bool(a == b) or (a != a and b != b)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two parameters without a plain form are the same; programs are the same where they read the same."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
+        return str(a) == str(b)
+    try:
+        return bool(a == b)
+    except ValueError:  # arrays
+        return False
+
+
+# --- ops that go by their rule ----------------------------------------------------------------------------------------
+
+
+def by_rule(site: Site) -> Transferred:
+    """The transfer function of an op whose rule tells all: SAMPLES along a factor that passes or is reduced."""
+    rule = rule_of_op(site.full, site.op.id)
+    if rule.opaque:
+        return site.refused("has no rule that tells what becomes of single samples")
+    if rule.positional:
+        return site.refused("counts places in whole arrays")
+    return through_factor(site)
+
+
+def through_factor(site: Site) -> Transferred:
+    """The same of an op that may count places along other dims."""
+    rule = rule_of_op(site.full, site.op.id)
+    factor = _batch_factor(site, rule)
+    if factor is None:
+        return site.refused(MIXES)
+    if any(not r.is_same for r in site.operands if r.kind is not Kind.SAMPLES):
+        return site.refused(AGAIN)
+    try:
+        runs = same_blocks(set(_runs_in_factor(site, rule, factor)))
+    except Disagreement:
+        return site.refused(ORDERS)
+    except _NotWhole:
+        return site.refused(MIXES)
+    kind = rule.kinds[factor]
+    if kind is FactorKind.PASS and not rule.has_halo(factor):
+        return _passed(site, rule, factor, runs)
+    combined = _COMBINED_BY.get(rule.reduction) if _orders(site) else None
+    held = any(factor in factors for dims in rule.results for factors in dims)
+    if kind is FactorKind.REDUCTION and combined is not None and not held and not rule.has_halo(factor):
+        return Transferred(results=(combined,) * len(site.op.results))
+    return site.refused(MIXES)
+
+
+_COMBINED_BY = {"sum": SUM, "max": MAX, "or": MAX, "min": MIN, "and": MIN}
+
+
+def _orders(site: Site) -> bool:
+    """False for `or` and `and` of whole numbers: they work bit by bit, and are no maximum or minimum."""
+    rule = rule_of_op(site.full, site.op.id)
+    by_bits = site.op.primitive in ("or", "and") or rule.reduction in ("or", "and")
+    return not by_bits or site.result().dtype == "bool"
+
+
+class _NotWhole(Exception):
+    """Runs of samples do not fill the factors beside the batch."""
+
+
+def _batch_factor(site: Site, rule: Rule) -> int | None:
+    """The factor of which a micro-batch has one of `count` parts, where all arrays have the shapes that this gives."""
+    held = [dims[r.dim] for r, dims in zip(site.operands, rule.operands, strict=True) if r.kind is Kind.SAMPLES]
+    for factor in held[0] if held else ():
+        sizes = list(rule.sizes)
+        sizes[factor], rest = divmod(sizes[factor], site.count)
+        if not rest and _has_shapes(site, rule, sizes):
+            return factor
+    return None
+
+
+def _has_shapes(site: Site, rule: Rule, sizes: Sequence[int]) -> bool:
+    tensors = [*zip(site.other.operands, rule.operands, strict=True)]
+    tensors += zip(site.other.results, rule.results, strict=True)
+    return all(
+        site.small.values[v].shape == tuple(prod(sizes[f] for f in factors) for factors in dims) for v, dims in tensors
+    )
+
+
+def _runs_in_factor(site: Site, rule: Rule, factor: int) -> list[int | None]:
+    """Of each operand that holds the factor the number of runs along it."""
+    found: list[int | None] = []
+    for i, (relation, dims) in enumerate(zip(site.operands, rule.operands, strict=True)):
+        if relation.kind is not Kind.SAMPLES:
+            continue
+        factors = dims[relation.dim]
+        if factor not in factors:
+            raise _NotWhole
+        if relation.blocks is None:
+            found.append(None)
+            continue
+        before = _size(rule, factors[: factors.index(factor)])
+        after = _size(rule, factors[factors.index(factor) + 1 :])
+        _, rows = site.runs(i)
+        if relation.blocks % before or rows % after:
+            raise _NotWhole
+        found.append(relation.blocks // before)
+    return found
+
+
+def _passed(site: Site, rule: Rule, factor: int, runs: int | None) -> Transferred:
+    results: list[Relation] = []
+    for number, dims in enumerate(rule.results):
+        place = next((d for d, factors in enumerate(dims) if factor in factors), None)
+        if place is None or site.batch_dim(number) != place:
+            results.append(mixed(site.refusal(MIXES)))
+            continue
+        factors = dims[place]
+        before = _size(rule, factors[: factors.index(factor)])
+        results.append(samples(place, None if runs is None else runs * before))
+    return Transferred(results=tuple(results))
+
+
+def _size(rule: Rule, factors: Sequence[int]) -> int:
+    return prod(rule.sizes[f] for f in factors)
+
+
+# --- ops that do not touch the batch, in a loop -----------------------------------------------------------------------
+
+#: Ops under which a maximum of arrays is the maximum of what they make of each: they never change the order of numbers.
+_MONOTONE = frozenset(
+    "reshape broadcast_in_dim squeeze expand_dims transpose copy stop_gradient concatenate stack max min reduce_max "
+    "reduce_min or and reduce_or reduce_and slice".split()
+)
+
+
+def of_reduced(site: Site) -> Transferred:
+    """The results of an op without batch dims, some of whose operands are sums, maxima or minima over samples."""
+    kinds = {r.kind for r in site.operands if not r.is_same}
+    if kinds == {Kind.SUM}:
+        return _of_sums(site)
+    for kind, found, forbidden in ((Kind.MAX, MAX, _LEAST), (Kind.MIN, MIN, _LARGEST)):
+        if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden and _orders(site):
+            return Transferred(results=(found,) * len(site.op.results))
+    what = "a sum" if kinds == {Kind.SUM} else "an extreme"
+    return site.refused(f"makes something else of {what} over the batch")
+
+
+_LEAST = frozenset(("min", "reduce_min", "and", "reduce_and"))
+_LARGEST = frozenset(("max", "reduce_max", "or", "reduce_or"))
+
+
+def _of_sums(site: Site) -> Transferred:
+    """Σ_m f(V_m) = f(Σ_m V_m) where f is linear in the sums; what else it is linear in counts once."""
+    sums = {i for i, r in enumerate(site.operands) if r.kind is Kind.SUM}
+    for group in rule_of_op(site.full, site.op.id).linear:
+        if not sums <= set(group):
+            continue
+        rest = [i for i in group if i not in sums and site.operands[i].kind is not Kind.ZERO]
+        if all(counts_once(site.op, i) for i in rest):
+            return Transferred(results=(SUM,) * len(site.op.results), once=tuple(rest))
+    return site.refused("is not linear in a sum over the batch")
+
+
+def counts_once(op: Op, operand: int) -> bool:
+    """Whether an operand can be read as zeros in all micro-batches but the first."""
+    return op.operands.count(op.operands[operand]) == 1
+
+
+def of_running(site: Site) -> Transferred:
+    """The results of an op that reads the running value of a loop over samples: one more term of it, or MIXED."""
+    running = [r for r in site.operands if r.kind is Kind.RUNNING]
+    others_same = all(r.is_same for r in site.operands if r.kind is not Kind.RUNNING)
+    primitive = site.op.primitive
+    if len(running) == 1 and others_same:
+        if primitive in _TERMS and _orders(site) and (primitive != "sub" or site.operands[0].kind is Kind.RUNNING):
+            total = (running[0].total[0], _TERMS[primitive])
+            if running[0].total[1] in ("", total[1]) and site.value(0).dtype == site.result().dtype:
+                return Transferred(results=(Relation(Kind.RUNNING, total=total),))
+        if primitive in ("copy", "optimization_barrier") and len(site.operands) == 1:
+            return Transferred(results=(running[0],))
+    chosen = primitive == "select_n" and site.operands[0].is_same and len(running) == len(site.operands) - 1
+    if chosen and len({r.total[0] for r in running}) == 1 and len({r.total[1] for r in running} - {""}) <= 1:
+        return Transferred(results=(max(running, key=lambda r: r.total[1]),))
+    return site.refused("carries a value from sample to sample that is no plain sum, maximum or minimum")
+
+
+_TERMS = {"add": "sum", "add_any": "sum", "sub": "sum", "max": "max", "min": "min", "or": "max", "and": "min"}
+
+
+def untouched(site: Site) -> Transferred:
+    """The results of an op without batch dims, of which some operand is not simply the full batch's.
+
+    The op is that of the full batch, and so are its other operands.
+    """
+    for relation in site.operands:
+        if relation.kind is Kind.MIXED:
+            return Transferred(results=(relation,) * len(site.op.results))
+    if any(r.kind is Kind.RUNNING for r in site.operands):
+        return of_running(site)
+    return of_reduced(site)

@@ -1,0 +1,58 @@
+"""Loops and branches on local blocks: JAX's own, around bodies that run there.
+
+Every device takes the same branch and as many trips, because predicates are whole on each: collectives inside meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jax import lax
+
+from alpa_lite.program.ir import Op
+from alpa_lite.program.wiring import Wiring
+
+Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
+"""Runs body `number`; the mapping replaces operands by their value in this trip."""
+
+
+def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """The results of an op of control flow."""
+    if op.primitive == "scan":
+        return _scan(op, wiring, body, operands)
+    if op.primitive == "while":
+        return _while(wiring, body, operands)
+    branches = [partial(lambda number, *_: body(number, {}), number) for number in range(len(op.bodies))]
+    return list(lax.switch(operands[0], branches))
+
+
+def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
+
+    def trip(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = body(0, {**dict(zip(carried, carry, strict=True)), **dict(zip(scanned, slices, strict=True))})
+        return outputs[: len(carried)], outputs[len(carried) :]
+
+    last, stacks = lax.scan(
+        trip,
+        tuple(operands[i] for i in carried),
+        tuple(operands[i] for i in scanned),
+        length=op.params["length"],
+        reverse=op.params["reverse"],
+        unroll=op.params["unroll"],
+    )
+    return [*last, *stacks]
+
+
+def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    carried = list(wiring.carried.values())
+
+    def goes_on(carry: tuple[Any, ...]) -> Any:
+        return body(0, dict(zip(carried, carry, strict=True)))[0]
+
+    def trip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return body(1, dict(zip(carried, carry, strict=True)))
+
+    return list(lax.while_loop(goes_on, trip, tuple(operands[i] for i in carried)))

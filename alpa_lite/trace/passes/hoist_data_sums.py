@@ -1,0 +1,104 @@
+"""Part of a step that is computed before its loop over micro-batches, for the whole batch: what the data alone decide.
+
+    loss = Σ_i m_i c_i(params) / Σ_i m_i       the second sum reads no parameter
+
+As it stands each micro-batch would divide by its own number of tokens. Computed ahead, the number is one more input of
+the step, and what is left is a sum over samples again. So are permutations of the data, returns by a reverse scan over
+rewards, statistics by which the data are normalised: those hold the batch, and micro-batches take their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from alpa_lite.program.equations import GraphWithEquations, without_dead_ops
+from alpa_lite.program.ir import Graph, Value
+from alpa_lite.program.phases import Part
+from alpa_lite.trace.evaluate import evaluate
+from alpa_lite.trace.passes.split_stacked import PartedProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Computes further inputs of a step from those that it has: `leaves[i]` is the number of what input i reads."""
+
+    program: GraphWithEquations
+    leaves: tuple[int, ...]
+    _compiled: list[Callable[..., tuple[Any, ...]]] = field(
+        default_factory=list[Callable[..., tuple[Any, ...]]], repr=False, compare=False
+    )
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The further inputs, from arguments and captured arrays."""
+        if not self._compiled:
+            self._compiled.append(jax.jit(self._run))
+        return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
+
+    def _run(self, *arrays: jax.Array) -> tuple[Any, ...]:
+        return evaluate(self.program.graph, self.program.equations, arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """A step at two batch sizes without what is computed ahead, which both take as their last inputs."""
+
+    full: PartedProgram
+    other: PartedProgram
+    ahead: Ahead
+
+
+def computed_ahead(
+    full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
+) -> Rest:
+    """The step with some of its values as inputs, which follow from inputs `of_data` alone.
+
+    `batch_leaves`: of each argument the dim that holds the batch.
+    """
+    graph = full.program.graph
+    alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
+    read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
+    inputs = tuple(alone.graph.inputs[i] for i in read)
+    ahead = Ahead(
+        program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
+        leaves=tuple(full.input_parts[i].leaf for i in read),
+    )
+    first = len(batch_leaves) + len(full.program.constants)
+    parts = tuple(Part(leaf=first + i) for i in range(len(values)))
+    return Rest(full=_taking(full, values, parts), other=_taking(other, values, parts), ahead=ahead)
+
+
+def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[Part]) -> PartedProgram:
+    """The program with some values as its last inputs instead of computing them."""
+    program, taken = parted.program, set(values)
+    graph = program.graph
+    # An op of which some results are taken still makes the others; those that are taken get numbers that nobody reads.
+    spare = len(graph.values)
+    renamed = {v: spare + i for i, v in enumerate(values)}
+    extra = tuple(replace(graph.values[v], id=renamed[v], name="") for v in values)
+    ops = tuple(
+        op.numbered(op.id, op.operands, tuple(renamed.get(r, r) for r in op.results))
+        if not taken.isdisjoint(op.results)
+        else op
+        for op in graph.ops
+    )
+    made = replace(graph, values=(*graph.values, *extra), ops=ops, inputs=(*graph.inputs, *values))
+    rest = without_dead_ops(replace(program, graph=made))
+    return replace(parted, program=rest, input_parts=(*parted.input_parts, *parts))
+
+
+def inputs_of_data(graph: Graph, input_parts: Sequence[Part], batch_leaves: Sequence[int | None]) -> frozenset[int]:
+    """Inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
+    found = set[int]()
+    for v, part in zip(graph.inputs, input_parts, strict=True):
+        captured = part.leaf >= len(batch_leaves)
+        if part.rows is None and (captured or _is_key(graph.values[v]) or batch_leaves[part.leaf] is not None):
+            found.add(v)
+    return frozenset(found)
+
+
+def _is_key(value: Value) -> bool:
+    return value.dtype.startswith("key<") or (value.dtype, value.shape) == ("uint32", (2,))

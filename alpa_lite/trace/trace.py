@@ -1,0 +1,339 @@
+"""Tracing a plain train step: arguments to avals, the step to a jaxpr, at the full batch and at other batch sizes.
+
+No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is for `batch` to say.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_lite import _jax
+from alpa_lite.errors import BatchError, TraceError
+from alpa_lite.program.collector import rare_collection
+from alpa_lite.trace.batch import (
+    ArgumentLeaves,
+    Batch,
+    BatchArgnums,
+    argument_number,
+    by_exclusion,
+    by_name,
+    by_trial,
+    resized,
+    without_state,
+)
+from cost_models.text import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A function traced for one set of argument shapes.
+
+    `leaves` are the avals of the flattened dynamic arguments (bool stands for float0), `names` their paths, `arguments`
+    the names of the positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the
+    batch (None: none does), `batch_assumed` whether nobody named it, `donated[i]` whether the caller gives leaf i away,
+    `aliases` which output leaf takes the place of which input leaf in the next step.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    in_tree: Any
+    out_tree: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    out_leaves: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+    out_names: tuple[str, ...]
+    batch_leaves: tuple[int | None, ...]
+    batch_size: int | None
+    batch_problem: str
+    aliases: Mapping[int, int]
+    batch_assumed: bool
+    donated: tuple[bool, ...]
+    static_argnums: tuple[int, ...]
+    jaxpr: Any
+    _flat: Callable[..., Any] = field(repr=False)
+    _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def at_batch_size(self, size: int) -> Any:
+        """The jaxpr of the step at another batch size; `TraceError` where the function raises anything there."""
+        if size == self.batch_size:
+            return self.jaxpr
+        if size not in self._cache:
+            avals = [
+                leaf if dim is None else resized(leaf, dim, size, self.batch_size)
+                for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
+            ]
+            try:
+                self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
+            except TraceError:
+                raise
+            except Exception as error:  # the user's function may raise anything at a size that it was not written for
+                cause = f"{type(error).__name__}: {error}".rstrip(".")
+                raise TraceError(
+                    f"{self.name} cannot be traced at {size} samples instead of {self.batch_size}: "
+                    f"{cause}. Micro-batching needs a step that works at any batch size; use "
+                    "num_microbatches=1, or name the batch arguments in batch_argnums if others were taken for it."
+                ) from error
+        return self._cache[size]
+
+    def require_batch(self) -> int:
+        """The batch size, or the sentence that says why there is none."""
+        if self.batch_size is None:
+            raise BatchError(self.batch_problem)
+        return self.batch_size
+
+
+@rare_collection()
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    batch_argnums: BatchArgnums = None,
+) -> Traced:
+    """Trace `fun(*args, **kwargs)`; arrays and `ShapeDtypeStruct`s are equally good.
+
+    Raises `TraceError` when an argument is no array, `BatchError` when `batch_argnums` names something unusable.
+    """
+    _check_call(fun, args, kwargs or {})
+    static = {argument_number(i, len(args)) for i in _as_tuple(static_argnums)}
+    dynamic = {i: arg for i, arg in enumerate(args) if i not in static}
+    tree = (dynamic, dict(kwargs or {}))
+    paths, in_tree = jax.tree_util.tree_flatten_with_path(tree)
+    names = unique(leaf_name(fun, path) for path, _ in paths)
+    leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
+    empty = [_has_no_bytes(leaf) for _, leaf in paths]
+    box: dict[str, Any] = {}
+
+    def flat(*held: Any) -> list[Any]:
+        given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
+        arguments, keywords = jax.tree.unflatten(in_tree, given)
+        full = [args[i] if i in static else arguments[i] for i in range(len(args))]
+        out_paths, box["tree"] = jax.tree_util.tree_flatten_with_path(fun(*full, **keywords))
+        box["names"] = unique(_path(path) for path, _ in out_paths)
+        _check_outputs(fun, box["names"], [leaf for _, leaf in out_paths])
+        box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
+        return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
+    donate = {argument_number(i, len(args)) for i in _as_tuple(donate_argnums)}
+    owner = tuple(_owner(path) for path, _ in paths)
+    positional, keywords = jax.tree.unflatten(in_tree, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals])
+    aliases = match_state({**positional, **keywords}, jax.tree.unflatten(box["tree"], out_leaves))
+    state = frozenset(owner[leaf] for leaf in aliases.values())
+    arguments = ArgumentLeaves(avals=leaves, names=names, owner=owner, num_args=len(args), state=state)
+    traced = Traced(
+        fun=fun,
+        name=_name_of(fun),
+        in_tree=in_tree,
+        out_tree=box["tree"],
+        leaves=leaves,
+        out_leaves=tuple(_float0(x) if e else x for x, e in zip(out_leaves, box["empty"], strict=True)),
+        names=names,
+        arguments=tuple(argument_name(fun, i) for i in dynamic),
+        out_names=box["names"],
+        batch_leaves=(None,) * len(leaves),
+        batch_size=None,
+        batch_problem="",
+        batch_assumed=True,
+        aliases=aliases,
+        donated=tuple(key in donate for key in owner),
+        static_argnums=tuple(sorted(static)),
+        jaxpr=jaxpr,
+        _flat=flat,
+    )
+    if batch_argnums is not None:
+        return _with_batch(traced, by_name(arguments, batch_argnums))
+    trees = any(not jax.tree_util.all_leaves([{**positional, **keywords}[key]]) for key in state)
+    return _with_assumed_batch(traced, arguments, has_state=trees)
+
+
+def _with_batch(traced: Traced, batch: Batch) -> Traced:
+    return replace(
+        traced,
+        batch_leaves=batch.dims,
+        batch_size=batch.size,
+        batch_problem=batch.problem,
+        batch_assumed=batch.assumed,
+        _cache={},
+    )
+
+
+def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:
+    """With the batch that nobody named. `has_state`: whether a tree of arrays comes back among the outputs."""
+    excluded = by_exclusion(arguments)
+    first = None if excluded is None else _with_batch(traced, excluded)
+    takes_gradient = any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(traced.jaxpr).eqns)
+    if not has_state and not (first is not None and takes_gradient):
+        likely = without_state(arguments, traced.out_leaves)
+        if likely is not None and likely != excluded:
+            forward = _with_batch(traced, likely)
+            if _works_at_other_sizes(forward):
+                return forward
+    if first is not None:
+        return first
+
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        return traced.jaxpr if list(avals) == list(traced.leaves) else jax.make_jaxpr(traced._flat)(*avals)
+
+    return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
+
+
+def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `TraceError` for arguments that the function does not take."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        named = f" and {', '.join(kwargs)}" if kwargs else ""
+        raise TraceError(
+            f"{_name_of(fun)}{signature} cannot be called with {len(args)} positional arguments{named}: {error}."
+        ) from error
+
+
+def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
+    """Raises `TraceError` for an output that is no array."""
+    for name, leaf in zip(names, outputs, strict=True):
+        known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+        if not known and not isinstance(leaf, (bool, int, float, complex)):
+            where = f" at {name}" if name else ""
+            raise TraceError(
+                f"{_name_of(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, numbers "
+                "and pytrees of them alone."
+            )
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return printable(getattr(fun, "__name__", type(fun).__name__))
+
+
+def _works_at_other_sizes(traced: Traced) -> bool:
+    try:
+        traced.at_batch_size(2 * traced.require_batch())
+    except TraceError:
+        return False
+    return True
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def _owner(path: tuple[Any, ...]) -> int | str:
+    """Positional number or keyword of the argument that a leaf belongs to."""
+    return path[1].key
+
+
+def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+    """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
+    owner = argument_name(fun, _owner(path))
+    tail = _path(path[2:])
+    return f"{owner}/{tail}" if tail else owner
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Names, of which equal ones are numbered from the second on: `{"a/b": x, "a": {"b": y}}` has two `a/b`."""
+    found: dict[str, None] = {}
+    for name in names:
+        number, numbered = 1, name
+        while numbered in found:
+            number += 1
+            numbered = f"{name}#{number}"
+        found[numbered] = None
+    return tuple(found)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return printable(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+
+def argument_name(fun: Callable[..., Any], owner: int | str) -> str:
+    """The name of an argument, given by its number or keyword, where Python tells it."""
+    if isinstance(owner, str):
+        return owner
+    code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
+    known = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return known[owner] if owner < len(known) else f"argument {owner}"
+
+
+def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument as `jax.jit` sees it. Raises `TraceError` for what is no array."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return _struct(leaf) if _has_no_bytes(leaf) else leaf
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise TraceError(
+            f"{name} is a {type(leaf).__name__}, which JAX cannot trace. Pass arrays or numbers, or name the argument "
+            "in static_argnums."
+        ) from error
+    except OverflowError as error:
+        raise TraceError(
+            f"{name} is {leaf!r}, which an integer of {np.dtype(jax.dtypes.canonicalize_dtype(np.int64))} cannot hold. "
+            'Pass a smaller number, or allow wider ones with jax.config.update("jax_enable_x64", True).'
+        ) from error
+    return _struct(aval)
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    # Executables take and give arrays of booleans for those of float0, which have no bytes; JAX does the same.
+    dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, jax.dtypes.float0)
+
+
+def _has_no_bytes(leaf: Any) -> bool:
+    """Whether it is of float0, the dtype of gradients with respect to integers."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
+    """(signature, number of the first leaf) of a tree of avals and of its subtrees down to `depth`, largest first."""
+    found = [(_signature(tree), start)]
+    if depth and not jax.tree_util.all_leaves([tree]):
+        one_level = jax.tree_util.default_registry.flatten_one_level(tree)
+        for child in one_level[0] if one_level else ():
+            found += _subtrees(child, depth - 1, start)
+            start += len(jax.tree.leaves(child))
+    return found
+
+
+def _signature(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+
+
+def match_state(arguments: Mapping[int | str, Any], outputs: Any) -> dict[int, int]:
+    """Which output leaf replaces which input leaf in the next step: state in, state out.
+
+    An argument is state when its whole tree (structure, shapes, dtypes) comes back somewhere among the outputs. A lone
+    array counts only as the first output: elsewhere an equal shape may be chance (predictions as wide as inputs).
+    """
+    candidates = _subtrees(outputs, depth=3)
+    pairs: dict[int, int] = {}
+    start = 0
+    for tree in arguments.values():
+        count = len(jax.tree.leaves(tree))
+        lone = jax.tree_util.all_leaves([tree])
+        for signature, first in candidates if count else ():
+            taken = any(first <= o < first + count for o in pairs)
+            if signature == _signature(tree) and not taken and (first == 0 or not lone):
+                pairs.update({first + i: start + i for i in range(count)})
+                break
+        start += count
+    return pairs

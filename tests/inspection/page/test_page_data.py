@@ -1,0 +1,87 @@
+"""What the page's script draws."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from alpa_lite.inspection.page.memory_timeline import memory_over_time
+from alpa_lite.inspection.page.page_data import MAX_POINTS, TICKS, page_data, safe_json
+from alpa_lite.inspection.text.timeline import predicted_timeline
+
+
+def tasks_of(row, data):
+    """The tasks of a row, read as the script reads them: kind, stage, micro-batch, start and end in seconds."""
+    found, start, tick = [], 0, data["tick_seconds"]
+    for i in range(0, len(row["tasks"]), 5):
+        kind, stage, microbatch, since, length = row["tasks"][i : i + 5]
+        start += since
+        found.append((data["kinds"][kind], stage, microbatch, start * tick, (start + length) * tick))
+    return found
+
+
+def test_tasks_are_those_of_the_timeline(pipeline_plan):
+    data = page_data(pipeline_plan)
+    timeline = predicted_timeline(pipeline_plan)
+    (lane,) = data["lanes"]
+    assert lane["title"] == "predicted" and lane["end"] == TICKS
+    assert data["tick_seconds"] * TICKS == pytest.approx(timeline.makespan_seconds)
+    for number, row in enumerate(lane["rows"]):
+        bars = sorted((bar for bar in timeline.bars if bar.row == number), key=lambda bar: bar.start_seconds)
+        found = tasks_of(row, data)
+        assert [task[:3] for task in found] == [
+            (bar.kind, bar.stage, -1 if bar.microbatch is None else bar.microbatch) for bar in bars
+        ]
+        for task, bar in zip(found, bars, strict=True):
+            precise = 2e-6 * timeline.makespan_seconds
+            assert task[3:] == pytest.approx((bar.start_seconds, bar.end_seconds), abs=precise)
+
+
+def span(**given):
+    return SimpleNamespace(**{"stage": 0, "kind": "RUN", "name": "", "microbatch": 0, **given})
+
+
+def test_measured_spans_are_a_lane_of_their_own(pipeline_plan):
+    longest = 4 * predicted_timeline(pipeline_plan).makespan_seconds
+    spans = [
+        span(name="stage 0 forward", start_seconds=0.0, end_seconds=longest / 4),
+        span(kind="PLACE", name="PLACE", start_seconds=0.0, end_seconds=0.0),
+        span(kind="SEND", name="SEND", stage=1, start_seconds=longest / 4, end_seconds=longest / 2),
+        span(name="stage 1 forward+backward", stage=1, start_seconds=longest / 2, end_seconds=longest),
+    ]
+    data = page_data(pipeline_plan, measured=spans)
+    assert [lane["title"] for lane in data["lanes"]] == ["predicted", "measured"]
+    assert data["lanes"][0]["end"] == pytest.approx(TICKS / 4, abs=1)
+    rows = {row["name"]: tasks_of(row, data) for row in data["lanes"][1]["rows"]}
+    assert list(rows) == ["stage 0", "stage 1", "to 1"]
+    assert [task[0] for row in rows.values() for task in row] == ["forward", "backward", "receive"]
+
+
+def test_memory_is_that_of_the_tracks(pipeline_plan):
+    data = page_data(pipeline_plan)
+    for shown, track in zip(data["memory"], memory_over_time(pipeline_plan), strict=True):
+        levels = shown["points"][1::2]
+        assert max(levels) * shown["full_bytes"] / shown["levels"] == pytest.approx(track.peak_bytes, rel=1e-3)
+        assert sum(shown["points"][::2]) * data["tick_seconds"] == pytest.approx(track.seconds[-1], rel=1e-4)
+        assert shown["capacity_bytes"] == pipeline_plan.cluster.device.memory_bytes
+
+
+def test_long_lines_are_thinned_and_keep_their_peak(pipeline_plan):
+    long = replace(pipeline_plan, num_microbatches=5000)
+    data = page_data(long)
+    for shown, track in zip(data["memory"], memory_over_time(long), strict=True):
+        assert len(track.bytes) > 2 * MAX_POINTS
+        assert len(shown["points"]) <= 2 * MAX_POINTS + 2
+        assert max(shown["points"][1::2]) * shown["full_bytes"] / shown["levels"] == pytest.approx(
+            track.peak_bytes, rel=1e-3
+        )
+        assert all(since >= 0 for since in shown["points"][::2])
+    assert len(safe_json(data)) < 500_000
+
+
+def test_no_name_ends_the_script():
+    data = {"name": "</script><!-- & \u2028"}
+    text = safe_json(data)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == data

@@ -1,0 +1,72 @@
+"""What stages of rows of stacked arguments take to move them, against what is counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.inter_op.space import Space
+from alpa_lite.inter_op.stacked_cost import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.sharding.specs import Spec
+from alpa_lite.step.layers import make_layers
+from cost_models.composed import ComposedCostModel
+
+ROWS, WIDTH = 6, 1024
+
+
+def _step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+    return weights - jax.grad(loss)(weights)
+
+
+def _costs() -> StageCosts:
+    weights = jax.ShapeDtypeStruct((ROWS, WIDTH, WIDTH), jnp.float32)
+    traced = al.parallelize(_step).trace(weights, jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32))
+    step = traced.step(8, loop_parts=ROWS).step
+    cluster = replace(al.cluster("p3.16xlarge"), num_hosts=2)
+    return StageCosts(step=step, layers=make_layers(step, ROWS), cost_model=ComposedCostModel(cluster))
+
+
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(1, 4), (2, 8)])
+@pytest.mark.parametrize(("form", "copies"), [(((), (), ()), "all"), (((), ("x",), ()), 1)], ids=["whole", "split"])
+def test_each_device_gets_its_share_and_one_copy_comes_back(
+    num_hosts: int, per_host: int, form: Any, copies: Any
+) -> None:
+    costs = _costs()
+    submesh = Submesh(first_device=0, num_hosts=num_hosts, devices_per_host=per_host)
+    mesh = LogicalMesh(axis_names=("x",), shape=(submesh.num_devices,))
+    rows = [v for v, p in zip(costs.step.graph.inputs, costs.step.input_parts, strict=True) if p.rows is not None]
+    costs = costs.with_pins(dict.fromkeys(rows, Spec(form)))
+    first, last = 1, 2
+    found = seconds_of_rows(costs, first, last, submesh, mesh, costs.solution(first, last, submesh, mesh))
+    size = 2 * WIDTH * WIDTH * 4
+    across, links = num_hosts > 1, num_hosts * per_host
+    there, back = (
+        costs.cost_model.transfer_seconds(size * n, crosses_hosts=across, num_links=links)
+        for n in (links if copies == "all" else 1, 1)
+    )
+    assert found == pytest.approx(there + back)
+
+
+def test_no_stage_takes_less_than_the_least_and_all_layers_take_nothing() -> None:
+    costs = _costs()
+    space = Space.of(costs.cost_model.cluster)
+    least = least_seconds_of_rows(costs, space)
+    for kind, meshes in enumerate(space.meshes):
+        submesh, mesh = space.submesh(kind), meshes[0]
+        for first, last in ((0, 0), (0, 3), (2, 4), (0, ROWS - 1)):
+            taken = seconds_of_rows(costs, first, last, submesh, mesh, costs.solution(first, last, submesh, mesh))
+            assert taken >= least[first, last, kind] * (1 - 1e-9)
+            is_part = last - first + 1 < ROWS
+            assert (taken > 0) == (least[first, last, kind] > 0) == is_part
+    assert np.allclose(least[0, 1], least[3, 4])

@@ -1,0 +1,131 @@
+"""Problems of models with repeated layers: each kind of layer is built once."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_lite as al
+from alpa_lite.intra_op.builders import Builders
+from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.placements import Placed
+from alpa_lite.intra_op.solve import StageSolution, solve_stage
+from alpa_lite.intra_op.stage import StageView
+from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategy_catalogue import Catalogue
+from alpa_lite.plan.pricing import Pricer
+from alpa_lite.sharding.meshes import LogicalMesh, Submesh
+from alpa_lite.step.layers import Layers, make_layers
+from benchmarks.models.llama import Llama
+from benchmarks.models.train import init_state, make_optimizer, make_train_step
+from cost_models.composed import ComposedCostModel
+
+TINY = Llama(vocab_size=64, num_heads=4, num_kv_heads=2, hidden=16, inner=32, seq_len=8)
+
+
+def built(num_layers: int) -> Builder:
+    model = replace(TINY, num_layers=num_layers)
+    optimizer = make_optimizer(max_grad_norm=1.0)
+    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
+    tokens = jax.ShapeDtypeStruct((8, model.seq_len), jnp.int32)
+    traced = al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(
+        state, {"tokens": tokens, "targets": tokens}
+    )
+    step = traced.step().step
+    return built_view(StageView(step=step, layers=make_layers(step, 1), first=0, last=0))
+
+
+def built_view(view: StageView) -> Builder:
+    pricer = Pricer(
+        cost_model=ComposedCostModel(al.cluster("p3.16xlarge")),
+        submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
+        mesh=LogicalMesh(axis_names=("x", "y"), shape=(2, 4)),
+    )
+    return Builder(view, Catalogue(pricer, Restriction(optimizer=Split.MAY, parameters=Split.MAY)))
+
+
+@pytest.fixture(scope="module")
+def builders() -> tuple[Builder, Builder]:
+    return built(3), built(6)
+
+
+def test_more_layers_make_more_nodes_and_edges_but_no_other_ones(builders: tuple[Builder, Builder]) -> None:
+    few, many = builders
+    assert len(many.edges) > 1.7 * len(few.edges)
+    assert len({id(costs) for costs in many.edges.values()}) == len({id(costs) for costs in few.edges.values()})
+    # The node of what has no choice adds up over all layers.
+    assert len({id(costs) for costs in many.costs}) == len({id(costs) for costs in few.costs})
+
+
+def test_equal_arrays_are_one_array(builders: tuple[Builder, Builder]) -> None:
+    _, many = builders
+    matrices = {id(costs): costs for costs in many.edges.values()}.values()
+    assert len({(m.shape, m.tobytes()) for m in matrices}) >= 0.9 * len(matrices)
+
+
+class AsOnSeveral(Catalogue):
+    """Has it that there are choices on one device too."""
+
+    is_one_device = False
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_one_device_has_nothing_to_choose(num_microbatches: int) -> None:
+    """What the shorter way says of a stage is what the search for choices says."""
+    optimizer = make_optimizer(max_grad_norm=1.0)
+    state = jax.eval_shape(lambda: init_state(TINY.init(jax.random.key(0)), optimizer))
+    tokens = jax.ShapeDtypeStruct((8, TINY.seq_len), jnp.int32)
+    traced = al.parallelize(make_train_step(TINY.loss_fn, optimizer)).trace(
+        state, {"tokens": tokens, "targets": tokens}
+    )
+    step = traced.step(num_microbatches).step
+    view = StageView(step=step, layers=make_layers(step, 1), first=0, last=0)
+    pricer = Pricer(
+        cost_model=ComposedCostModel(al.cluster("p3.16xlarge")),
+        submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=1),
+        mesh=LogicalMesh(axis_names=("x",), shape=(1,)),
+    )
+    short, long = (
+        solve_stage(Builder(view, kind(pricer, Restriction())), limit_bytes=None) for kind in (Catalogue, AsOnSeveral)
+    )
+    assert Catalogue(pricer, Restriction()).is_one_device
+    for field in fields(StageSolution):
+        one, other = getattr(short, field.name), getattr(long, field.name)
+        assert one == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other), field.name
+
+
+def test_a_stage_is_laid_out_once_for_all_limits(builders: tuple[Builder, Builder]) -> None:
+    few, _ = builders
+    on_mesh = Builders(few.catalogue)
+    one = on_mesh.of(few.view)
+    assert on_mesh.of(few.view) is one
+    problems = [one.problem(limit_bytes=limit, in_flight=n) for limit, n in [(1e9, 1), (1e9, 2), (None, 1), (1e9, 1)]]
+    anew = Builder(few.view, few.catalogue).problem(limit_bytes=1e9, in_flight=1)
+    assert [p.limit_bytes for p in problems] == [1e9, 1e9, None, 1e9]
+    for name in ("node_costs", "edge_costs", "usage_bytes"):
+        np.testing.assert_array_equal(getattr(problems[-1], name).values, getattr(anew, name).values)
+    assert problems[1].usage_bytes.values.sum() > problems[0].usage_bytes.values.sum()
+
+
+def test_activations_decide_for_the_contractions_of_their_own_stage() -> None:
+    def step(x: jax.Array, w: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ w)
+        return h @ u + h @ v
+
+    sizes = [(16, 8), (8, 32), (32, 8), (32, 8)]
+    args = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    traced = al.parallelize(step, batch_argnums=(0,)).trace(*args).step(1).step
+    layers = Layers(num_layers=2, of_op=(0, 0, 1, 1, 1), of_input=(0, 0, 1, 1))
+
+    def leads(last: int) -> bool:
+        placed = built_view(StageView(step=traced, layers=layers, first=0, last=last)).placed
+        first, second = placed[(0, 0)], placed[(0, 1)]
+        assert isinstance(first, Placed) and isinstance(second, Placed)
+        return first.node != second.node
+
+    assert leads(1)
+    assert not leads(0)

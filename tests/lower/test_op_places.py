@@ -1,0 +1,80 @@
+"""Where ops run: parts of backward passes, and ops that wait for the task that alone reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_lite as al
+from alpa_lite.api.parallelize import LoweredFunction
+from alpa_lite.lower.op_places import places_of
+from alpa_lite.planners import Hybrid
+from alpa_lite.program.phases import Phase
+from alpa_lite.schedule import GPipe, OneFOneB, Schedule, ZeroBubbleH1
+
+WIDTH = 64
+
+
+def _train(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for w in params:
+            h = jax.nn.gelu(h @ w)
+        return jnp.mean(h * h)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+
+def _lowered(schedule: Schedule, stages: int = 4) -> LoweredFunction:
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
+    traced = al.parallelize(_train, cache=False).trace(params, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32))
+    planner = Hybrid(pipeline=stages, schedule=schedule)
+    return traced.plan(cluster=al.cluster("p3.16xlarge"), planner=planner, num_microbatches=8).lower()
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), GPipe(), ZeroBubbleH1()], ids=str)
+def test_ops_run_after_what_they_read(schedule: Schedule) -> None:
+    lowered = _lowered(schedule)
+    step = lowered.step.step
+    places = places_of(lowered.planned.last_plan, step)
+    for op, place in zip(step.graph.ops, places, strict=True):
+        for v in op.operands:
+            producer = step.graph.producer[v]
+            before = places[producer] if producer is not None else None
+            if place is not None and before is not None and step.phases[op.id].in_loop:
+                assert before.order <= place.order
+
+
+def test_what_only_derivatives_read_is_not_handed_on() -> None:
+    """Of each gelu the input and the tanh are kept, not the polynomials of them that its derivative consists of."""
+    lowered = _lowered(GPipe())
+    step = lowered.step.step
+    places = places_of(lowered.planned.last_plan, step)
+    assert any(
+        place is not None and place.kind == "backward" and phase is Phase.FORWARD
+        for phase, place in zip(step.phases, places, strict=True)
+    )
+    handed: dict[int, int] = {}
+    for task in lowered.program.tasks:
+        if task.kind == "forward":
+            handed[task.stage] = sum(step.graph.values[p.value].rank == 2 for p in task.outputs)
+    # The input of the product, its result, the tanh, the product of both, and the result for the next stage.
+    assert max(handed.values()) <= 5
+
+
+def test_a_backward_pass_in_two_parts_sends_the_first_and_sums_the_second() -> None:
+    lowered = _lowered(ZeroBubbleH1())
+    step, tasks = lowered.step.step, {(task.stage, task.kind): task for task in lowered.program.tasks}
+    assert {kind for _, kind in tasks} == {
+        *("forward", "forward+backward", "input gradient", "weight gradient", "update")
+    }
+    for stage in range(1, 4):
+        first = tasks[stage, "input gradient" if stage < 3 else "forward+backward"]
+        assert any(step.batch_dims[port.value] is not None for port in first.outputs)
+        weights = [port.value for port in tasks[stage, "weight gradient"].sums]
+        assert [step.graph.values[v].shape for v in weights] == [(WIDTH, WIDTH)]
+    assert (0, "input gradient") not in tasks  # nobody waits for what the first stage computes

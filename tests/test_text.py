@@ -1,0 +1,82 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from alpa_lite import text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.50 KiB"),
+        (20 * 2**20, "20.0 MiB"),
+        (300 * 2**30, "300 GiB"),
+        (2**41, "2.00 TiB"),
+    ],
+)
+def test_bytes(size, text):
+    assert text.show_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.99999, "1.00 s"), (3e-6, "3.00 µs"), (2e-8, "0.02 µs")],
+)
+def test_seconds(seconds, text):
+    assert text.show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.1, "1 s"), (7.4, "7 s"), (43.2, "45 s"), (58.0, "1 min"), (89.0, "1 min"), (100.0, "2 min"), (1e4, "167 min")],
+)
+def test_estimates_are_coarse(seconds, text):
+    assert text.show_about(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([2, 0, 1], "0–2"), ([0, 1, 4, 6, 7], "0–1, 4, 6–7")]
+)
+def test_numbers(numbers, text):
+    assert text.show_numbers(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("/a/long/way/models/gpt.py:12:3 (mlp)", "models/gpt.py:12 (mlp)"),
+        ("gpt.py:12", "gpt.py:12"),
+        ("C:\\code\\gpt.py:12:3 (f)", "code/gpt.py:12 (f)"),
+        ("", ""),
+        ("no location", "no location"),
+    ],
+)
+def test_short_source(source, text):
+    assert text.short_source(source) == text
+
+
+def test_count_and_range():
+    assert text.show_count(1, "micro-batch") == "1 micro-batch"
+    assert text.show_count(2, "micro-batch") == "2 micro-batches"
+    assert (text.show_range(2, 2), text.show_range(2, 5)) == ("2", "2–5")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("40GB", 4e10), ("40 GiB", 40 * 2.0**30), ("1.5kB", 1500), ("512m", 5.12e8), ("16000", 16000), ("1e9", 1e9)],
+)
+def test_sizes_are_read(text, expected):
+    assert text.read_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "40 parsecs", "-"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError):
+        text.read_bytes(text)
+
+
+def test_places_within_a_text():
+    text = "when dot at /long/way/models/gpt.py:12:3 (mlp.<locals>.f) runs on float32[2,3]"
+    assert text.short_sources(text) == "when dot at models/gpt.py:12 runs on float32[2,3]"
