@@ -48,7 +48,7 @@ from alpa_lite.runtime.execute.function import (
     refuse_tracing,
     with_own_constants,
 )
-from alpa_lite.runtime.execute.initial import init_sharded as init_sharded
+from alpa_lite.runtime.execute.function import init_sharded as init_sharded
 from alpa_lite.runtime.execute.measure import step_seconds
 from alpa_lite.runtime.job.activity import busy
 from alpa_lite.runtime.simulate import SimulatedStep, simulate_program

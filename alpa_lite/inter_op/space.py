@@ -5,6 +5,8 @@ that splits everything else; or, of several hosts, one that splits the batch bet
 beside these two inside a host. What crosses hosts in every layer is too slow to be worth its time in the search.
 
 The devices of a mixed cluster count by the rate of their matrix units when layers are shared out.
+
+A stage of a plan in the making.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.stage_costs import BATCH_AXES
+from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, SubmeshKind, cluster_kinds, first_submesh, logical_shapes
 from cost_models.cluster import Cluster
 
@@ -205,3 +208,14 @@ def _over_hosts(hosts: int, per_host: int, model: int) -> LogicalMesh:
     sizes = {"replica": hosts, "data": per_host // model, "model": model}
     axes = {name: size for name, size in sizes.items() if size > 1}
     return LogicalMesh(axis_names=tuple(axes), shape=tuple(axes.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStage:
+    """One stage of a plan in the making: layers, devices, logical mesh, and the solution on it."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    mesh: LogicalMesh
+    solution: StageSolution

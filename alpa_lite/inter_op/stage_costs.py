@@ -7,12 +7,14 @@ with less, if it still fits: fewer micro-batches in flight are to be asked for f
 On a logical mesh of one axis every op may use it for anything. Of several, "replica" splits the batch and leaves state
 whole, "data" splits the batch and may split state, as ZeRO does, and "model" splits everything else, as in Alpa: more
 freedom multiplies the strategies and has bought nothing on the models tried.
+
+Questions about stages that workers answer before they are asked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.stage_cache import Kind, Question, Solved, answer_among
-from alpa_lite.inter_op.workers import Workers
-from alpa_lite.intra_op.builders import Builders
-from alpa_lite.intra_op.choice import remap
+from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
+from alpa_lite.intra_op.formulate import Builders
+from alpa_lite.intra_op.placements import remap
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
@@ -376,3 +378,26 @@ def state_bytes(step: StepGraph, layers: Layers) -> NDArray[np.float64]:
         if step.batch_dims[v] is None:
             totals[home] += step.graph.values[v].bytes
     return totals
+
+
+def expect(likely: Iterable[tuple[StageCosts, Question]], *, later: bool = False) -> None:
+    """Let workers look for the answers to what will likely be asked; see `Workers.expect`."""
+    workers, questions = None, dict[Hashable, Likely]()
+    for costs, asked in likely:
+        workers = costs.workers
+        if workers.at_work and not costs.knows(asked):
+            family = workers.number_of(costs.builders)
+            questions.setdefault(costs.key(asked), Likely(_solve, (costs.step, costs.given), (family, asked)))
+    if workers is not None:
+        workers.expect(questions, later=later)
+
+
+def _solve(
+    memory: dict[Any, Any], step: StepGraph, given: dict[str, Any], likely: tuple[int, Question]
+) -> tuple[Question, StageSolution]:
+    """What a worker does: it keeps the stage costs, and what those that share builders know of ops."""
+    family, asked = likely
+    key = id(given)
+    if key not in memory:
+        memory[key] = StageCosts(step=step, **given, builders=memory.setdefault(("builders", family), {}))
+    return asked, memory[key].solve(asked)

@@ -19,14 +19,12 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.best_stages import BestStages
-from alpa_lite.inter_op.equal_stages import Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.equal_stages import BestStages, Equal, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.layer_profile import summed
-from alpa_lite.inter_op.prefetch import expect
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_cost import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.stage_cache import Question
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, expect
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution

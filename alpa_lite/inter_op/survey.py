@@ -27,9 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.inter_op.layer_profile import Profile, alone_on_a_device, in_flight_within, microbatch_size
-from alpa_lite.inter_op.prefetch import expect
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stage_costs import StageCosts
+from alpa_lite.inter_op.stage_costs import StageCosts, expect
 
 FloatArray = NDArray[np.float64]
 

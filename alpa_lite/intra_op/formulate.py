@@ -17,6 +17,13 @@ prices the resharding between what a node offers and what an op demands:
 Costs are seconds per step: what runs in the loop counts once per micro-batch. A loop's body is laid out in the same
 problem, with its cost multiplied by its trips and its carried values tied to the specs that they came in; so is each
 branch of a `cond`, and what the branches make has one spec.
+
+Parameters that stay gathered from the forward to the backward pass: what the backward pass makes of them alone.
+
+The turned kernel of a convolution, say, is made of the kernel as it was gathered, not of its part, of which it would
+have to be gathered once more.
+
+The builders of stages on one mesh, of which the last few are kept: a stage is often solved quickly and then well.
 """
 
 from __future__ import annotations
@@ -25,24 +32,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from alpa_lite.intra_op.choice import Choice
-from alpa_lite.intra_op.gathered_weights import gathered, reads_gathered
-from alpa_lite.intra_op.interning import FloatArray, SharedArrays
+from alpa_lite.intra_op.interning import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
 from alpa_lite.intra_op.leaders import Deciding
-from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
+from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import Split
+from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, Options, SumOptions, batch_factors
 from alpa_lite.intra_op.sums import Sums, is_scalar_sum
 from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Graph, Op, Value
+from alpa_lite.program.phases import Phase, parameters
 from alpa_lite.program.wiring import Wiring, accumulators, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from alpa_lite.sharding.specs import Spec, replicated
+
+
+def reads_gathered(view: StageView, op: Op, operand: int) -> bool:
+    """Whether an op makes something for the backward pass alone of a parameter that the forward pass reads itself."""
+    graph, phases, v = view.graph, view.step.phases, op.operands[operand]
+    if not view.keeps_gathered or not parameters(view.step).issuperset((v, *op.results)):
+        return False
+    beside = any(phases[c] is Phase.FORWARD for c in graph.consumers[v])
+    return beside and all(phases[c] is Phase.BACKWARD for r in op.results for c in graph.consumers[r])
+
+
+def gathered(spec: Spec, restriction: Restriction) -> Spec:
+    """The spec of a parameter that is split over BATCH axes no more."""
+    kept = tuple(tuple(a for a in dim if restriction.role(a) is not AxisRole.BATCH) for dim in spec.dims)
+    return Spec(kept, spec.partial)
+
 
 _UNIT = 0  # the node of everything that has no choice
 
@@ -398,3 +420,19 @@ class Builder:
             (u, v), matrix = (v, u), self.arrays.transposed(matrix)
         known = self.edges.get((u, v))
         self.edges[(u, v)] = matrix if known is None else self.arrays.sum(known, matrix)
+
+
+_NUM_BUILDERS = 4
+
+
+class Builders:
+    """Makes them from one catalogue, which they share."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        """Start without any."""
+        self.catalogue = catalogue
+        self._recent: Recent[StageView, Builder] = Recent(_NUM_BUILDERS)
+
+    def of(self, view: StageView) -> Builder:
+        """The builder of a stage."""
+        return self._recent(view, lambda: Builder(view, self.catalogue))

@@ -6,10 +6,13 @@
 Matrices are held in both directions: ``edges[u][v]`` has u's strategies as rows, and ``edges[v][u]`` is its transpose.
 Memory is held by the rows of ``binding_times``: a node's ``Alive`` says, for disjoint runs of rows, how many bytes each
 of its strategies needs beyond the least; that least has moved to the base, which all choices keep alive.
+
+The parts of a graph that no edge joins.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -17,6 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from alpa_lite.intra_op.memory_rows import binding_times
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
@@ -239,3 +244,14 @@ class Workspace:
         del self.costs[node]
         self.changed.pop(node, None)
         self.stale.pop(node, None)
+
+
+def connected_parts(num_nodes: int, edges: IntArray) -> list[IntArray]:
+    """The nodes of every part, ascending; ``edges`` are pairs of nodes, (E, 2)."""
+    if num_nodes == 0:
+        return []
+    joined = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num_nodes, num_nodes))
+    number, part_of = connected_components(joined, directed=False)
+    order = np.argsort(part_of, kind="stable").astype(np.intp)
+    ends = np.cumsum(np.bincount(part_of, minlength=int(number))).tolist()
+    return [order[first:last] for first, last in itertools.pairwise([0, *ends])]

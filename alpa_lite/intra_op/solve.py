@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.solvers.solver import Solver
@@ -15,10 +15,8 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.plan.plan import CollectiveUse
 from alpa_lite.plan.pricing import Estimator, Pricer, local_bytes
 from alpa_lite.plan.walk import Machine, Walk
-from alpa_lite.program.phases import Phase
+from alpa_lite.program.phases import Phase, parameters, weight_gradient_ops
 from alpa_lite.sharding.specs import Spec, replicated
-from alpa_lite.step.loop_invariants import parameters
-from alpa_lite.step.weight_gradients import weight_gradient_ops
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
 RELATIVE_GAP = 5e-3

@@ -26,10 +26,9 @@ from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, Options, SumOptions
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value
-from alpa_lite.program.phases import Phase
+from alpa_lite.program.phases import Phase, parameters
 from alpa_lite.program.wiring import wiring_of
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.step.loop_invariants import parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,6 +5,15 @@ that the plan was priced with: nothing is left to propagation.
 
 A partial sum crosses a task's boundary as an array with one more leading dim that is split over the axes of the sum:
 each device stores its addend (boundary_spec).
+
+Buckets of gradients: sums that are reduced together, one bucket after the other (`Plan.buckets`).
+
+    bucket n starts when all of bucket n - 1 is there, as on one queue of collectives              (Buckets.held)
+
+XLA combines reductions that do not wait for each other into one, up to some size. What a bucket holds is left to that;
+of two buckets the second waits for a number made of the whole first, so that they stay apart on any backend.
+
+Ops that do something beside computing: a print or callback runs on one device, not on each with its operands.
 """
 
 from __future__ import annotations
@@ -16,14 +25,14 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.lower.buckets import Buckets
-from alpa_lite.lower.effects import on_first_device
 from alpa_lite.lower.gathered_parameters import Gathered
+from alpa_lite.lower.local.block import block_index
 from alpa_lite.lower.local.run_local import LocalOp, bind_local
 from alpa_lite.lower.slices import Port, TaskSpec
 from alpa_lite.lower.task_phases import run_parts
@@ -32,10 +41,9 @@ from alpa_lite.plan.plan import OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, sharing_axes
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.phases import Combination, Phase, StepGraph
+from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
 from alpa_lite.program.wiring import Wiring
 from alpa_lite.sharding.specs import Spec, Step, num_shards
-from alpa_lite.step.loop_invariants import parameters
 from alpa_lite.trace.local_control_flow import run_control_flow
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
@@ -412,3 +420,45 @@ def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> Layou
     """The array that holds a value at a task's boundary."""
     shape = boundary_shape(value.shape, port.spec, sizes)
     return Layout(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
+
+
+class Buckets:
+    """Holds back the values of each bucket, while a task is emitted bucket by bucket."""
+
+    def __init__(self, buckets: Sequence[Sequence[int]], *, barriers_stay: bool) -> None:
+        """`buckets`: values of the step's graph. `barriers_stay`: whether XLA keeps barriers to the end."""
+        self.numbers = {v: number for number, bucket in enumerate(buckets) for v in bucket}
+        self.barriers_stay = barriers_stay
+        self.done: dict[int, jax.Array] = {}  # of each bucket a number that depends on all results so far
+
+    def held(self, value: int, array: jax.Array) -> jax.Array:
+        """A value before it is reduced, not before the bucket before its own is."""
+        before = self.done.get(self.numbers[value] - 1)
+        return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
+
+    def reduced(self, value: int, result: jax.Array) -> None:
+        """The same after it."""
+        number = self.numbers[value]
+        first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
+        self.done[number] = first + self.done[number] if number in self.done else first
+
+
+def on_first_device(
+    run: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> list[Any]:
+    """What `run(*operands)` gives on the first device along `axes`, on all of them. Operands must be whole."""
+    shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
+    results = lax.cond(
+        block_index(axes, sizes) == 0,
+        lambda *xs: tuple(run(*xs)),
+        lambda *_: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes),
+        *operands,
+    )
+    return [_shared(x, axes) for x in results]
+
+
+def _shared(x: Any, axes: tuple[str, ...]) -> Any:
+    """The sum over devices, of which all but one add zero. Truth values are summed as bytes, which is their size."""
+    if x.size == 0:
+        return x
+    return lax.psum(x.astype(jnp.uint8), axes).astype(x.dtype) if x.dtype == jnp.bool_ else lax.psum(x, axes)

@@ -9,6 +9,8 @@
 
 A buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order;
 it respects every dependency, because it comes from the linearised schedule.
+
+When each instruction of a step ran: simulated and measured in one format, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -315,3 +317,28 @@ class _ProgramBuilder:
             if i in dying:
                 listed.append(Instruction(kind="FREE", stage=instruction.stage, reads=tuple(sorted(dying[i], key=str))))
         self.instructions = listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTime:
+    """The span of one instruction, in seconds since the step began. `kind` is the instruction's, `name` its task's."""
+
+    stage: int
+    kind: str
+    name: str
+    microbatch: int | None
+    start_seconds: float
+    end_seconds: float
+
+    @staticmethod
+    def of(program: Program, instruction: Instruction, start_seconds: float, end_seconds: float) -> TaskTime:
+        """The span of an instruction of a program."""
+        is_task = instruction.kind == "RUN"
+        return TaskTime(
+            stage=instruction.stage,
+            kind=instruction.kind,
+            name=program.tasks[instruction.task].name if is_task else instruction.kind,
+            microbatch=instruction.microbatch,
+            start_seconds=start_seconds,
+            end_seconds=end_seconds,
+        )

@@ -20,10 +20,9 @@ from itertools import pairwise
 from alpa_lite.errors import PlanError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.ir import Graph
-from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.rules.fusion import is_fusible
 from alpa_lite.schedule import Task, TaskKind, TaskLists, kinds_of
-from alpa_lite.step.weight_gradients import weight_gradient_ops
 
 _ORDER = {
     "step": 0,

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from alpa_lite.lower.slices import TaskSpec
 from alpa_lite.plan.walk import Walk
-from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.step.loop_invariants import parameters
+from alpa_lite.program.phases import Phase, StepGraph, parameters
 
 A = TypeVar("A")
 

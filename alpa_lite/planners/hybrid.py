@@ -30,9 +30,9 @@ from alpa_lite.inter_op.joint.what_would_fit import (
     show_shortage,
 )
 from alpa_lite.inter_op.loop_cuts import Cut, cut_into_stages
-from alpa_lite.inter_op.placed_stage import PlacedStage
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
+from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution

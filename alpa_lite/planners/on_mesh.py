@@ -16,8 +16,8 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes, show_shortage
 from alpa_lite.inter_op.pins import Pins, check_results, pins_on_mesh, with_results
-from alpa_lite.inter_op.placed_stage import PlacedStage
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split

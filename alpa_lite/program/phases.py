@@ -10,16 +10,26 @@ batch (batch_dims). From them, and from the data flow, follow the phases of the 
 
 What the loop hands to the update is put together from its micro-batches, in the way that is proven to give the full
 batch's value (`step.additivity`); a step for which there is no proof is refused with the user's line.
+
+The values of a step that are there before its loop begins and that no micro-batch has one of its own of.
+
+The part of a stage's backward pass that no other stage waits for: mostly the gradients of its weights.
+
+    input part     backward ops from which a value of another stage's loop descends
+    weight part    the other backward ops of the stage                                       (`weight_gradient_ops`)
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR'24), section 2, for any graph: the data flow decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from alpa_lite.errors import TraceError
 from alpa_lite.program.ir import Graph, Op
+from alpa_lite.program.memo import kept
 
 
 class Phase(Enum):
@@ -263,3 +273,23 @@ def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
             needed.update(op.operands)
             found.add(op.id)
     return found
+
+
+@kept
+def parameters(step: StepGraph) -> frozenset[int]:
+    """Arguments without a batch, and what invariant ops make."""
+    graph = step.graph
+    ready = ((v.id, graph.producer[v.id]) for v in graph.values if step.batch_dims[v.id] is None)
+    return frozenset(v for v, producer in ready if producer is None or step.phases[producer] is Phase.INVARIANT)
+
+
+def weight_gradient_ops(step: StepGraph, ops: Iterable[int]) -> frozenset[int]:
+    """Of the ops of a stage, by number, the backward ones that nothing in the loop of another stage waits for."""
+    graph, phases = step.graph, step.phases
+    mine = sorted(o for o in ops if phases[o] is Phase.BACKWARD)
+    awaited, here = set[int](), frozenset(mine)
+    for op_id in reversed(mine):
+        readers = (c for r in graph.ops[op_id].results for c in graph.consumers[r])
+        if any(c in awaited or (c not in here and phases[c].in_loop) for c in readers):
+            awaited.add(op_id)
+    return here - awaited

@@ -8,6 +8,8 @@ loops over samples                 trip i of the full batch is trip j of micro-b
 loops until no sample goes on      samples that are done keep their values, so that further trips change nothing
                                                                                         (`same_while_guard`)
 branches                           the predicate is INVARIANT: the join of what they make
+
+Loops that go on until no sample does: what `vmap` makes of a `while` with a predicate per sample.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from alpa_lite.rules.op_info import is_zero, op_class
 from alpa_lite.step import transfer_indexing, transfer_layout
 from alpa_lite.step.relations import INVARIANT, ZERO, Kind, Refusal, Relation, join, mixed, samples
 from alpa_lite.step.transfer_functions import AGAIN, ODD, Site, Transferred, counts_once, transfer, untouched
-from alpa_lite.step.while_guard import same_while_guard
 
 TRANSFER_MODULES = (transfer_indexing, transfer_layout)
 """The modules that register transfer functions, so that a reader finds them all."""
@@ -330,3 +331,71 @@ def starting(graph: Graph, inputs: Sequence[int], relations: Sequence[Relation])
     table = {v.id: ZERO if v.literal == 0 else INVARIANT for v in graph.values if v.literal is not None}
     table.update(zip(inputs, relations, strict=True))
     return table
+
+
+def same_while_guard(op: Op) -> bool:
+    """Whether further trips of a `while` change nothing for samples whose predicate is false.
+
+    Its condition is `any(p(carry))` with a predicate p per sample. Each value that the body carries on is
+    `select(p(carry), old, new)`, with the same p: once p is false for a sample, its values stay as they are, and so
+    does p. A trip more than the sample needs is the identity on it.
+    """
+    wiring = wiring_of(op)
+    if op.primitive != "while" or wiring is None:
+        return False
+    condition, body = op.bodies
+    names: dict[object, int] = {}
+    carried = set(wiring.carried.values())
+    # Both bodies may take one value in as a constant each.
+    operands = [("carried", i) if i in carried else ("constant", v) for i, v in enumerate(op.operands)]
+    numbers = [
+        _numbered(graph, [operands[i] for i in inputs], names)
+        for graph, inputs in zip((condition, body), wiring.inputs, strict=True)
+    ]
+    any_of = condition.producer[condition.outputs[0]]
+    if any_of is None or condition.ops[any_of].primitive != "reduce_or":
+        return False
+    guard = numbers[0][condition.ops[any_of].operands[0]]
+    return all(_kept(body, numbers[1], v, r, guard) for r, v in enumerate(body.outputs))
+
+
+def _kept(body: Graph, numbers: dict[int, int], output: int, result: int, guard: int) -> bool:
+    """Whether an output of the body is what came in wherever the guard is false."""
+    came_in = body.inputs[len(body.inputs) - len(body.outputs) + result]
+    if output == came_in:
+        return True
+    producer = body.producer[output]
+    if producer is None or body.ops[producer].primitive != "select_n":
+        return False
+    which, old, _ = body.ops[producer].operands
+    return old == came_in and _guards(body, numbers, which, guard)
+
+
+def _guards(body: Graph, numbers: dict[int, int], which: int, guard: int) -> bool:
+    """Whether a predicate is the guard, repeated along further dims."""
+    while numbers[which] != guard:
+        producer = body.producer[which]
+        if producer is None or body.ops[producer].primitive not in ("broadcast_in_dim", "reshape"):
+            return False
+        which = body.ops[producer].operands[0]
+    return True
+
+
+def _numbered(graph: Graph, inputs: Sequence[object], names: dict[object, int]) -> dict[int, int]:
+    """A number for each value: equal for values that are computed alike from the same operands of the loop.
+
+    `inputs`: what stands for each input; `names`: the numbers so far, which both bodies share.
+    """
+
+    def name(made: object) -> int:
+        return names.setdefault(made, len(names))
+
+    numbers = {v: name(operand) for v, operand in zip(graph.inputs, inputs, strict=True)}
+    literals = (v for v in graph.values if v.literal is not None)
+    numbers |= {v.id: name(("literal", repr(v.literal), v.dtype)) for v in literals}
+    for op in graph.ops:
+        # Bodies are not looked into: an op with one is like no other.
+        apart = (graph, op.id) if op.bodies else None
+        made = (op.primitive, repr(sorted(op.params.items())), tuple(numbers[v] for v in op.operands), apart)
+        numbers.update({r: name((made, i)) for i, r in enumerate(op.results)})
+    return numbers

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import assemble, inflows_between
 from alpa_lite.inter_op.joint.what_would_fit import show_bytes
-from alpa_lite.inter_op.placed_stage import PlacedStage
 from alpa_lite.inter_op.plan_request import PlanRequest
+from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
 from alpa_lite.plan.plan import Plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from alpa_lite.api import doctor, self_test
+from alpa_lite.api import doctor
 
 
 def test_this_harness_is_healthy(devices, monkeypatch):
@@ -70,15 +70,15 @@ def test_the_compilation_cache_is_on_or_off(tmp_path):
 
 
 def test_the_self_test_plans_and_runs(devices):
-    found = self_test.self_test()
+    found = doctor.self_test()
     assert not found.error
     assert "8 described devices" in str(found) and f"on {len(devices)} devices as jax.jit does" in str(found)
 
 
 def test_a_wrong_answer_fails_the_self_test(monkeypatch):
-    right = self_test.parallelize
-    monkeypatch.setattr(self_test, "parallelize", lambda f, **options: lambda *args: wrong(right(f, **options)(*args)))
-    found = self_test.self_test()
+    right = doctor.parallelize
+    monkeypatch.setattr(doctor, "parallelize", lambda f, **options: lambda *args: wrong(right(f, **options)(*args)))
+    found = doctor.self_test()
     assert "differs from jax.jit" in found.error
     assert not replace(doctor.diagnose(test=False), self_test=found).healthy
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from alpa_lite.cli.blame import blamed
-from alpa_lite.cli.command import Exit, ended
+from alpa_lite.cli.command import Exit, blamed, ended
 from alpa_lite.cli.user_step import load_example
 
 

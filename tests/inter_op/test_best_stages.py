@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inter_op.best_stages import BestStages
-from alpa_lite.inter_op.equal_stages import ways
+from alpa_lite.inter_op.equal_stages import BestStages, ways
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_dp import StageStatus, StageTable, solve
 from cost_models.composed import ComposedCostModel

@@ -12,7 +12,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.inter_op.space import Space
-from alpa_lite.inter_op.stacked_cost import least_seconds_of_rows, seconds_of_rows
+from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec

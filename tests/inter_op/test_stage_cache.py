@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.inter_op.stage_cache import Question, Solved, answer_among
-from alpa_lite.intra_op.choice import Choice
+from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import alpa_lite as al
-from alpa_lite.intra_op.builders import Builders
-from alpa_lite.intra_op.formulate import Builder
+from alpa_lite.intra_op.formulate import Builder, Builders
 from alpa_lite.intra_op.placements import Placed
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView

@@ -8,9 +8,9 @@ import weakref
 import jax
 import jax.numpy as jnp
 
+from alpa_lite.plan.pricing import price_classes
 from alpa_lite.program.memo import kept
 from alpa_lite.rules.op_info import free_values
-from alpa_lite.rules.price_class import price_classes
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 

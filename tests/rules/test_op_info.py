@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from alpa_lite.plan.pricing import price_classes
 from alpa_lite.program.ir import Graph
 from alpa_lite.rules.op_info import op_class, rule_of_op
-from alpa_lite.rules.price_class import price_classes
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
 

@@ -21,12 +21,10 @@ from alpa_lite.program.equations import Equation, without_dead_ops
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.wiring import wiring_of
 from alpa_lite.step.additivity import Proof, prove
-from alpa_lite.step.merge import merge
 from alpa_lite.step.relations import Kind, Own, Relation
-from alpa_lite.step.split import at_two_sizes, by_micro_batch
-from alpa_lite.trace.evaluate import all_values
+from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
 from alpa_lite.trace.local_control_flow import run_control_flow
-from alpa_lite.trace.passes.hoist_data_sums import computed_ahead, inputs_of_data
+from alpa_lite.trace.passes.hoist_data_sums import all_values, computed_ahead, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced
 

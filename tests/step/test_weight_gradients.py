@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from alpa_lite.program.phases import Phase, StepGraph
+from alpa_lite.program.phases import Phase, StepGraph, weight_gradient_ops
 from alpa_lite.step.split import split_step
-from alpa_lite.step.weight_gradients import weight_gradient_ops
 from alpa_lite.trace.trace import trace
 
 WIDTH = 8

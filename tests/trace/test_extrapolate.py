@@ -13,8 +13,8 @@ import pytest
 from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import GraphWithEquations
-from alpa_lite.trace.extrapolate import at_one_sample
 from alpa_lite.trace.from_jaxpr import from_jaxpr
+from alpa_lite.trace.step_programs import at_one_sample
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5)), jnp.float32)
 

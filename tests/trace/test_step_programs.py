@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import TraceError
+from alpa_lite.inspection.page.notebook import show
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
-from alpa_lite.program.show import show
 from alpa_lite.step.split import split_step
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from alpa_lite.trace.passes.sink_constants import sink_free_values

@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from math import ceil, prod, sqrt
 
-from alpa_lite.inspection.page.palette import stage_class
+from alpa_lite.inspection.page.elements import stage_class
 from alpa_lite.inspection.text.timeline import Bar, predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.sharding.specs import Spec

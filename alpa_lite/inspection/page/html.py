@@ -5,21 +5,28 @@ timeline      drawn by the page's script: it zooms, and memory over time with it
 tables        stages, parameters as blocks, communication by axis, plans considered                    `sections`
 
 The script and the style of the page are the files of `page/`. In a notebook there is no script: the still drawings.
+
+What a page's script draws, as compact data: the tasks of one step, and what devices hold meanwhile.
+
+Times are whole ticks, a million to the longest step; starts are differences to the start before. So a task is about a
+dozen characters, and the page of a plan with ten thousand tasks stays small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import json
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
-from alpa_lite.inspection.page.drawings import cluster_svg, layers_svg, timeline_svg
+from alpa_lite.inspection.page.drawings import cluster_svg, kind_class, layers_svg, timeline_svg
+from alpa_lite.inspection.page.elements import KINDS, fragment_html
 from alpa_lite.inspection.page.elements import STYLE as STYLE
-from alpa_lite.inspection.page.elements import fragment_html
 from alpa_lite.inspection.page.elements import page_html as page_html
 from alpa_lite.inspection.page.elements import table_html as table_html
-from alpa_lite.inspection.page.page_data import page_data, safe_json
-from alpa_lite.inspection.page.parameter_table import parameter_table
+from alpa_lite.inspection.page.memory_timeline import MemoryTrack, memory_over_time
 from alpa_lite.inspection.page.sections import (
     KEYS,
     Section,
@@ -27,13 +34,124 @@ from alpa_lite.inspection.page.sections import (
     communication_section,
     memory_section,
     notes_sections,
+    parameter_table,
     stages_section,
     summary_section,
     timeline_section,
 )
 from alpa_lite.inspection.text.tables import headline, plan_tables
+from alpa_lite.inspection.text.timeline import predicted_timeline, row_name
 from alpa_lite.plan.plan import Plan
 from alpa_lite.schedule.tasks import SpanLike
+
+TICKS = 1_000_000
+_LEVELS = 100_000
+"""Steps of memory between nothing and the capacity."""
+
+MAX_POINTS = 4000
+"""Of one line of memory; of longer ones the highest and the lowest in each of as many parts are kept."""
+
+_KINDS = tuple(KINDS)
+
+
+def page_data(
+    plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
+) -> dict[str, Any]:
+    """The data of a plan's page: `lanes` of tasks, one above the other, and `memory` on the clock of the first."""
+    predicted = predicted_timeline(plan)
+    listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
+    shown = {name: _shown(found or ()) for name, found in listed.items()}
+    spans: dict[str, Sequence[Any]] = {name: found for name, found in shown.items() if found}
+    longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
+    tick = longest / TICKS
+    return {
+        "tick_seconds": tick,
+        "kinds": list(_KINDS),
+        "lanes": [_lane(name, found, plan, tick) for name, found in spans.items()],
+        "memory": [_memory(track, tick) for track in memory_over_time(plan, predicted)],
+        "end": round(predicted.makespan_seconds / tick),
+    }
+
+
+def safe_json(data: Any) -> str:
+    """JSON that may stand in a `<script>` element: names of the user's cannot end it, nor begin a comment."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _shown(spans: Iterable[Any]) -> list[Any]:
+    """What takes time."""
+    return [span for span in spans if span.end_seconds > span.start_seconds]
+
+
+def _lane(title: str, spans: Sequence[Any], plan: Plan, tick: float) -> dict[str, Any]:
+    """One timeline: a row for each submesh, and one below for what it receives where that is known."""
+    row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
+    rows: dict[tuple[int, bool], list[Any]] = {}
+    for span in spans:
+        rows.setdefault((row_of[span.stage], span.kind == "SEND"), []).append(span)
+    listed = [
+        {
+            "name": ("to " if receives else "stage ") + row_name(plan.stages_together[row]),
+            "stages": list(plan.stages_together[row]),
+            "tasks": _tasks(found, tick),
+        }
+        for (row, receives), found in sorted(rows.items(), key=lambda item: item[0])
+    ]
+    return {"title": title, "rows": listed, "end": round(max(span.end_seconds for span in spans) / tick)}
+
+
+def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
+    """Flat: kind, stage, micro-batch (-1: of the whole step), start since the start before, length."""
+    flat: list[int] = []
+    before = 0
+    for span in sorted(spans, key=lambda span: span.start_seconds):
+        start, end = round(span.start_seconds / tick), round(span.end_seconds / tick)
+        microbatch = getattr(span, "microbatch", None)
+        kind = _KINDS.index(kind_class(_words(span)))
+        flat += [kind, span.stage, -1 if microbatch is None else microbatch, start - before, max(1, end - start)]
+        before = start
+    return flat
+
+
+def _words(span: Any) -> str:
+    """What a span does: instructions say it in the name of their task."""
+    kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
+    return str(getattr(span, "name", kind)) if kind == "RUN" else kind
+
+
+def _memory(track: MemoryTrack, tick: float) -> dict[str, Any]:
+    full = max(track.capacity_bytes, track.peak_bytes, 1.0)
+    points = _thinned([(round(t / tick), b) for t, b in zip(track.seconds, track.bytes, strict=True)])
+    flat: list[int] = []
+    before = 0
+    for time, held in points:
+        flat += [time - before, round(held / full * _LEVELS)]
+        before = time
+    return {
+        "name": f"stage {row_name(track.stages)}",
+        "stages": list(track.stages),
+        "full_bytes": full,
+        "levels": _LEVELS,
+        "capacity_bytes": track.capacity_bytes,
+        "peak_bytes": track.peak_bytes,
+        "kept_bytes": track.kept_bytes,
+        "points": flat,
+    }
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Not many more than `MAX_POINTS`, the highest and the lowest among them."""
+    if len(points) <= MAX_POINTS:
+        return points
+    size = -(-2 * len(points) // MAX_POINTS)
+    kept: list[tuple[int, float]] = []
+    for first in range(0, len(points), size):
+        part = points[first : first + size]
+        both = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        kept += sorted(both)
+    return [points[0], *kept[1:]] if kept[0][0] == points[0][0] else [points[0], *kept]
+
 
 _BAR = """<header class="bar">
 <a class="skip" href="#summary">To the summary</a>

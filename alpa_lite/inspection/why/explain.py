@@ -7,6 +7,8 @@ layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, col
 model.py:31, (attention)         the collectives that arise on a source line
 
 Where the step is known (`Plan.request`), each comes with what else it could have been, priced (`alternatives`).
+
+The ops of a source line that have a choice.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from alpa_lite.inspection.why.alternatives import (
     of_stage,
     without_memory_limit,
 )
-from alpa_lite.inspection.why.deciding_ops import deciding_ops
 from alpa_lite.inspection.why.repricing import Repricing
-from alpa_lite.intra_op.placements import Key
+from alpa_lite.inspection.why.stage_problem import StageProblem
+from alpa_lite.intra_op.placements import Key, Placed
 from alpa_lite.plan.plan import CollectiveUse, Plan, StagePlan
+from alpa_lite.program.ir import Graph, Op
+from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.text import (
     short_source,
     show_bytes,
@@ -43,6 +47,39 @@ from alpa_lite.text import (
     show_seconds,
 )
 from cost_models.text import printable
+
+
+def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
+    """By stage the op with the most work among those of a source line that have a choice, where they do the same."""
+    found: dict[int, Key] = {}
+    for number, stage in enumerate(repricing.stages):
+        fitting = [
+            key for key, placed in stage.builder.placed.items() if _chooses(placed) and _is_at(stage, key, wanted)
+        ]
+        if fitting:
+            found[number] = max(fitting, key=lambda key: _work_of(*stage.op(key)))
+    if not found:
+        return {}
+    kinds = {number: _kind_of(*repricing.stages[number].op(key)) for number, key in found.items()}
+    return {number: key for number, key in found.items() if kinds[number] == kinds[min(kinds)]}
+
+
+def _chooses(placed: object) -> bool:
+    return isinstance(placed, Placed) and len(placed.options) > 1
+
+
+def _is_at(stage: StageProblem, key: Key, wanted: str) -> bool:
+    _, op = stage.op(key)
+    return wanted in op.source or wanted in short_source(op.source)
+
+
+def _work_of(graph: Graph, op: Op) -> float:
+    return rule_of_op(graph, op.id).flops
+
+
+def _kind_of(graph: Graph, op: Op) -> object:
+    return op.primitive, op.source, [(v.shape, v.dtype) for v in (*graph.operands(op), *graph.results(op))]
+
 
 _NUMBERED = re.compile(r"^(?P<what>stage|layer|op)\s+(?P<number>\d+)$")
 _MAX_COLLECTIVES = 12

@@ -17,10 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 from alpa_lite.inter_op.stage_costs import free_restriction
-from alpa_lite.intra_op.choice import Choice
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.interning import SharedArrays
-from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum
+from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum
 from alpa_lite.intra_op.problem import Problem, Ragged, Solution, Status
 from alpa_lite.intra_op.solve import StageSolution, in_two_parts, price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio

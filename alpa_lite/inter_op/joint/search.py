@@ -35,14 +35,12 @@ from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
 from alpa_lite.inter_op.equal_stages import Equal
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
-from alpa_lite.inter_op.joint.refine import Found, made_to_fit, refined, rescheduled
-from alpa_lite.inter_op.joint.same_stacked_spec import agreeing
+from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
 from alpa_lite.inter_op.joint.stage_cost_cache import Steps
 from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
 from alpa_lite.inter_op.layer_profile import Profile
-from alpa_lite.inter_op.placed_stage import PlacedStage
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.space import Space, hosts_of_groups
+from alpa_lite.inter_op.space import PlacedStage, Space, hosts_of_groups
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.inter_op.stage_dp import StageChoice
 from alpa_lite.inter_op.stage_search import StageSearch

@@ -18,7 +18,7 @@ from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_cache import Kind
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.intra_op.builders import Builders
+from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.program.wiring import MAX_TRIPS
 from alpa_lite.step.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided

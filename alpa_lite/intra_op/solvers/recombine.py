@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.components import connected_parts
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
+from alpa_lite.intra_op.reductions import connected_parts
 from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, overrun_of
 
 

@@ -4,18 +4,30 @@ The rule of an op promises that any of its shardable factors can be split; here 
 speak of global shapes are made local (local_layout, local_contraction), indices are shifted to the block
 (local_indexing), windows get what they read of other blocks (local_windows), and sources produce their block of the
 whole array (local_random). Sums over a split factor stay partial; other reductions are combined at once (combine).
+
+Combining what the devices hold of a reduction, by the collective over mesh axes that `spmd.combination` names.
+
+    sum          psum                             max, min     pmax, pmin on ordered integers
+    and, or      pmin, pmax of truth values       prod, xor and bitwise and, or: all_gather, then reduce
+
+A maximum over devices must keep NaN, as a maximum on one device does, but the collectives of CPUs and GPUs drop it.
+Floats are therefore compared as integers in the same order, with NaN beyond infinity (ordered_integers): as many bytes,
+and -0 < +0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.lower.local import (
     local_contraction,
-    local_elementwise,
     local_indexing,
     local_layout,
     local_random,
@@ -23,9 +35,59 @@ from alpa_lite.lower.local import (
 )
 from alpa_lite.lower.local.block import LocalOp as LocalOp
 from alpa_lite.lower.local.block import lowering_of
-from alpa_lite.lower.local.combine import combine as combine
+from alpa_lite.plan.walk import combination
 
-LOWERING_MODULES = (local_contraction, local_elementwise, local_indexing, local_layout, local_random, local_windows)
+_GATHERED: dict[str, Callable[[Any, Any], Any]] = {
+    "prod": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+}
+
+
+def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The reduction `kind` (sum, max, min, prod, and, or, xor) of `x` over the devices along mesh axes."""
+    names = tuple(axes)
+    if not names:
+        return x
+    if kind == "sum":
+        return lax.psum(x, names)
+    by, item_bytes = combination(kind, str(x.dtype))
+    if by == "all_gather":
+        gathered = lax.all_gather(x, names)
+        return reduce(_GATHERED[kind], [gathered[i] for i in range(gathered.shape[0])])
+    return _extreme(x, names, item_bytes, largest=kind in ("max", "or"))
+
+
+def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> jax.Array:
+    collective = lax.pmax if largest else lax.pmin
+    if x.dtype == jnp.bool_:
+        return collective(x.astype(jnp.uint8), axes).astype(jnp.bool_)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return collective(x, axes)
+    # Widening a float changes no comparison.
+    wide = x if x.dtype.itemsize == item_bytes else x.astype(jnp.float32)
+    ordered = collective(ordered_integers(wide, nan_is_largest=largest), axes)
+    return floats_in_order(ordered, wide.dtype).astype(x.dtype)
+
+
+def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
+    """Integers of the width of the floats `x`, in the same order; NaN beyond infinity, above or below all else."""
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = jnp.iinfo(integer)
+    bits = lax.bitcast_convert_type(x, integer)
+    # Negative floats count downwards from the sign bit: flip their magnitude bits.
+    ordered = jnp.where(bits < 0, bits ^ integer.type(limits.max), bits)
+    return jnp.where(jnp.isnan(x), integer.type(limits.max if nan_is_largest else limits.min), ordered)
+
+
+def floats_in_order(ordered: jax.Array, dtype: Any) -> jax.Array:
+    """Inverse of `ordered_integers`: its own inverse on the bits; the extreme integers are NaN."""
+    largest = ordered.dtype.type(jnp.iinfo(ordered.dtype).max)
+    return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ largest, ordered), dtype)
+
+
+LOWERING_MODULES = (local_contraction, local_indexing, local_layout, local_random, local_windows)
 """The modules that register local lowerings, so that a reader finds them all."""
 
 

@@ -22,24 +22,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Executable, boundary_spec
-from alpa_lite.lower.instructions import Program
+from alpa_lite.lower.instructions import Program, TaskTime
 from alpa_lite.plan.plan import Plan
 from alpa_lite.program.equations import Equation
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.execute.aliasing import copies, shared_results, with_copies
+from alpa_lite.runtime.execute.aliasing import copies, donations, shared_results, with_copies
 from alpa_lite.runtime.execute.bind import Binder
-from alpa_lite.runtime.execute.compile import Tell, precompile
-from alpa_lite.runtime.execute.compile_units import concat_units, task_units, zeros_units
+from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
-from alpa_lite.runtime.execute.donation import donations
 from alpa_lite.runtime.execute.exchange import Blanks, warm
-from alpa_lite.runtime.execute.hang import explanation, short_name
 from alpa_lite.runtime.execute.leaves import Leaves
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
-from alpa_lite.runtime.execute.times import TaskTime
 from alpa_lite.runtime.execute.watch import Watch, spans
-from alpa_lite.runtime.execute.watchdog import Watchdog
+from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
 from alpa_lite.runtime.job.cpu_order import in_turn
 from alpa_lite.runtime.job.in_flight import CPU_CREDITS, CREDITS, Flight
 from alpa_lite.runtime.job.launch_order import participants, verify_order

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
+from alpa_lite.lower.instructions import TaskTime
 from alpa_lite.runtime.execute.execute import Executor
-from alpa_lite.runtime.execute.times import TaskTime
 
 Inputs = Callable[[Sequence[Any]], list[Any]]
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.lower.instructions import Buffer, Program
-from alpa_lite.runtime.execute.times import TaskTime
+from alpa_lite.lower.instructions import Buffer, Program, TaskTime
 
 Clock = Callable[[], float]
 

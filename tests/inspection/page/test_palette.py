@@ -2,7 +2,7 @@
 
 import pytest
 
-from alpa_lite.inspection.page.palette import KINDS, STAGES, colour_rules, stage_class
+from alpa_lite.inspection.page.elements import KINDS, STAGES, colour_rules, stage_class
 
 
 def luminance(colour):

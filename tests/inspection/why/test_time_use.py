@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.inspection.why.advice import bubble_at
-from alpa_lite.inspection.why.time_use import MAX_ITEMS, time_use
+from alpa_lite.inspection.why.time_use import MAX_ITEMS, bubble_at, time_use
 from tests.inspection.conftest import make_plan
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import alpa_lite as al
-from alpa_lite.inter_op.joint.same_stacked_spec import agreeing
-from alpa_lite.inter_op.placed_stage import PlacedStage
+from alpa_lite.inter_op.joint.refine import agreeing
+from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.schedule import OneFOneB
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh

@@ -17,8 +17,7 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.lower.emission import Emitted
 from alpa_lite.plan.progress import Progress
 from alpa_lite.planners import Hybrid, Pipeline
-from alpa_lite.runtime.execute.compile import precompile
-from alpa_lite.runtime.execute.compile_units import task_units
+from alpa_lite.runtime.execute.compile import precompile, task_units
 from alpa_lite.schedule import Interleaved1F1B
 from tests.end_to_end.cases import assert_same, eager_cluster
 from tests.runtime.pipelines import arguments, compiled, step_with
