@@ -319,7 +319,7 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobInfo:
     """What JAX knows of the processes before it knows their devices; `client` of the service that coordinates them."""
 
     client: Any
@@ -327,14 +327,14 @@ class Job:
     num_processes: int
 
 
-def job() -> Job | None:
+def job() -> JobInfo | None:
     """The job that this process has joined, if it has."""
     try:
         from jax._src.distributed import global_state
 
         if global_state.client is None:
             return None
-        return Job(
+        return JobInfo(
             client=global_state.client, process=global_state.process_id, num_processes=global_state.num_processes
         )
     except (ImportError, AttributeError):  # private: it may move

@@ -30,7 +30,7 @@ from alpa_lite.intra_op.simplify import simplify
 from alpa_lite.intra_op.solve import price_choice
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.phases import StepGraph
@@ -75,7 +75,7 @@ def new_builder(view: StageView, cluster: Cluster, *, free_axes: bool) -> Builde
     """A builder for a stage on the whole cluster that remembers nothing."""
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
     pricer = Pricer(cost_model=ComposedCostModel(cluster), submesh=submesh, mesh=MESH)
-    free = Restriction(optimizer=Split.MAY, parameters=Split.MAY)
+    free = Restriction(optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
     return Builder(view, Catalogue(pricer, free if free_axes else free_restriction(MESH)))
 
 

@@ -41,7 +41,7 @@ from alpa_lite.runtime.execute.crossing import Message
 from alpa_lite.runtime.execute.run_transfers import compile_transfer
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import Layout, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
 from alpa_lite.text import show_bytes
 from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
@@ -124,11 +124,11 @@ def planned(pair: Pair, *, naive: bool, scale: int = 1) -> PlannedTransfer:
     """The transfer of a pair, with 1/scale of its second dim."""
     shape = (pair.shape[0], pair.shape[1] // scale, pair.shape[2])
     first = 0
-    ends: list[Layout] = []
+    ends: list[Placement] = []
     for mesh, dims in ((pair.senders, pair.source), (pair.receivers, pair.target)):
         submesh = Submesh(first_device=first, num_hosts=mesh[0], devices_per_host=mesh[1])
         spec = Spec(tuple(tuple(axes) for axes in dims))
-        ends.append(Layout(submesh=submesh, mesh=LogicalMesh(axis_names=AXES, shape=mesh), spec=spec))
+        ends.append(Placement(submesh=submesh, mesh=LogicalMesh(axis_names=AXES, shape=mesh), spec=spec))
         first += submesh.num_devices
     return plan_transfer(shape, 4, ends[0], ends[1], devices_per_host=4, direct_bytes=inf if naive else 0)
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from alpa_lite.intra_op.problem_file import read_problem, solution_data
 from alpa_lite.intra_op.simplify import Size, simplify
 from alpa_lite.intra_op.solve_file import SOLVERS_BY_NAME
-from alpa_lite.intra_op.solvers import Control, Portfolio, Progress, Rounds, Solver
+from alpa_lite.intra_op.solvers import Control, Portfolio, Rounds, SolveProgress, Solver
 from alpa_lite.intra_op.solvers.compile_kernels import compile_kernels
 
 _MOST_OVERRUN, _MOST_LATE_SECONDS = 1.05, 2.0
@@ -87,7 +87,7 @@ def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
         looks.append(time.perf_counter())
         return False
 
-    def report(progress: Progress) -> None:
+    def report(progress: SolveProgress) -> None:
         if math.isfinite(progress.cost) and not feasible:
             feasible.append(time.perf_counter() - begun)
 

@@ -30,7 +30,7 @@ NUM_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class StreamTask:
     """Something that occupies a stream.
 
     Attributes:
@@ -64,9 +64,9 @@ class Overlap:
         return max(0.0, self.seconds - self.compute_seconds)
 
 
-def simulate(tasks: Sequence[Task], *, contention: float = 0.0) -> Overlap:
+def simulate(tasks: Sequence[StreamTask], *, contention: float = 0.0) -> Overlap:
     """Run tasks on two streams; `contention` is by what part kernels and collectives slow each other down."""
-    run = _Run(tasks, contention)
+    run = _OverlapState(tasks, contention)
     while run.advance():
         pass
     return Overlap(
@@ -81,17 +81,17 @@ def simulate(tasks: Sequence[Task], *, contention: float = 0.0) -> Overlap:
 class Postponed:
     """Tasks without the collectives that may run at another time, and the seconds of those."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[StreamTask, ...]
     seconds: float
 
 
-def without_last(tasks: Sequence[Task]) -> Postponed:
+def without_last(tasks: Sequence[StreamTask]) -> Postponed:
     """Leave out collectives whose result nothing reads: they may run after the tasks, beside whatever comes then."""
     read = {n for task in tasks for n in task.needs}
     return _without(tasks, {i for i in range(len(tasks)) if i not in read})
 
 
-def without_first(tasks: Sequence[Task]) -> Postponed:
+def without_first(tasks: Sequence[StreamTask]) -> Postponed:
     """Leave out collectives that need nothing: they may run before the tasks, beside whatever came then."""
     free = set[int]()
     for i, task in enumerate(tasks):
@@ -100,7 +100,7 @@ def without_first(tasks: Sequence[Task]) -> Postponed:
     return _without(tasks, free)
 
 
-def _without(tasks: Sequence[Task], numbers: set[int]) -> Postponed:
+def _without(tasks: Sequence[StreamTask], numbers: set[int]) -> Postponed:
     gone = {i for i in numbers if tasks[i].stream == "communication"}
     kept = tuple(replace(task, seconds=0.0) if i in gone else task for i, task in enumerate(tasks))
     return Postponed(tasks=kept, seconds=sum(tasks[i].seconds for i in gone))
@@ -115,13 +115,13 @@ def exposed_seconds(seconds: float, beside: float, *, contention: float = 0.0) -
     return seconds - hidden + contention * hidden
 
 
-def serial_seconds(tasks: Sequence[Task]) -> float:
+def serial_seconds(tasks: Sequence[StreamTask]) -> float:
     """The time when nothing overlaps."""
     return sum(task.seconds for task in tasks)
 
 
 def loop_seconds(
-    body: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float, *, contention: float = 0.0
+    body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float, *, contention: float = 0.0
 ) -> float:
     """Seconds of a loop.
 
@@ -145,7 +145,7 @@ def loop_seconds(
     return second + (trips - 2) * (third - second)
 
 
-def _repeated(body: Sequence[Task], carried: Sequence[tuple[int, int]], count: int) -> list[Task]:
+def _repeated(body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], count: int) -> list[StreamTask]:
     """The tasks of so many trips in a row."""
     tasks, size = list(body), len(body)
     handed = {into: out for out, into in carried}
@@ -159,11 +159,11 @@ def _repeated(body: Sequence[Task], carried: Sequence[tuple[int, int]], count: i
                 needs += (before + handed[number],)
             elif not task.needs:
                 needs += gates
-            tasks.append(Task(seconds=task.seconds, stream=task.stream, needs=needs, streams=task.streams))
+            tasks.append(StreamTask(seconds=task.seconds, stream=task.stream, needs=needs, streams=task.streams))
     return tasks
 
 
-def _ways(tasks: Sequence[Task]) -> list[float]:
+def _ways(tasks: Sequence[StreamTask]) -> list[float]:
     """For each task the longest way from its start to the end of everything."""
     ways = [0.0] * len(tasks)
     for number in range(len(tasks) - 1, -1, -1):
@@ -173,10 +173,10 @@ def _ways(tasks: Sequence[Task]) -> list[float]:
     return ways
 
 
-class _Run:
+class _OverlapState:
     """The state of a simulation: what runs, what waits, what time it is."""
 
-    def __init__(self, tasks: Sequence[Task], contention: float) -> None:
+    def __init__(self, tasks: Sequence[StreamTask], contention: float) -> None:
         self.tasks, self.slow = tasks, 1 + contention
         self.ways = _ways(tasks)
         self.missing = [len(set(task.needs)) for task in tasks]

@@ -66,7 +66,7 @@ _PASSES: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "redu
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SchemePart:
     """What one level does in a scheme: `algorithm`, messages in a row, bytes in a row."""
 
     level: Level
@@ -90,7 +90,7 @@ class Scheme:
     """One way to run a collective."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SchemePart, ...]
 
     @property
     def latency_seconds(self) -> float:
@@ -128,14 +128,14 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
     """One shift: of the members on a host one sends to the next host, the others inside; the slowest counts."""
-    parts = [Part(level, "one message", 1, bytes) for level in levels]
+    parts = [SchemePart(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 
 
 def _by_level(
     kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 ) -> Iterator[Scheme]:
-    menus, below = list[list[Part]](), 1
+    menus, below = list[list[SchemePart]](), 1
     for level in levels:
         size = below * bytes if kind == "all_to_all" else bytes
         menus.append(_menu(kind, size, level, algorithms))
@@ -144,7 +144,7 @@ def _by_level(
         yield Scheme(parts[0].algorithm if len(parts) == 1 else "level by level", parts)
 
 
-def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence[str]) -> list[Part]:
+def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence[str]) -> list[SchemePart]:
     known = ON_ONE_LEVEL[kind]
     if level.link.torus:
         return [_on_torus(kind, bytes, level)]
@@ -154,19 +154,19 @@ def _menu(kind: CollectiveKind, bytes: float, level: Level, algorithms: Sequence
     return [_part(level, name, known[name](bytes, level.num_members)) for name in names]
 
 
-def _part(level: Level, name: str, sent: Traffic) -> Part:
+def _part(level: Level, name: str, sent: Traffic) -> SchemePart:
     messages = min(1, sent.num_serial_messages) if level.single_round else sent.num_serial_messages
-    return Part(level, name, messages, sent.serial_bytes)
+    return SchemePart(level, name, messages, sent.serial_bytes)
 
 
-def _on_torus(kind: CollectiveKind, bytes: float, level: Level) -> Part:
+def _on_torus(kind: CollectiveKind, bytes: float, level: Level) -> SchemePart:
     """Rings in all dims at once, both ways around."""
     sent = ON_ONE_LEVEL[kind]["ring"](bytes, level.num_members)
     passes = _PASSES.get(kind, 1)
     moved = sent.serial_bytes
     if kind == "all_to_all":
         moved *= level.link.torus_detour(level.num_members)
-    return Part(level, "torus rings", passes * level.link.torus_rounds(level.num_members), moved)
+    return SchemePart(level, "torus rings", passes * level.link.torus_rounds(level.num_members), moved)
 
 
 def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme:
@@ -175,7 +175,7 @@ def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme
     moved = bytes if kind == "broadcast" else passes * (num_devices - 1) / num_devices * bytes
     above = [*(level.num_units for level in levels[1:]), 1]
     parts = [
-        Part(level, "ring", passes * (1 if level.single_round else level.num_units - upper), moved)
+        SchemePart(level, "ring", passes * (1 if level.single_round else level.num_units - upper), moved)
         for level, upper in zip(levels, above, strict=True)
     ]
     return Scheme("ring", tuple(parts))
@@ -187,10 +187,10 @@ def _spans_hosts(levels: Sequence[Level]) -> bool:
 
 def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Sums go down a chain inside, up and down two trees between."""
-    parts = list[Part]()
+    parts = list[SchemePart]()
     for level in levels:
         if level.is_inside:
-            parts.append(Part(level, "chain", _tree_messages(level), TREE_CHAIN_PASSES * bytes))
+            parts.append(SchemePart(level, "chain", _tree_messages(level), TREE_CHAIN_PASSES * bytes))
         else:
             parts.append(_part(level, "double tree", traffic.double_tree_all_reduce(bytes, level.num_members)))
     return Scheme("double tree", tuple(parts))
@@ -208,7 +208,7 @@ def _tree_messages(level: Level) -> int:
 def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
     bottom = levels[0]
     sent = traffic.in_network_all_reduce(bytes, bottom.num_members)
-    part = Part(bottom, "in the network", _tree_messages(bottom), sent.serial_bytes / IN_NETWORK_EFFICIENCY)
+    part = SchemePart(bottom, "in the network", _tree_messages(bottom), sent.serial_bytes / IN_NETWORK_EFFICIENCY)
     above = [name for name in algorithms if name != "tree"]
     for parts in product(*(_menu("all_reduce", bytes, level, above) for level in levels[1:])):
         yield Scheme("in the network", (part, *parts))
@@ -217,7 +217,7 @@ def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
     """Each device sends its slices itself; of its peers on one other host all are served at once."""
     num_devices, inner = levels[0].num_units, 1
-    parts = list[Part]()
+    parts = list[SchemePart]()
     for level in levels:
         # Devices in one unit of this level, and of the next: the peers that are reached here lie between the two.
         outer = min(inner * level.num_members, num_devices)
@@ -226,6 +226,6 @@ def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
         if level.link.torus:
             messages = level.link.torus_rounds(level.num_members)
             moved *= level.link.torus_detour(level.num_members)
-        parts.append(Part(level, "pairs", messages, moved))
+        parts.append(SchemePart(level, "pairs", messages, moved))
         inner = outer
     return Scheme("pairs", tuple(parts))

@@ -30,7 +30,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class CommandWords:
     """A command as shells see it; `values`: what may come first, where that is not a file."""
 
     about: str
@@ -38,14 +38,14 @@ class Words:
     values: tuple[str, ...] = ()
 
 
-def words_of(parser: argparse.ArgumentParser) -> dict[str, Words]:
+def words_of(parser: argparse.ArgumentParser) -> dict[str, CommandWords]:
     """The commands of a parser by name."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     return {name: _words(about.get(name, ""), sub) for name, sub in commands.choices.items()}
 
 
-def _words(about: str, parser: argparse.ArgumentParser) -> Words:
+def _words(about: str, parser: argparse.ArgumentParser) -> CommandWords:
     listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     options = [
         Option(
@@ -58,7 +58,7 @@ def _words(about: str, parser: argparse.ArgumentParser) -> Words:
         if action.option_strings
     ]
     first = next((action for action in listed if not action.option_strings), None)
-    return Words(about=about, options=tuple(options), values=_values(first) if first is not None else ())
+    return CommandWords(about=about, options=tuple(options), values=_values(first) if first is not None else ())
 
 
 def _values(action: argparse.Action) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def _short(text: str) -> str:
     return re.sub(r"[\[\]:'\"`$\\]", " ", text.replace("%%", "%")).split(";")[0].strip()
 
 
-def bash(words: Mapping[str, Words]) -> str:
+def bash(words: Mapping[str, CommandWords]) -> str:
     """A script for bash."""
     cases: list[str] = []
     for name, command in words.items():
@@ -110,7 +110,7 @@ def _bash_reply(values: Sequence[str]) -> str:
     return f'COMPREPLY=($(compgen {how} -- "$word"))'
 
 
-def zsh(words: Mapping[str, Words]) -> str:
+def zsh(words: Mapping[str, CommandWords]) -> str:
     """A script for zsh."""
     lines = [
         "#compdef alpa-lite",
@@ -139,7 +139,7 @@ def _zsh_option(flag: str, option: Option) -> str:
     return f"*{flag}[{option.about}]{value}"
 
 
-def fish(words: Mapping[str, Words]) -> str:
+def fish(words: Mapping[str, CommandWords]) -> str:
     """A script for fish."""
     lines = [
         "# Completion of alpa-lite for fish: alpa-lite completion fish | source",
@@ -159,7 +159,7 @@ def fish(words: Mapping[str, Words]) -> str:
     return "\n".join(lines)
 
 
-SHELLS: Mapping[str, Callable[[Mapping[str, Words]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: Mapping[str, Callable[[Mapping[str, CommandWords]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
 
 
 def run_completion(given: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from alpa_lite.cli.user_step import load_example
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, PlanError
 from alpa_lite.inspection.text.progress_bar import planning_progress
 from alpa_lite.inspection.text.tables import plan_summary
-from alpa_lite.inspection.why.what_if import Candidate, Comparison, PinsCost, varied
+from alpa_lite.inspection.why.what_if import Candidate, ClusterComparison, PinsCost, varied
 from alpa_lite.planners.by_name import PLANNERS, options_of, planner_by_name
 from alpa_lite.text import read_bytes
 from cost_models.cluster import Cluster, known_clusters
@@ -120,7 +120,7 @@ def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluste
         except AlpaLiteError as error:
             candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
             infeasible |= isinstance(error, InfeasibleError)
-    found = Comparison(candidates=tuple(candidates))
+    found = ClusterComparison(candidates=tuple(candidates))
     answer(given, found, lambda: {"kind": "clusters", **found.to_json()})
     return Exit.DONE if found.fastest is not None else Exit.INFEASIBLE if infeasible else Exit.ERROR
 

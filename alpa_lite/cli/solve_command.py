@@ -26,7 +26,7 @@ from alpa_lite.intra_op.solve_file import (
     solver_named,
     why_infeasible,
 )
-from alpa_lite.intra_op.solvers import Control, Progress
+from alpa_lite.intra_op.solvers import Control, SolveProgress
 
 _SOLVE_SHARE = 0.97
 """The part of `--timeout` that is for reading and solving; the rest is for writing the answer and leaving."""
@@ -57,7 +57,7 @@ def run_solve(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _until_interrupted(report: Callable[[Progress], None]) -> Iterator[Control]:
+def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Control]:
     """Ctrl-C stops what this controls; a second one ends the program, as one does before and afterwards."""
     stopped = threading.Event()
 
@@ -78,7 +78,7 @@ def _seconds_left(given: argparse.Namespace) -> float:
     return _SOLVE_SHARE * given.timeout - (time.perf_counter() - given.begun)
 
 
-def _report(progress: Progress) -> None:
+def _report(progress: SolveProgress) -> None:
     cost = "none yet" if math.isinf(progress.cost) else f"{progress.cost:.8g}"
     line = f"{progress.seconds:6.1f} s  cost {cost}  bound {progress.bound:.8g}  {progress.doing}"
     print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)

@@ -19,12 +19,12 @@ from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stage_dp import StageChoice, StageStatus, StageTable, solve
 from cost_models.interface import CostModel
 
-Equal = Literal["layers", "devices"]
+StageEquality = Literal["layers", "devices"]
 """What all stages may be asked to have equally many of."""
 
 
 def ways(
-    space: Space, num_layers: int, equal: Collection[Equal], *, one_mesh: bool, repeats: int
+    space: Space, num_layers: int, equal: Collection[StageEquality], *, one_mesh: bool, repeats: int
 ) -> Iterator[NDArray[np.bool_]]:
     """Which stages a plan may consist of, one way after the other: masks that broadcast to [layers, layers, kinds,
     configurations].

@@ -31,7 +31,7 @@ _ROUNDING = 1 + 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class PipelineCut:
     """A step and its stages, one layer each."""
 
     step: StepGraph
@@ -46,7 +46,7 @@ def cut_into_stages(
     by_loops: bool = False,
     shares: Sequence[float] = (),
     written_out: bool = False,
-) -> Cut:
+) -> PipelineCut:
     """Cut the step into `count` stages, with the first of some numbers of micro-batches that works.
 
     Stages have about equal FLOPs, or FLOPs in proportion to `shares`, or `by_loops` equal numbers of the loops of the
@@ -68,20 +68,20 @@ def cut_into_stages(
                 f"{count} stages of equally many loops were asked for, but the forward pass has {loops} loops over "
                 f'layers. Write the layers as a multiple of {count} calls of lax.scan, or cut by "flops".'
             )
-        return Cut(step=step, layers=make_layers(step, count, imbalance=0.1, equal="loops"))
+        return PipelineCut(step=step, layers=make_layers(step, count, imbalance=0.1, equal="loops"))
     if count == 1:
         step = request.best_step(microbatches, loop_parts=0)
-        return Cut(step=step, layers=make_layers(step, 1))
+        return PipelineCut(step=step, layers=make_layers(step, 1))
     shares = shares or (1.0,) * count
     if written_out:
         step = request.best_step(microbatches, loop_parts=MAX_TRIPS)
-        return Cut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
+        return PipelineCut(step=step, layers=make_layers(step, count, imbalance=IMBALANCE, shares=shares))
     num_parts = count
     try:
         step = request.best_step(microbatches, loop_parts=0)
         layers = make_layers(step, count, imbalance=IMBALANCE, shares=shares)
         if is_even(step, layers, shares) and not _reads_rows_apart(step, layers):
-            return Cut(step=step, layers=layers)
+            return PipelineCut(step=step, layers=layers)
         num_parts = parts_that_may_do(step, count, shares)
     except (NonAdditiveError, BatchError, TraceError, PlanError):
         pass  # what is wrong with it is said when it is asked for in parts
@@ -91,13 +91,15 @@ def cut_into_stages(
         raise PlanError(f"{count} pipeline stages were asked for. {error}") from error
 
 
-def _in_parts(request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float], num_parts: int) -> Cut:
+def _in_parts(
+    request: PlanRequest, microbatches: Sequence[int], shares: Sequence[float], num_parts: int
+) -> PipelineCut:
     """The cut with loops in as many parts as it takes, from so many on; at last they are written out."""
     while True:
         step = request.best_step(microbatches, loop_parts=num_parts)
         layers = make_layers(step, len(shares), imbalance=IMBALANCE, shares=shares)
         if num_parts >= MAX_TRIPS or is_even(step, layers, shares):
-            return Cut(step=step, layers=layers)
+            return PipelineCut(step=step, layers=layers)
         num_parts = min(2 * num_parts, MAX_TRIPS)
 
 

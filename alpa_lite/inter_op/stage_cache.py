@@ -17,7 +17,7 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MeshKey:
     """What a submesh is, the groups of hosts that it spans, by number, and the logical mesh over it."""
 
     num_hosts: int
@@ -40,12 +40,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class SolvedStage:
     """A stage as it was solved: within so many bytes per device, with so many micro-batches in flight, and to which
     gap; or, where that was not reached, to which it was to be solved."""
 
     view: StageView
-    kind: Kind
+    kind: MeshKey
     submesh: Submesh
     in_flight: int
     limit_bytes: float
@@ -53,7 +53,7 @@ class Solved:
     solution: StageSolution
 
 
-def answer_among(solved: Sequence[Solved], asked: Question) -> Solved | None:
+def answer_among(solved: Sequence[SolvedStage], asked: Question) -> SolvedStage | None:
     """What answers a question about the same layers on the same kind of mesh, with a bound for what was asked; None if
     nothing does."""
     found = next((s for s in solved if s.gap <= asked.gap and _fits(s, asked)), None)
@@ -65,19 +65,19 @@ def answer_among(solved: Sequence[Solved], asked: Question) -> Solved | None:
     return found
 
 
-def _fits(solved: Solved, asked: Question) -> bool:
+def _fits(solved: SolvedStage, asked: Question) -> bool:
     """True when the best with as much room or more keeps to less room: then nothing is better there."""
     if (solved.in_flight, solved.limit_bytes) == (asked.in_flight, asked.limit_bytes):
         return True
     return _is_roomier(solved, asked) and _has_room(solved, asked)
 
 
-def _is_roomier(solved: Solved, asked: Question) -> bool:
+def _is_roomier(solved: SolvedStage, asked: Question) -> bool:
     """Whether it was solved with as much room as there is, or more."""
     return solved.in_flight <= asked.in_flight and solved.limit_bytes >= asked.limit_bytes
 
 
-def _has_room(solved: Solved, asked: Question) -> bool:
+def _has_room(solved: SolvedStage, asked: Question) -> bool:
     """Whether there is a choice, and it keeps to the room that there is."""
     solution = solved.solution
     return solution.choice is not None and solution.bytes_in_flight(asked.in_flight) <= asked.limit_bytes

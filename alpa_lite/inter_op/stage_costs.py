@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.stage_cache import Kind, Question, Solved, answer_among
+from alpa_lite.inter_op.stage_cache import MeshKey, Question, SolvedStage, answer_among
 from alpa_lite.inter_op.workers import Likely, Workers
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.intra_op.formulate import Builders
@@ -33,7 +33,7 @@ from alpa_lite.intra_op.shortage import Shortage, explain_shortage
 from alpa_lite.intra_op.solve import RELATIVE_GAP, StageSolution, in_two_parts, solve_stage
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.progress import Progress
@@ -66,7 +66,7 @@ def free_restriction(mesh: LogicalMesh) -> Restriction:
     if len(mesh.shape) == 1:
         return FREE_CHOICE
     roles = {axis: _ROLES[axis] for axis in mesh.axis_names if axis in _ROLES}
-    return Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
+    return Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +114,13 @@ class StageCosts:
     layout: GivenLayout = field(default=NO_LAYOUT, repr=False)
     progress: Progress = field(default_factory=Progress, repr=False)
     workers: Workers = field(default_factory=Workers, repr=False)
-    builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders], repr=False)
+    builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders], repr=False)
     structures: dict[object, object] = field(default_factory=dict[object, object], repr=False)
     beside: tuple[StageCosts, ...] = field(default=(), repr=False)
     remat: tuple[Remat, ...] = ()
     traced_layers: tuple[int | None, ...] = ()
-    _solved: dict[tuple[object, Kind], list[Solved]] = field(
-        default_factory=dict[tuple[object, Kind], list[Solved]], repr=False
+    _solved: dict[tuple[object, MeshKey], list[SolvedStage]] = field(
+        default_factory=dict[tuple[object, MeshKey], list[SolvedStage]], repr=False
     )
     _views: dict[tuple[int, int], StageView] = field(default_factory=dict[tuple[int, int], StageView], repr=False)
     _alike: dict[StageView, object] = field(default_factory=dict[StageView, object], repr=False)
@@ -151,7 +151,7 @@ class StageCosts:
         if found is None:
             self.progress(f"layers {asked.first}..{asked.last} on {asked.mesh}")
             solved_as, solution = self.workers.take(self.key(asked)) or (asked, self.solve(asked))
-            found = Solved(
+            found = SolvedStage(
                 view=self._view(solved_as.first, solved_as.last),
                 kind=kind,
                 submesh=asked.submesh,
@@ -229,7 +229,7 @@ class StageCosts:
         view, kind = self._view(asked.first, asked.last), self._kind(asked.submesh, asked.mesh)
         return self._known(view, kind, asked) is not None
 
-    def _known(self, view: StageView, kind: Kind, asked: Question) -> Solved | None:
+    def _known(self, view: StageView, kind: MeshKey, asked: Question) -> SolvedStage | None:
         """What was solved here or beside, and is the answer."""
         key = (self._structure(view), kind)
         return answer_among([s for costs in (self, *self.beside) for s in costs._solved.get(key, ())], asked)
@@ -279,13 +279,13 @@ class StageCosts:
         """The memory of a device of a submesh."""
         return float(self._model(submesh).cluster.device.memory_bytes)
 
-    def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> Kind:
+    def _kind(self, submesh: Submesh, mesh: LogicalMesh) -> MeshKey:
         per_host, ends = self.cost_model.cluster.devices_per_host, [0]
         for group in self.cost_model.cluster.groups:
             ends.append(ends[-1] + group.num_hosts)
         first, last = submesh.first_device // per_host, submesh.devices[-1] // per_host
         spanned = (g for g, (a, b) in enumerate(pairwise(ends)) if first < b and a <= last)
-        return Kind(
+        return MeshKey(
             num_hosts=submesh.num_hosts, devices_per_host=submesh.devices_per_host, groups=tuple(spanned), mesh=mesh
         )
 
@@ -296,7 +296,7 @@ class StageCosts:
             return self.cost_model
         return self.cost_model_for(cluster.at(submesh.first_device, submesh.num_devices))
 
-    def _builders(self, kind: Kind, submesh: Submesh, mesh: LogicalMesh) -> Builders:
+    def _builders(self, kind: MeshKey, submesh: Submesh, mesh: LogicalMesh) -> Builders:
         if kind not in self.builders:
             model = self._model(submesh)
             pricers = (known.catalogue.pricer for known in self.builders.values())
@@ -327,7 +327,7 @@ class StageCosts:
             return None
         held = np.concatenate([[0.0], np.cumsum(state_bytes(self.step, self.layers))])
 
-        def order(solved: Solved) -> tuple[float, ...]:
+        def order(solved: SolvedStage) -> tuple[float, ...]:
             first, last = solved.view.first, solved.view.last
             fits_with_fewer = (first, last) in fitted
             devices = solved.submesh.num_devices
@@ -351,7 +351,7 @@ class StageCosts:
             shortage=shortage,
         )
 
-    def _within_memory(self) -> list[Solved]:
+    def _within_memory(self) -> list[SolvedStage]:
         """What was solved within a limit."""
         return [solved for alike in self._solved.values() for solved in alike if math.isfinite(solved.limit_bytes)]
 

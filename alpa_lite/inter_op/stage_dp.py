@@ -37,7 +37,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.stage_kernels import FloatArray, StageArrays, Sums, cheapest_of, empty_sums, fill, trace
+from alpa_lite.inter_op.stage_kernels import (
+    BottleneckSums,
+    FloatArray,
+    StageArrays,
+    cheapest_of,
+    empty_sums,
+    fill,
+    trace,
+)
 from alpa_lite.inter_op.stage_table import StageAssignment as StageAssignment
 from alpa_lite.inter_op.stage_table import StageTable as StageTable
 from alpa_lite.inter_op.stage_table import devices_by_group
@@ -140,7 +148,7 @@ class _StageDp:
     max_stages: int
     kinds: tuple[int, ...]
     arrays: StageArrays
-    sums: Sums
+    sums: BottleneckSums
 
     @staticmethod
     def of(table: StageTable, *, devices: tuple[int, ...], min_stages: int, max_stages: int) -> "_StageDp":

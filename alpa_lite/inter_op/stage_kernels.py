@@ -56,7 +56,7 @@ class StageArrays(NamedTuple):
     open_ended: int
 
 
-class Sums(NamedTuple):
+class BottleneckSums(NamedTuple):
     """f and where it may be finite, to be filled again and again.
 
     Attributes:
@@ -69,12 +69,12 @@ class Sums(NamedTuple):
     high: IntArray
 
 
-def empty_sums(arrays: StageArrays) -> Sums:
+def empty_sums(arrays: StageArrays) -> BottleneckSums:
     """Room for f."""
     num_levels, num_layers = arrays.cheapest.shape[:2]
     shape = (num_levels + 1, num_layers + 1, arrays.inflow.shape[2])
     values = np.empty((*shape, arrays.num_states))
-    return Sums(values=values, low=np.ones(shape, dtype=np.int64), high=np.zeros(shape, dtype=np.int64))
+    return BottleneckSums(values=values, low=np.ones(shape, dtype=np.int64), high=np.zeros(shape, dtype=np.int64))
 
 
 @kernel
@@ -92,7 +92,7 @@ def cheapest_of(seconds: FloatArray, following: IntArray, num_levels: int) -> Fl
 
 
 @kernel
-def fill(arrays: StageArrays, tau: float, sums: Sums) -> FloatArray:
+def fill(arrays: StageArrays, tau: float, sums: BottleneckSums) -> FloatArray:
     """Fill in f for one bottleneck; the sums of all layers on all devices, by level."""
     num_levels, num_layers = arrays.cheapest.shape[:2]
     last = arrays.num_states - 1
@@ -144,7 +144,7 @@ def _levels(arrays: StageArrays, level: int) -> tuple[int, int]:
 def _fill_row(
     arrays: StageArrays,
     tau: float,
-    sums: Sums,
+    sums: BottleneckSums,
     level: int,
     i: int,
     within: tuple[int, int],
@@ -171,7 +171,7 @@ def _fill_row(
 
 
 @kernel
-def _range_of(arrays: StageArrays, tau: float, sums: Sums, level: int, i: int, b: int) -> tuple[int, int]:
+def _range_of(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int, i: int, b: int) -> tuple[int, int]:
     """The x that a first stage from layer i on kind b can occur with."""
     first, last = arrays.num_states, -1
     a, (lowest, highest) = arrays.sender[b], _levels(arrays, level)
@@ -188,7 +188,7 @@ def _range_of(arrays: StageArrays, tau: float, sums: Sums, level: int, i: int, b
 def _through_kind(
     arrays: StageArrays,
     tau: float,
-    sums: Sums,
+    sums: BottleneckSums,
     level: int,
     i: int,
     b: int,
@@ -225,7 +225,7 @@ def _through_kind(
 @kernel
 def _lower(
     arrays: StageArrays,
-    sums: Sums,
+    sums: BottleneckSums,
     level: int,
     i: int,
     b: int,
@@ -244,7 +244,7 @@ def _lower(
 
 
 @kernel
-def trace(arrays: StageArrays, tau: float, sums: Sums, level: int) -> IntArray:
+def trace(arrays: StageArrays, tau: float, sums: BottleneckSums, level: int) -> IntArray:
     """Rows (last layer, kind) of stages that attain the sum of all layers on all devices at this level."""
     num_layers, num_kinds = arrays.inflow.shape[:2]
     found = np.empty((num_layers, 2), dtype=np.int64)
@@ -268,7 +268,7 @@ def trace(arrays: StageArrays, tau: float, sums: Sums, level: int) -> IntArray:
 
 
 @kernel
-def _sum_at(sums: Sums, level: int, i: int, a: int, x: int) -> float:
+def _sum_at(sums: BottleneckSums, level: int, i: int, a: int, x: int) -> float:
     """f[level,i,a,x]."""
     if sums.low[level, i, a] <= x <= sums.high[level, i, a]:
         return sums.values[level, i, a, x]

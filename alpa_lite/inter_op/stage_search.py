@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.inter_op.equal_stages import BestStages, Equal, equal_parts, number_of_equal, ways
+from alpa_lite.inter_op.equal_stages import BestStages, StageEquality, equal_parts, number_of_equal, ways
 from alpa_lite.inter_op.layer_profile import summed
 from alpa_lite.inter_op.space import Space
 from alpa_lite.inter_op.stacked_arguments import least_seconds_of_rows, seconds_of_rows
@@ -70,7 +70,7 @@ class StageSearch:
         under: Callable[[Remat, int | None], StageCosts] | None = None,
         policies: Sequence[Remat] = (Remat.NONE,),
         equal_stages: bool = False,
-        equal: Collection[Equal] = (),
+        equal: Collection[StageEquality] = (),
     ) -> None:
         """Nothing is solved yet.
 

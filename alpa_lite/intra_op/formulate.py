@@ -35,13 +35,13 @@ from itertools import combinations
 from alpa_lite.intra_op.interning import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
 from alpa_lite.intra_op.leaders import Deciding
-from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, Scope, placements_of
+from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
-from alpa_lite.intra_op.strategy_catalogue import Catalogue, Options, SumOptions, batch_factors
-from alpa_lite.intra_op.sums import Sums, is_scalar_sum
-from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
+from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
+from alpa_lite.intra_op.sums import PartialSums, is_scalar_sum
+from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import Phase, parameters
@@ -86,9 +86,9 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.demanded: dict[Key, Options] = {}  # what ops without bodies want of their operands
-        self.scopes = [Scope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
-        self.sums = Sums(view, self.scopes)
+        self.demanded: dict[Key, PlacementOptions] = {}  # what ops without bodies want of their operands
+        self.scopes = [StageScope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
+        self.sums = PartialSums(view, self.scopes)
         self.accumulating: set[Key] = set()  # additions to what a loop carries
         self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
@@ -146,8 +146,8 @@ class Builder:
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
         return Choice(inputs=inputs, ops=ops, accumulators=sums)
 
-    def _layout(self) -> Layout:
-        return Layout(
+    def _layout(self) -> StageLayout:
+        return StageLayout(
             view=self.view,
             catalogue=self.catalogue,
             scopes=self.scopes,
@@ -178,10 +178,10 @@ class Builder:
         specs = self.keeping.specs(self.view.graph, v, specs)
         self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
-    def _split_of(self, v: int) -> Split:
+    def _split_of(self, v: int) -> BatchSplit:
         """Whether a value without batch is split over BATCH axes: parameters and optimizer state differ (ZeRO)."""
         if self.view.graph.producer[v] is not None:
-            return Split.NEVER
+            return BatchSplit.NEVER
         restriction = self.catalogue.restriction
         return restriction.parameters if self.view.is_read_in_loop(v) else restriction.optimizer
 
@@ -227,7 +227,7 @@ class Builder:
 
         Where gradients must be stored split, they are scattered trip by trip.
         """
-        return self.catalogue.restriction.parameters is not Split.MUST and self.sums.stacks_up(scope, op)
+        return self.catalogue.restriction.parameters is not BatchSplit.MUST and self.sums.stacks_up(scope, op)
 
     def _wait(self, scope: int, op: Op) -> bool:
         """Let a scalar stay a partial sum if it is only added up; True when it does."""
@@ -263,7 +263,7 @@ class Builder:
         self._record(scope, op, offer.node, options)
         self._demand(scope, graph, op, offer.node, options, runs, skip=-1 if anew else main)
 
-    def _record(self, scope: int, op: Op, node: int, options: Options) -> None:
+    def _record(self, scope: int, op: Op, node: int, options: PlacementOptions) -> None:
         self.placed[(scope, op.id)] = Placed(node=node, options=options.placements)
         self.demanded[(scope, op.id)] = options
         for r, specs in zip(op.results, options.results, strict=True):
@@ -291,7 +291,7 @@ class Builder:
         for body in op.bodies:
             known = self.step.bodies.get(body)
             dims = known.batch_dims if known is not None else (None,) * len(body.values)
-            self.scopes.append(Scope(graph=body, batch_dims=dims, in_loop=in_loop))
+            self.scopes.append(StageScope(graph=body, batch_dims=dims, in_loop=in_loop))
         scopes = tuple(range(first, len(self.scopes)))
         for inner in scopes:
             self.sums.enter(scope, op, inner)
@@ -310,7 +310,7 @@ class Builder:
                 if r in wiring.stacked:
                     # The loop hands on what its body made, as a stack; what is free is made as it is wanted.
                     offer = self.offers.get((n, v)) or self._add_slot(
-                        body, body.values[v], self.scopes[n].batch_dims[v], Split.MAY
+                        body, body.values[v], self.scopes[n].batch_dims[v], BatchSplit.MAY
                     )
                     results[r] = replace(offer, specs=tuple(map(stacked, offer.specs)))
                     self.deciding.computed.add(offer.node)
@@ -350,11 +350,11 @@ class Builder:
         # gathered once before the loop, as any other parameter is before it is used.
         split = self._split_inside(in_loop=self.sums.in_loop(scope, op))
         if outer.id in free_values(graph):
-            split = Split.NEVER
-        elif split is Split.MUST and number not in wiring.scanned and number not in wiring.carried.values():
-            split = Split.MAY
+            split = BatchSplit.NEVER
+        elif split is BatchSplit.MUST and number not in wiring.scanned and number not in wiring.carried.values():
+            split = BatchSplit.MAY
         elif self.view.keeps_gathered and number in wiring.scanned and self.scopes[n].batch_dims[value.id] is None:
-            split = Split.NEVER
+            split = BatchSplit.NEVER
         offer = self._add_slot(self.scopes[n].graph, value, self.scopes[n].batch_dims[value.id], split, sums=sums)
         demanded = tuple(map(stacked, offer.specs)) if number in wiring.scanned else offer.specs
         self._add_edge((scope, outer.id), outer, offer.node, demanded, runs)
@@ -363,27 +363,27 @@ class Builder:
     def _whole(self, value: Value) -> Offer:
         return Offer(node=_UNIT, specs=(replicated(value.rank),))
 
-    def _split_inside(self, *, in_loop: bool) -> Split:
+    def _split_inside(self, *, in_loop: bool) -> BatchSplit:
         """Whether values without a batch are split over BATCH axes inside control flow.
 
         An update may leave its values as they come: only what the loop reads is stored split at any price.
         """
         restriction = self.catalogue.restriction
-        outside = Split.NEVER if restriction.optimizer is Split.NEVER else Split.MAY
+        outside = BatchSplit.NEVER if restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
         return restriction.parameters if in_loop else outside
 
     def _add_slot(
-        self, graph: Graph, value: Value, batch_dim: int | None, split: Split, *, sums: bool = False
+        self, graph: Graph, value: Value, batch_dim: int | None, split: BatchSplit, *, sums: bool = False
     ) -> Offer:
         """A value inside control flow that keeps one spec of its own choice; `sums`: it may be a partial sum."""
         if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
         specs = self.catalogue.value_specs(value, batch_dim, split=split)
         # Where gradients must be stored split, they are scattered trip by trip.
-        if sums and (split is not Split.MUST or value.rank == 0):
+        if sums and (split is not BatchSplit.MUST or value.rank == 0):
             sums_of = [
                 Spec(spec.dims, axes)
-                for spec in self.catalogue.value_specs(value, batch_dim, split=Split.NEVER)
+                for spec in self.catalogue.value_specs(value, batch_dim, split=BatchSplit.NEVER)
                 for number in range(1, len(self.sizes) + 1)
                 for axes in combinations(sorted(self.sizes), number)
                 if not spec.axes & set(axes)
@@ -398,7 +398,7 @@ class Builder:
     # ------------------------------------------------------------------------------------------------ edges
 
     def _demand(
-        self, scope: int, graph: Graph, op: Op, node: int, options: Options, runs: float, *, skip: int = -1
+        self, scope: int, graph: Graph, op: Op, node: int, options: PlacementOptions, runs: float, *, skip: int = -1
     ) -> None:
         for i, v in enumerate(op.operands):
             if i != skip and (scope, v) in self.offers:

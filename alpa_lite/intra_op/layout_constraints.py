@@ -19,7 +19,7 @@ import numpy as np
 from alpa_lite.errors import PlanError
 from alpa_lite.intra_op.constraints import GivenLayout, Wanted
 from alpa_lite.intra_op.interning import FloatArray, frozen
-from alpa_lite.intra_op.strategy_catalogue import Options, SumOptions
+from alpa_lite.intra_op.strategy_catalogue import PlacementOptions, SumOptions
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.sharding.specs import Spec
 
@@ -41,11 +41,11 @@ class Keeping:
     """Keeps what a stage may choose from to a layout."""
 
     layout: GivenLayout
-    _options: dict[tuple[int, tuple[Wanted, ...]], tuple[Options, Options]] = field(
-        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[Options, Options]]
+    _options: dict[tuple[int, tuple[Wanted, ...]], tuple[PlacementOptions, PlacementOptions]] = field(
+        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[PlacementOptions, PlacementOptions]]
     )
-    _penalties: dict[tuple[int, tuple[Wanted, ...]], tuple[Options, FloatArray]] = field(
-        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[Options, FloatArray]]
+    _penalties: dict[tuple[int, tuple[Wanted, ...]], tuple[PlacementOptions, FloatArray]] = field(
+        default_factory=dict[tuple[int, tuple[Wanted, ...]], tuple[PlacementOptions, FloatArray]]
     )
 
     def of(self, graph: Graph, v: int) -> Wanted:
@@ -60,7 +60,7 @@ class Keeping:
             raise PlanError(f"{_named(graph.values[v])} cannot lie {_show(wanted)}. Leave a name out of the layout.")
         return kept
 
-    def options(self, graph: Graph, op: Op, options: Options) -> Options:
+    def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
         """Those of the ways to run an op in which its operands and results are as wanted."""
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
@@ -75,7 +75,9 @@ class Keeping:
             self._options[key] = options, options.only([i for i, fit in enumerate(fits) if fit])
         return self._options[key][1]
 
-    def penalty(self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: Options) -> FloatArray | None:
+    def penalty(
+        self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: PlacementOptions
+    ) -> FloatArray | None:
         """Infinite for each of the `specs` of operand `main` that cannot be followed as wanted; None without any."""
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):

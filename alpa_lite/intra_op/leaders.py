@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from alpa_lite.intra_op.placements import Key, Offer, Scope
+from alpa_lite.intra_op.placements import Key, Offer, StageScope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.sums import Sums
+from alpa_lite.intra_op.sums import PartialSums
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.wiring import ADDITIONS
 from alpa_lite.rules import Rule
@@ -16,7 +16,9 @@ from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
 class Deciding:
     """Answers about the ops of a stage while it is laid out, in order."""
 
-    def __init__(self, view: StageView, scopes: Sequence[Scope], sums: Sums, offers: Mapping[Key, Offer]) -> None:
+    def __init__(
+        self, view: StageView, scopes: Sequence[StageScope], sums: PartialSums, offers: Mapping[Key, Offer]
+    ) -> None:
         """`scopes` and `offers` grow while the stage is laid out."""
         self.view = view
         self.scopes = scopes

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase
 from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.fusion import accesses, is_folded, is_fusible, is_repeatable
@@ -37,7 +37,7 @@ Path = tuple[tuple[int, int], ...]
 """The way from the graph of the step into a body: pairs of an op and the number of one of its bodies."""
 
 
-class Span(NamedTuple):
+class LiveSpan(NamedTuple):
     """From time `start` to before `end`."""
 
     start: int
@@ -76,7 +76,7 @@ class Lives:
     """
 
     lives: tuple[Life, ...]
-    spans: Mapping[tuple[Path, int], Span]
+    spans: Mapping[tuple[Path, int], LiveSpan]
     loop_end: int
     end: int
 
@@ -86,15 +86,15 @@ class Lives:
         return {span.start: key for key, span in self.spans.items()}
 
 
-@kept
+@memoized
 def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
     """The lives of the values of a stage that are neither state nor sums, in order of their start."""
     spans = dict(_spans(view.graph, view.ops, (), 0))
     end = max((span.end for span in spans.values()), default=0)
     phases = view.step.phases
     loop_end = max((spans[(), o].end for o in view.ops if phases[o].in_loop), default=0)
-    options = _Options(fusion=fusion, fused_attention=fused_attention)
-    outer = _Scope(view.graph, (), view.ops, spans, end, options, view=view)
+    options = _LivenessOptions(fusion=fusion, fused_attention=fused_attention)
+    outer = _LiveScope(view.graph, (), view.ops, spans, end, options, view=view)
     # What goes from an operand's memory straight into a stack has no life of its own.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     return Lives(
@@ -103,12 +103,12 @@ def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool =
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _LivenessOptions:
     fusion: Fusion
     fused_attention: bool
 
 
-def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], Span]]:
+def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], LiveSpan]]:
     """The span of each op, those in bodies included."""
     now = start
     for op_id in ops:
@@ -118,7 +118,7 @@ def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator
             inner = list(_spans(body, range(len(body.ops)), (*path, (op_id, number)), now))
             yield from inner
             now = max((span.end for _, span in inner), default=now)
-        yield (path, op_id), Span(begun, now)
+        yield (path, op_id), LiveSpan(begun, now)
 
 
 def _new_state(view: StageView) -> frozenset[int]:
@@ -127,8 +127,8 @@ def _new_state(view: StageView) -> frozenset[int]:
     return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
 
 
-@kept
-def _written(graph: Graph, options: _Options) -> frozenset[int]:
+@memoized
+def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
     """Values of a graph that a kernel writes to memory."""
     table = accesses(graph, fusion=options.fusion, fused_attention=options.fused_attention)
     free = free_values(graph)
@@ -144,7 +144,7 @@ def _written(graph: Graph, options: _Options) -> frozenset[int]:
     return frozenset(v for v in found if graph.values[v].rank > 0 and v not in free)
 
 
-class _Scope:
+class _LiveScope:
     """The ops of one graph that a stage runs."""
 
     def __init__(
@@ -152,9 +152,9 @@ class _Scope:
         graph: Graph,
         path: Path,
         ops: Sequence[int],
-        spans: Mapping[tuple[Path, int], Span],
+        spans: Mapping[tuple[Path, int], LiveSpan],
         end: int,
-        options: _Options,
+        options: _LivenessOptions,
         *,
         view: StageView | None = None,
         kept: frozenset[int] = frozenset(),
@@ -199,7 +199,7 @@ class _Scope:
         within = {Phase.INVARIANT, self._phase(op.id)} if not whole else set(Phase)
         return not phases <= within
 
-    def span(self, op_id: int) -> Span:
+    def span(self, op_id: int) -> LiveSpan:
         """When an op runs."""
         return self.spans[self.path, op_id]
 
@@ -250,7 +250,7 @@ class _Scope:
             kept = frozenset(
                 v for v, r in zip(body.outputs, outputs, strict=True) if r is not None and r not in wiring.stacked
             )
-            inner = _Scope(body, path, range(len(body.ops)), self.spans, end, self.options, kept=kept)
+            inner = _LiveScope(body, path, range(len(body.ops)), self.spans, end, self.options, kept=kept)
             yield from inner.elements(
                 [v for v, i in zip(body.inputs, inputs, strict=True) if i in wiring.scanned and body.values[v].rank > 0]
             )

@@ -80,7 +80,7 @@ class PlacedSum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class StageScope:
     """One graph of the stage: the step's own (number 0) or that of a body."""
 
     graph: Graph
@@ -91,7 +91,7 @@ class Scope:
 def placements_of(
     placed: Mapping[Key, Placed | PlacedSum | PlacedBodies],
     offers: Mapping[Key, Offer],
-    scopes: Sequence[Scope],
+    scopes: Sequence[StageScope],
     ops: Iterable[int],
     choices: Sequence[int],
 ) -> dict[int, OpPlacement]:
@@ -105,7 +105,7 @@ class _Chosen:
 
     placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
     offers: Mapping[Key, Offer]
-    scopes: Sequence[Scope]
+    scopes: Sequence[StageScope]
     choices: Sequence[int]
     sums: dict[Key, Spec] = field(default_factory=dict[Key, Spec])
 

@@ -4,15 +4,12 @@
     every step:       optimal choices after  ->  optimal choices before           ``Step.restore``
 
 Matrices are held in both directions: ``edges[u][v]`` has u's strategies as rows, and ``edges[v][u]`` is its transpose.
-Memory is held by the rows of ``binding_times``: a node's ``Alive`` says, for disjoint runs of rows, how many bytes each
+Memory is held by the rows of ``binding_times``: a node's ``NodeUsage`` says, for disjoint runs of rows, how many bytes each
 of its strategies needs beyond the least; that least has moved to the base, which all choices keep alive.
-
-The parts of a graph that no edge joins.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -20,14 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from alpa_lite.intra_op.memory_rows import binding_times
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 
-class Step(ABC):
+class UndoStep(ABC):
     """One reduction's inverse."""
 
     __slots__ = ()
@@ -42,25 +37,25 @@ class Step(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeepStrategies(Step):
+class KeepStrategies(UndoStep):
     """``node`` lost all strategies but ``kept``: x_before = kept[x_after]."""
 
     node: int
     kept: IntArray
 
     def restore(self, choices: dict[int, int]) -> None:
-        """See ``Step``."""
+        """See ``UndoStep``."""
         choices[self.node] = int(self.kept[choices[self.node]])
 
     def project(self, choices: dict[int, int]) -> None:
-        """See ``Step``."""
+        """See ``UndoStep``."""
         place = int(np.searchsorted(self.kept, choices[self.node]))
         there = place < self.kept.size and self.kept[place] == choices[self.node]
         choices[self.node] = place if there else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RemoveNode(Step):
+class RemoveNode(UndoStep):
     """``node`` was decided by its ``neighbours``: x_node = best[x of the neighbours]."""
 
     node: int
@@ -68,16 +63,16 @@ class RemoveNode(Step):
     best: IntArray
 
     def restore(self, choices: dict[int, int]) -> None:
-        """See ``Step``."""
+        """See ``UndoStep``."""
         choices[self.node] = int(self.best[tuple(choices[neighbour] for neighbour in self.neighbours)])
 
     def project(self, choices: dict[int, int]) -> None:
-        """See ``Step``."""
+        """See ``UndoStep``."""
         del choices[self.node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Alive:
+class NodeUsage:
     """What one node keeps alive: ``bytes[k, i]`` in the rows ``rows[k, 0] <= t < rows[k, 1]``, for runs k of rows.
 
     The runs may overlap until they are settled (``Workspace.alive_of``).
@@ -90,7 +85,7 @@ class Alive:
         return len(self.rows)
 
 
-def _join(parts: list[Alive]) -> Alive:
+def _join(parts: list[NodeUsage]) -> NodeUsage:
     """Runs that may overlap -> disjoint runs in order of rows, neighbours with equal bytes joined."""
     rows = np.concatenate([part.rows for part in parts])
     used = np.concatenate([part.bytes for part in parts])
@@ -99,10 +94,10 @@ def _join(parts: list[Alive]) -> Alive:
     change = np.zeros((bounds.size, used.shape[1]))
     np.add.at(change, index[:, 0], used)
     np.add.at(change, index[:, 1], -used)
-    return Alive(rows=np.stack([bounds[:-1], bounds[1:]], axis=1), bytes=np.cumsum(change, axis=0)[:-1])
+    return NodeUsage(rows=np.stack([bounds[:-1], bounds[1:]], axis=1), bytes=np.cumsum(change, axis=0)[:-1])
 
 
-def _joined_equal(alive: Alive) -> Alive:
+def _joined_equal(alive: NodeUsage) -> NodeUsage:
     """Without runs of nothing, and with equal neighbours in one run."""
     some = alive.bytes.any(axis=1)
     rows, used = alive.rows[some], alive.bytes[some]
@@ -110,7 +105,7 @@ def _joined_equal(alive: Alive) -> Alive:
     new[1:] = (rows[1:, 0] != rows[:-1, 1]) | (used[1:] != used[:-1]).any(axis=1)
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(rows)) - 1 if first.size else first
-    return Alive(rows=np.stack([rows[first, 0], rows[last, 1]], axis=1), bytes=used[first])
+    return NodeUsage(rows=np.stack([rows[first, 0], rows[last, 1]], axis=1), bytes=used[first])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -126,11 +121,11 @@ class Workspace:
     base_change: FloatArray
     limit_bytes: float
     offset: float = 0.0
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[UndoStep] = field(default_factory=list[UndoStep])
     changed_edges: dict[tuple[int, int], None] = field(default_factory=dict[tuple[int, int], None])
     changed: dict[int, None] = field(default_factory=dict[int, None])
     stale: dict[int, None] = field(default_factory=dict[int, None])
-    _alive: dict[int, list[Alive]] = field(default_factory=dict[int, list[Alive]])
+    _alive: dict[int, list[NodeUsage]] = field(default_factory=dict[int, list[NodeUsage]])
     _unsettled: set[int] = field(default_factory=set[int])
 
     @staticmethod
@@ -149,7 +144,7 @@ class Workspace:
         for index in np.flatnonzero(rows[:, 0] < rows[:, 1]).tolist():
             work.add_alive(
                 int(problem.usage_nodes[index]),
-                Alive(rows=rows[index : index + 1], bytes=problem.usage_bytes[index][None, :]),
+                NodeUsage(rows=rows[index : index + 1], bytes=problem.usage_bytes[index][None, :]),
             )
         work.touch(work.costs)
         return work
@@ -172,12 +167,12 @@ class Workspace:
 
     # ------------------------------------------------------------------------------------------------ memory
 
-    def add_alive(self, node: int, alive: Alive) -> None:
+    def add_alive(self, node: int, alive: NodeUsage) -> None:
         """Add to what the node's strategies keep alive."""
         self._alive.setdefault(node, []).append(alive)
         self._unsettled.add(node)
 
-    def alive_of(self, node: int) -> Alive | None:
+    def alive_of(self, node: int) -> NodeUsage | None:
         """What the strategies of ``node`` keep alive beyond the least of them; None when that is nothing."""
         if node in self._unsettled:
             self._settle(node)
@@ -191,11 +186,11 @@ class Workspace:
         least = alive.bytes.min(axis=1)
         np.add.at(self.base_change, alive.rows[:, 0], least)
         np.add.at(self.base_change, alive.rows[:, 1], -least)
-        alive = _joined_equal(Alive(rows=alive.rows, bytes=alive.bytes - least[:, None]))
+        alive = _joined_equal(NodeUsage(rows=alive.rows, bytes=alive.bytes - least[:, None]))
         if len(alive):
             self._alive[node] = [alive]
 
-    def take_alive(self, node: int) -> list[Alive]:
+    def take_alive(self, node: int) -> list[NodeUsage]:
         """What ``node`` keeps alive, which is now nobody's."""
         self._unsettled.discard(node)
         return self._alive.pop(node, [])
@@ -231,7 +226,7 @@ class Workspace:
         for other, costs in list(self.edges[node].items()):
             self._set_edge(node, other, costs[kept])
         if node in self._alive:
-            self._alive[node] = [Alive(rows=alive.rows, bytes=alive.bytes[:, kept]) for alive in self._alive[node]]
+            self._alive[node] = [NodeUsage(rows=alive.rows, bytes=alive.bytes[:, kept]) for alive in self._alive[node]]
             self._unsettled.add(node)
         self.touch([node, *self.edges[node]])
 
@@ -244,14 +239,3 @@ class Workspace:
         del self.costs[node]
         self.changed.pop(node, None)
         self.stale.pop(node, None)
-
-
-def connected_parts(num_nodes: int, edges: IntArray) -> list[IntArray]:
-    """The nodes of every part, ascending; ``edges`` are pairs of nodes, (E, 2)."""
-    if num_nodes == 0:
-        return []
-    joined = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num_nodes, num_nodes))
-    number, part_of = connected_components(joined, directed=False)
-    order = np.argsort(part_of, kind="stable").astype(np.intp)
-    ends = np.cumsum(np.bincount(part_of, minlength=int(number))).tolist()
-    return [order[first:last] for first, last in itertools.pairwise([0, *ends])]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from alpa_lite.intra_op.dominance import drop_dominated
 from alpa_lite.intra_op.memory_rows import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
-from alpa_lite.intra_op.reductions import Alive, Step, Workspace
+from alpa_lite.intra_op.reductions import NodeUsage, UndoStep, Workspace
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000
@@ -47,7 +47,7 @@ class Simplified:
     problem: Problem
     offset: float
     nodes: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[UndoStep, ...]
 
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the original problem from choices of the reduced one; they cost ``offset`` more."""
@@ -232,7 +232,7 @@ def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
         if other != into:
             work.add_edge(into, other, costs[follows])
     for alive in work.take_alive(node):
-        work.add_alive(into, Alive(rows=alive.rows, bytes=alive.bytes[:, follows]))
+        work.add_alive(into, NodeUsage(rows=alive.rows, bytes=alive.bytes[:, follows]))
     work.touch((into,))
     work.remove_node(node, best=follows, neighbours=(into,))
 
@@ -336,7 +336,7 @@ def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray
 # --------------------------------------------------------------------------------------------------------------- result
 
 
-def _rows_that_bind(base: FloatArray, alive: Sequence[Alive], limit_bytes: float) -> IntArray:
+def _rows_that_bind(base: FloatArray, alive: Sequence[NodeUsage], limit_bytes: float) -> IntArray:
     """The rows that can overrun the limit, without those whose neighbour holds all that they hold."""
     if not alive:
         return np.zeros(0, dtype=np.intp)

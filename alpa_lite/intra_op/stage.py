@@ -9,14 +9,14 @@ from itertools import chain
 
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_ops, free_values, op_class
 from alpa_lite.sharding.specs import Spec
 from alpa_lite.step.layers import Layers
 
 
-@kept
+@memoized
 def _body_text(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.params) for _, o in body.walk()])
 

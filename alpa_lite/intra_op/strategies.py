@@ -21,7 +21,7 @@ from alpa_lite.plan.walk import PlacedSpecs, can_split, linear_group, raw_result
 from alpa_lite.program.ir import Value
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass
-from alpa_lite.sharding.specs import Spec, Step, divides
+from alpa_lite.sharding.specs import Move, Spec, divides
 
 
 class AxisRole(Enum):
@@ -56,7 +56,7 @@ class AxisRole(Enum):
         return self in (AxisRole.BATCH, AxisRole.REPLICA)
 
 
-class Split(Enum):
+class BatchSplit(Enum):
     """Whether values without a batch are split over BATCH axes."""
 
     NEVER = "never"
@@ -83,8 +83,8 @@ class Restriction:
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
-    optimizer: Split = Split.NEVER
-    parameters: Split = Split.NEVER
+    optimizer: BatchSplit = BatchSplit.NEVER
+    parameters: BatchSplit = BatchSplit.NEVER
     scatter_sums: bool = True
 
     def role(self, axis: str) -> AxisRole:
@@ -104,12 +104,12 @@ class Restriction:
         """Whether a sum over this axis may be left scattered over it."""
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
-            return self.optimizer is not Split.NEVER
+            return self.optimizer is not BatchSplit.NEVER
         if role in _SUMMED_IN_LOOP:
             return self.scatter_sums
         return role is not AxisRole.REPLICA
 
-    def dearer(self, step: Step) -> float:
+    def dearer(self, step: Move) -> float:
         """How many times its price a move counts when ways to run a step are compared.
 
         Without scattered sums the arrays between products are whole over TENSOR axes wherever they can be, and over the
@@ -121,12 +121,12 @@ class Restriction:
         scattered = AxisRole.TENSOR in roles or (step.kind == "reduce_scatter" and roles & _SUMMED_IN_LOOP)
         return SCATTERED if scattered else 1.0
 
-    def state_split(self, axis: str, split: Split) -> Split:
+    def state_split(self, axis: str, split: BatchSplit) -> BatchSplit:
         """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""
         role = self.role(axis)
-        if role is AxisRole.REPLICA or (role is AxisRole.CONTEXT and split is Split.MUST):
-            return Split.NEVER
-        return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else Split.MAY
+        if role is AxisRole.REPLICA or (role is AxisRole.CONTEXT and split is BatchSplit.MUST):
+            return BatchSplit.NEVER
+        return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else BatchSplit.MAY
 
     def on(self, axes: Iterable[str]) -> Restriction:
         """The same without roles of other axes: an axis of one device takes no part in anything."""
@@ -179,7 +179,7 @@ def axis_choices(
     for axis in sizes:
         role = restriction.role(axis)
         fits = [f for f in rule.shardable if can_split(rule, f, (axis,), sizes)]
-        split_state = restriction.state_split(axis, restriction.optimizer) is not Split.NEVER
+        split_state = restriction.state_split(axis, restriction.optimizer) is not BatchSplit.NEVER
         choices: list[int | None]
         if in_loop:
             choices = [*_loop_choices(rule, role, fits, batch_factors)]
@@ -235,14 +235,14 @@ def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]
     weights = [factors for factors in arrays if not factors & batch_factors]
     if weights:
         return frozenset[int]().union(*weights)
-    return frozenset.intersection(*arrays) - batch_factors
+    return arrays[0].intersection(*arrays[1:]) - batch_factors
 
 
 def _expert_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
     """The factors of a contraction that its weights, or the gradients of such, share with all its other arrays."""
     arrays = _factors_of_arrays(rule)
     with_weights = any(not factors & batch_factors for factors in arrays)
-    return frozenset.intersection(*arrays) if with_weights else frozenset()
+    return arrays[0].intersection(*arrays[1:]) if with_weights else frozenset()
 
 
 def _factors_of_arrays(rule: Rule) -> list[frozenset[int]]:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from alpa_lite.intra_op.interning import FloatArray, Numbering, frozen
 from alpa_lite.intra_op.strategies import (
     AxisRole,
+    BatchSplit,
     Followed,
     Restriction,
-    Split,
     all_specs,
     follow,
     placements,
@@ -35,13 +35,13 @@ from alpa_lite.plan.walk import PlacedSpecs, placed_specs, replicated_placement
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.wiring import ADDITIONS
 from alpa_lite.rules import Rule
-from alpa_lite.rules.op_info import Layout, op_class, rule_of_op
+from alpa_lite.rules.op_info import LayoutClass, op_class, rule_of_op
 from alpa_lite.sharding.reshard import SpecGraph, spec_graph
 from alpa_lite.sharding.specs import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Options:
+class PlacementOptions:
     """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result.
 
     `made`: the spec in which each result is made, before a partial sum is brought to its planned spec.
@@ -53,13 +53,13 @@ class Options:
     results: tuple[tuple[Spec, ...], ...]
     made: tuple[tuple[Spec, ...], ...]
 
-    def only(self, kept: Sequence[int]) -> Options:
+    def only(self, kept: Sequence[int]) -> PlacementOptions:
         """Some of the strategies."""
 
         def pick(columns: tuple[tuple[Spec, ...], ...]) -> tuple[tuple[Spec, ...], ...]:
             return tuple(tuple(column[i] for i in kept) for column in columns)
 
-        return Options(
+        return PlacementOptions(
             placements=tuple(self.placements[i] for i in kept),
             seconds=frozen(self.seconds[list(kept)]),
             demanded=pick(self.demanded),
@@ -80,7 +80,7 @@ class SumOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Way:
-    """How ops of one layout follow an operand: what `Options` says for each of its specs, but for the seconds.
+    """How ops of one layout follow an operand: what `PlacementOptions` says for each of its specs, but for the seconds.
 
     first      the numbers of the specs that differ, and for each spec the place of its like among them (place)
     cuts       into how many parts these cut each factor
@@ -103,9 +103,9 @@ class Catalogue:
         self.pricer = pricer
         self.sizes: Mapping[str, int] = dict(pricer.sizes)
         self.restriction = restriction.on(self.sizes)
-        self._leaders: dict[object, Options] = {}
-        self._whole: dict[object, Options] = {}
-        self._followers: dict[object, Options] = {}
+        self._leaders: dict[object, PlacementOptions] = {}
+        self._whole: dict[object, PlacementOptions] = {}
+        self._followers: dict[object, PlacementOptions] = {}
         self._ways: dict[object, _Way] = {}
         self._follows: dict[object, Followed] = {}
         self._sums: dict[object, SumOptions] = {}
@@ -115,7 +115,7 @@ class Catalogue:
         self._tables: dict[object, FloatArray] = {}
         self._sizes: dict[object, FloatArray] = {}
         self._copies: dict[object, FloatArray] = {}
-        self._scratch: dict[Options, FloatArray | None] = {}
+        self._scratch: dict[PlacementOptions, FloatArray | None] = {}
         self._value_specs: dict[object, tuple[Spec, ...]] = {}
         self._number: Numbering[tuple[Spec, ...]] = Numbering()
 
@@ -135,7 +135,7 @@ class Catalogue:
         only_crosses: bool,
         may_wait: bool,
         accumulates: bool,
-    ) -> Options:
+    ) -> PlacementOptions:
         """The placements of an op that decides for itself.
 
         only_crosses   the result is only summed over micro-batches: it may stay a partial sum, and nothing else pays
@@ -159,13 +159,15 @@ class Catalogue:
             self._leaders[key] = self._options(graph, op, found)
         return self._leaders[key]
 
-    def following(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool) -> Options:
+    def following(
+        self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool
+    ) -> PlacementOptions:
         """The placements of an op that follows its operand number `main` in each of these specs."""
         key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
         found = self._followers.get(key)
         if found is None:
             way = self._way(graph, op, main, specs, keep_partial)
-            found = self._followers[key] = Options(
+            found = self._followers[key] = PlacementOptions(
                 placements=way.placements,
                 seconds=self._seconds_of(graph, op, main, specs, way),
                 demanded=way.demanded,
@@ -196,7 +198,9 @@ class Catalogue:
             )
         return found
 
-    def _followed(self, graph: Graph, op: Op, layout: Layout, main: int, spec: Spec, keep_partial: bool) -> Followed:
+    def _followed(
+        self, graph: Graph, op: Op, layout: LayoutClass, main: int, spec: Spec, keep_partial: bool
+    ) -> Followed:
         key = (layout, main, spec, keep_partial)
         found = self._follows.get(key)
         if found is None:
@@ -221,20 +225,22 @@ class Catalogue:
             seconds = [s + m for s, m in zip(seconds, moves, strict=True)]
         return frozen(np.array(seconds, dtype=float)[way.place])
 
-    def whole(self, graph: Graph, op: Op) -> Options:
+    def whole(self, graph: Graph, op: Op) -> PlacementOptions:
         """The one placement of an op without a choice: everything whole."""
         key = self.pricer.price_class(graph, op.id)
         if key not in self._whole:
             self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
         return self._whole[key]
 
-    def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> Options:
+    def _options(self, graph: Graph, op: Op, found: Sequence[OpPlacement]) -> PlacementOptions:
         demanded, made, results = self._columns(op, found, [placed_specs(graph, op, p) for p in found])
         seconds = np.array([self.pricer.op_seconds(graph, op, p) for p in found], dtype=float)
         for value, raw, targets in zip(graph.results(op), made, results, strict=True):
             if raw is not targets:
                 seconds += [self.move_seconds(value, *pair) for pair in zip(raw, targets, strict=True)]
-        return Options(placements=tuple(found), seconds=frozen(seconds), demanded=demanded, results=results, made=made)
+        return PlacementOptions(
+            placements=tuple(found), seconds=frozen(seconds), demanded=demanded, results=results, made=made
+        )
 
     def _columns(self, op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
         """Specs by operand or result and then by placement; equal lists are one object."""
@@ -245,7 +251,7 @@ class Catalogue:
             results=tuple(one(tuple([p.results[i] for p in found])) for i in range(len(op.results))),
         )
 
-    def value_specs(self, value: Value, batch_dim: int | None, *, split: Split) -> tuple[Spec, ...]:
+    def value_specs(self, value: Value, batch_dim: int | None, *, split: BatchSplit) -> tuple[Spec, ...]:
         """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
 
         A BATCH axis splits the batch wherever it divides.
@@ -255,12 +261,12 @@ class Catalogue:
             self._value_specs[key] = self._allowed_specs(value.shape, batch_dim, split)
         return self._value_specs[key]
 
-    def _allowed_specs(self, shape: tuple[int, ...], batch_dim: int | None, split: Split) -> tuple[Spec, ...]:
+    def _allowed_specs(self, shape: tuple[int, ...], batch_dim: int | None, split: BatchSplit) -> tuple[Spec, ...]:
         roles = {axis: self.restriction.role(axis) for axis in self.sizes}
 
         def allowed(axis: str, dim: int) -> bool:
             if batch_dim is None:
-                return self.restriction.state_split(axis, split) is not Split.NEVER
+                return self.restriction.state_split(axis, split) is not BatchSplit.NEVER
             if roles[axis].splits_batch:
                 return dim == batch_dim
             return dim != batch_dim or roles[axis] in (AxisRole.ANY, AxisRole.EXPERT, AxisRole.DENSE)
@@ -270,7 +276,7 @@ class Catalogue:
             specs = self.restriction.on_one_dim(specs)
         for axis, role in roles.items():
             using = [spec for spec in specs if axis in spec.axes]
-            must = batch_dim is not None or self.restriction.state_split(axis, split) is Split.MUST
+            must = batch_dim is not None or self.restriction.state_split(axis, split) is BatchSplit.MUST
             if role.splits_batch and using and must:
                 specs = using
         return tuple(specs)
@@ -285,13 +291,13 @@ class Catalogue:
         if key not in self._sums:
             found: list[Accumulator] = []
             allowed, parameters = self.restriction.may_scatter, self.restriction.parameters
-            split = {axis for axis in self.sizes if self.restriction.state_split(axis, parameters) is Split.MUST}
+            split = {axis for axis in self.sizes if self.restriction.state_split(axis, parameters) is BatchSplit.MUST}
             for stored in dict.fromkeys(offered):
                 if value.rank > 0 and split.intersection(stored.partial):
                     continue
                 targets = resolutions(stored, value.shape, self.sizes, keep=keep_partial, scatter=True, allowed=allowed)
                 found += [Accumulator(stored=stored, resolved=r) for r in self.restriction.on_one_dim(targets)]
-            may_split = Split.NEVER if self.restriction.optimizer is Split.NEVER else Split.MAY
+            may_split = BatchSplit.NEVER if self.restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
             found += [Accumulator(stored=s, resolved=s) for s in self.value_specs(value, None, split=may_split)]
             found = list(dict.fromkeys(found))
             self._sums[key] = SumOptions(
@@ -375,7 +381,7 @@ class Catalogue:
             self._copies[key] = frozen(np.where(other, sizes, 0.0))
         return self._copies[key]
 
-    def scratch_sizes(self, graph: Graph, op: Op, options: Options) -> FloatArray | None:
+    def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
         """Bytes of one device's results before they are scattered, for each placement of an op; None without any."""
         if options not in self._scratch:
             if options.made == options.results:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 
-from alpa_lite.intra_op.placements import Scope
+from alpa_lite.intra_op.placements import StageScope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.wiring import ADDITIONS, wiring_of
 from alpa_lite.rules.op_info import ranked_values, rule_of_op
 
 
-class Sums:
+class PartialSums:
     """Answers about the ops of a stage and, by number of the scope, of the bodies in it."""
 
-    def __init__(self, view: StageView, scopes: Sequence[Scope]) -> None:
+    def __init__(self, view: StageView, scopes: Sequence[StageScope]) -> None:
         """`scopes` grows while the stage is laid out."""
         self.view = view
         self.scopes = scopes

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from alpa_lite.intra_op.interning import FloatArray, SharedArrays
 from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
-from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, Scope
+from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategy_catalogue import Catalogue, Options, SumOptions
+from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Op, Value
 from alpa_lite.program.phases import Phase, parameters
@@ -43,15 +43,15 @@ class UsageOf:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class StageLayout:
     """What a builder knows of its stage; scopes, offers and placements as it keeps them."""
 
     view: StageView
     catalogue: Catalogue
-    scopes: Sequence[Scope]
+    scopes: Sequence[StageScope]
     offers: Mapping[Key, Offer]
     placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
-    demanded: Mapping[Key, Options]
+    demanded: Mapping[Key, PlacementOptions]
     crossings: Mapping[int, tuple[int, SumOptions]]
 
     def value(self, key: Key) -> Value:
@@ -74,13 +74,13 @@ def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
     return lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
 
 
-def usages_of(layout: Layout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
+def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
     """All usages of a stage with some micro-batches in flight."""
     return tuple(_Collector(layout, arrays, in_flight).collect())
 
 
 class _Collector:
-    def __init__(self, layout: Layout, arrays: SharedArrays, in_flight: int) -> None:
+    def __init__(self, layout: StageLayout, arrays: SharedArrays, in_flight: int) -> None:
         self.layout, self.arrays, self.in_flight = layout, arrays, in_flight
         self.catalogue = layout.catalogue
         self.lives = stage_lives(layout.view, layout.catalogue)

@@ -43,7 +43,7 @@ from alpa_lite.program.equations import Equation
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import Combination, Phase, StepGraph, parameters
 from alpa_lite.program.wiring import Wiring
-from alpa_lite.sharding.specs import Spec, Step, num_shards
+from alpa_lite.sharding.specs import Move, Spec, num_shards
 from alpa_lite.trace.local_control_flow import run_control_flow
 
 _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
@@ -60,7 +60,7 @@ def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int])
     return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
 
 
-def move(x: Any, step: Step, sizes: Mapping[str, int]) -> Any:
+def move(x: Any, step: Move, sizes: Mapping[str, int]) -> Any:
     """The collective (or local operation) of one step of a resharding, on a device's block."""
     if step.kind == "all_reduce":
         return lax.psum(x, step.axis)
@@ -106,7 +106,7 @@ class LocalMachine:
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
         self.part = 0  # how many phases of the task came before: their loops may move the same values
-        self.moved: Counter[tuple[Value, tuple[Step, ...]]] = Counter()
+        self.moved: Counter[tuple[Value, tuple[Move, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
         self.equations[graph] = equations
@@ -118,7 +118,7 @@ class LocalMachine:
         """A NumPy scalar of the right dtype."""
         return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
 
-    def reshard(self, array: Any, value: Value, steps: tuple[Step, ...], op: Op | None) -> Any:
+    def reshard(self, array: Any, value: Value, steps: tuple[Move, ...], op: Op | None) -> Any:
         """The collectives of a resharding.
 
         One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
@@ -242,7 +242,7 @@ class LocalMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BoundaryArray:
     """An array at a task's boundary."""
 
     shape: tuple[int, ...]
@@ -267,7 +267,7 @@ class Emitted:
     function: Callable[..., Any]
     mesh: AbstractMesh
     platform: str
-    ins: tuple[Layout, ...]
+    ins: tuple[BoundaryArray, ...]
     outs: Any  # a PartitionSpec for each result
     donated: tuple[int, ...]
     takes_microbatch: bool
@@ -359,7 +359,7 @@ def emit_task(
 
     layouts = [boundary_layout(graph.values[p.value], p, sizes) for p in ins]
     if positional:
-        layouts.append(Layout(shape=(), dtype="int32", spec=PartitionSpec()))
+        layouts.append(BoundaryArray(shape=(), dtype="int32", spec=PartitionSpec()))
     out_specs = (*(boundary_spec(p.spec) for p in outs), PartitionSpec())
     abstract, in_specs = mesh.abstract_mesh, tuple(x.spec for x in layouts)
     sharded = jax.shard_map(local, mesh=abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -416,10 +416,10 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> Layout:
+def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> BoundaryArray:
     """The array that holds a value at a task's boundary."""
     shape = boundary_shape(value.shape, port.spec, sizes)
-    return Layout(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
+    return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
 
 
 class Buckets:

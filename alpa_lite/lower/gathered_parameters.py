@@ -21,7 +21,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
+class _GatheredUse:
     """What was gathered for one op, and a result of that op."""
 
     bytes: float
@@ -34,7 +34,7 @@ class Gathered:
     def __init__(self, *, barriers_stay: bool) -> None:
         """`barriers_stay`: whether XLA keeps barriers to the end."""
         self.barriers_stay = barriers_stay
-        self.units: list[_Unit] = []
+        self.units: list[_GatheredUse] = []
         self.largest = 0.0
         self.waiting = 0.0  # bytes that are gathered for the next op
 
@@ -53,5 +53,5 @@ class Gathered:
         """The op for which something was gathered has made these results."""
         floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
         if self.waiting and floats:
-            self.units.append(_Unit(bytes=self.waiting, result=floats[0]))
+            self.units.append(_GatheredUse(bytes=self.waiting, result=floats[0]))
         self.waiting = 0.0

@@ -27,7 +27,7 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.program.views import View, view
 from alpa_lite.schedule import linearize, validate
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import Layout, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
 
 SUM = -1
 """The "micro-batch" of an accumulator."""
@@ -103,10 +103,10 @@ def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target:
     Typed PRNG keys count as the four-byte words that they are stored as, along one more dim.
     """
 
-    def layout(number: int, spec: Spec) -> Layout:
+    def layout(number: int, spec: Spec) -> Placement:
         stage = plan.stages[number]
         dims = (*spec.dims, ()) if is_key else spec.dims
-        return Layout(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
+        return Placement(submesh=stage.submesh, mesh=stage.mesh_shape, spec=Spec(dims, spec.partial))
 
     is_key, size = value.dtype.startswith("key<"), item_bytes(value.dtype)
     return plan_transfer(

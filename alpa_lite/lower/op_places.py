@@ -38,7 +38,7 @@ _UPDATE = (_ORDER["update"], 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class OpPlace:
     """Where an op of the step runs: its stage, the kind of its task and the wave of the update."""
 
     stage: int
@@ -57,7 +57,7 @@ def is_whole(plan: Plan) -> bool:
     return len(plan.stages) == 1 and plan.num_microbatches == 1
 
 
-def places_of(plan: Plan, step: StepGraph) -> tuple[Place | None, ...]:
+def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
     """The place of each op; None for invariant ops. Raises `PlanError` for a schedule that cannot run the step."""
     lists = plan.schedule.tasks(len(plan.stages), plan.num_microbatches)
     kinds = {stage: found for tasks in lists for stage, found in kinds_of(tasks).items()}
@@ -70,17 +70,17 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[Place | None, ...]:
     in_loop = _InLoop(
         step=step, fused=_fused(lists, len(plan.stages) - 1), in_two=in_two, weights=_weights(plan, step, in_two)
     )
-    places: list[Place | None] = []
+    places: list[OpPlace | None] = []
     for op, layer in enumerate(plan.op_layers):
         stage = None if layer is None else plan.stage_of_layer(layer)
         if stage is None:
             places.append(None)
         elif is_whole(plan):
-            places.append(Place(stage=stage, kind="step"))
+            places.append(OpPlace(stage=stage, kind="step"))
         elif step.phases[op].in_loop:
-            places.append(Place(stage=stage, kind=in_loop.kind_of(op, stage)))
+            places.append(OpPlace(stage=stage, kind=in_loop.kind_of(op, stage)))
         else:
-            places.append(Place(stage=stage, kind="update", wave=_wave(step, op, stage, places)))
+            places.append(OpPlace(stage=stage, kind="update", wave=_wave(step, op, stage, places)))
     return tuple(places if is_whole(plan) else _deferred(step, places))
 
 
@@ -126,7 +126,7 @@ def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[i
     return frozenset().union(*(weight_gradient_ops(step, ops) for ops in members.values()))
 
 
-def _deferred(step: StepGraph, places: Sequence[Place | None]) -> list[Place | None]:
+def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:
     """The places with ops moved to the later task of the loop that is the first to read them."""
     graph, found, outputs = step.graph, list(places), set(step.graph.outputs)
     crossing = [_crosses(graph, v.id, found) for v in graph.values]
@@ -146,7 +146,7 @@ def _deferred(step: StepGraph, places: Sequence[Place | None]) -> list[Place | N
     return found
 
 
-def _crosses(graph: Graph, value: int, places: Sequence[Place | None]) -> bool:
+def _crosses(graph: Graph, value: int, places: Sequence[OpPlace | None]) -> bool:
     """Whether a value is handed on from one task to another, or kept anyway, as state is."""
     producer = graph.producer[value]
     if producer is None or places[producer] is None:
@@ -154,7 +154,7 @@ def _crosses(graph: Graph, value: int, places: Sequence[Place | None]) -> bool:
     return any(places[c] not in (None, places[producer]) for c in graph.consumers[value])
 
 
-def _wave(step: StepGraph, op: int, stage: int, places: Sequence[Place | None]) -> int:
+def _wave(step: StepGraph, op: int, stage: int, places: Sequence[OpPlace | None]) -> int:
     """Of the update: how often values have gone from one stage to another before an op can run."""
     wave = 0
     for v in step.graph.ops[op].operands:

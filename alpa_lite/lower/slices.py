@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from alpa_lite.lower.op_places import Place, is_whole, places_of
+from alpa_lite.lower.op_places import OpPlace, is_whole, places_of
 from alpa_lite.plan.plan import Plan, StagePlan
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import Phase, StepGraph
@@ -71,17 +71,17 @@ class Slicer:
 
     def tasks(self) -> tuple[TaskSpec, ...]:
         """All tasks, in an order that respects their dependencies within one micro-batch."""
-        members: dict[Place, list[int]] = {}
+        members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
             if place is not None:
                 members.setdefault(place, []).append(op_id)
         for v in self._sums_to_send():
-            members.setdefault(Place(stage=self._stage_of_value(v), kind="update"), [])
+            members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
         for v in self.graph.outputs:
             if self._is_sum(v) and not self.whole:
-                members.setdefault(Place(stage=self._stage_of_value(v), kind="update"), [])
+                members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
             elif self._is_invariant(v):
-                members.setdefault(Place(stage=0, kind="step" if self.whole else "update"), [])
+                members.setdefault(OpPlace(stage=0, kind="step" if self.whole else "update"), [])
         return tuple(self._task(place, members[place]) for place in sorted(members, key=lambda place: place.order))
 
     # -------------------------------------------------------------------------------------------------- values
@@ -90,7 +90,7 @@ class Slicer:
         place = self.place_of_value(v)
         return place.stage if place else self.homes.get(v, 0)
 
-    def place_of_value(self, v: int) -> Place | None:
+    def place_of_value(self, v: int) -> OpPlace | None:
         """The place of the op that computes a value; None for inputs and invariant values."""
         producer = self.graph.producer[v]
         return None if producer is None else self.places[producer]
@@ -166,7 +166,7 @@ class Slicer:
 
     # -------------------------------------------------------------------------------------------------- tasks
 
-    def _task(self, place: Place, ops: list[int]) -> TaskSpec:
+    def _task(self, place: OpPlace, ops: list[int]) -> TaskSpec:
         graph, stage = self.graph, self.plan.stages[place.stage]
         ordered, external = self._with_repeated(ops, self._extra_needs(place))
         inputs, resolved = [], []
@@ -203,7 +203,7 @@ class Slicer:
         mine = (tuple(v for v in bucket if v in resolved) for bucket in self.plan.buckets)
         return tuple(bucket for bucket in mine if bucket)
 
-    def _computed_outputs(self, place: Place, computed: Iterable[int]) -> Iterator[Port]:
+    def _computed_outputs(self, place: OpPlace, computed: Iterable[int]) -> Iterator[Port]:
         """Values computed by a task that others read; sums of the loop leave here only for other tasks of the loop."""
         for v in computed:
             if self._is_sum(v) and place.kind not in ("update", "step"):
@@ -212,7 +212,7 @@ class Slicer:
             elif self._leaves(v, place):
                 yield Port(value=v, spec=self._leaving_spec(v, place))
 
-    def _handed_on(self, place: Place, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
+    def _handed_on(self, place: OpPlace, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
         """Values that an update did not compute but hands on: sums to return or for other updates, repeated outputs."""
         if place.kind not in ("update", "step"):
             return
@@ -222,7 +222,7 @@ class Slicer:
             elif place.kind == "update" and self._is_sum(v) and self._later_readers(v, place):
                 yield Port(value=v, spec=self.resolved_spec(v))
 
-    def _extra_needs(self, place: Place) -> list[int]:
+    def _extra_needs(self, place: OpPlace) -> list[int]:
         """Values that a task must read although none of its ops does: sums to return or send, repeated outputs."""
         if place.kind == "step":
             return [*self._invariant_outputs(place), *self._free_outputs(place)]
@@ -232,16 +232,16 @@ class Slicer:
         sums += [v for v in self._sums_to_send() if self._stage_of_value(v) == place.stage]
         return [*dict.fromkeys(sums), *self._invariant_outputs(place), *self._free_outputs(place)]
 
-    def _invariant_outputs(self, place: Place) -> list[int]:
+    def _invariant_outputs(self, place: OpPlace) -> list[int]:
         wanted = place.kind == "step" or (place.kind == "update" and place.stage == 0 and place.wave == 0)
         return [v for v in dict.fromkeys(self.graph.outputs) if wanted and self._is_invariant(v)]
 
-    def _free_outputs(self, place: Place) -> list[int]:
+    def _free_outputs(self, place: OpPlace) -> list[int]:
         """Free values that the caller gets (a dropout mask): made by the task of their op."""
         wanted = (v for v in dict.fromkeys(self.graph.outputs) if v in self.free)
         return [v for v in wanted if self.place_of_value(v) == place]
 
-    def _returned_from(self, v: int, place: Place) -> bool:
+    def _returned_from(self, v: int, place: OpPlace) -> bool:
         if v not in self.graph.outputs:
             return False
         if self._is_invariant(v):
@@ -266,7 +266,7 @@ class Slicer:
                 external[v] = None
         return list(reversed(chosen)), list(external)
 
-    def _input_spec(self, place: Place, stage: StagePlan, v: int) -> tuple[Spec, Spec | None]:
+    def _input_spec(self, place: OpPlace, stage: StagePlan, v: int) -> tuple[Spec, Spec | None]:
         """The spec in which a value enters a task; for sums also the spec that it is resolved to at once."""
         origin = self.place_of_value(v)
         if origin is None or origin.stage != place.stage:
@@ -282,7 +282,7 @@ class Slicer:
         stage = self._stage_of_value(v)
         if v in self.graph.outputs or v in self._sums_to_send():
             return True
-        return any(self.places[c] == Place(stage=stage, kind="update") for c in self.graph.consumers[v])
+        return any(self.places[c] == OpPlace(stage=stage, kind="update") for c in self.graph.consumers[v])
 
     def _read_after_loop(self, v: int) -> bool:
         if v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v]):
@@ -290,9 +290,9 @@ class Slicer:
         # An update makes free values for itself, and reads what they are made of.
         return any(place.kind == "update" for place in self._real_readers(v))
 
-    def _real_readers(self, v: int) -> set[Place]:
+    def _real_readers(self, v: int) -> set[OpPlace]:
         """Places of the ops that read a value, through repeated ones."""
-        found, queue, seen = set[Place](), [v], {v}
+        found, queue, seen = set[OpPlace](), [v], {v}
         while queue:
             for c in self.graph.consumers[queue.pop()]:
                 op = self.graph.ops[c]
@@ -306,19 +306,19 @@ class Slicer:
                         queue.append(r)
         return found
 
-    def _read_in_loop_elsewhere(self, v: int, place: Place) -> bool:
+    def _read_in_loop_elsewhere(self, v: int, place: OpPlace) -> bool:
         return any(p != place and p.kind != "update" for p in self._real_readers(v))
 
-    def _leaves(self, v: int, place: Place) -> bool:
+    def _leaves(self, v: int, place: OpPlace) -> bool:
         return v in self.graph.outputs or any(p != place for p in self._real_readers(v))
 
-    def _later_readers(self, v: int, place: Place) -> bool:
+    def _later_readers(self, v: int, place: OpPlace) -> bool:
         """True when this task is the one that resolves a sum which other update tasks read."""
         if place.wave or self._stage_of_value(v) != place.stage:
             return False
         return any(p.kind == "update" and p != place for p in self._real_readers(v))
 
-    def _leaving_spec(self, v: int, place: Place) -> Spec:
+    def _leaving_spec(self, v: int, place: OpPlace) -> Spec:
         only_returned = v in self.graph.outputs and not any(p != place for p in self._real_readers(v))
         if only_returned and self.output_stage(v) == place.stage:
             return self.output_spec(v)

@@ -21,19 +21,19 @@ from math import prod
 from alpa_lite.plan.plan import CollectiveUse, OpPlacement
 from alpa_lite.plan.walk import Application, Walk, body_walk, combination, reduced_axes, sharing_axes
 from alpa_lite.program.ir import Graph, Op, Value, item_bytes
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.wiring import Wiring
 from alpa_lite.rules import Rule
 from alpa_lite.rules.fusion import Access, accesses, on_chip
 from alpa_lite.rules.op_info import OpClass, op_class, rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh, axis_group
-from alpa_lite.sharding.specs import Spec, Step, num_shards
-from alpa_lite.sharding.transfer import Layout, PlannedTransfer
+from alpa_lite.sharding.specs import Move, Spec, num_shards
+from alpa_lite.sharding.transfer import Placement, PlannedTransfer
 from cost_models.backend import Fusion
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective, Group
 from cost_models.interface import CostModel
-from cost_models.overlap import Stream, Task, loop_seconds, serial_seconds
+from cost_models.overlap import Stream, StreamTask, loop_seconds, serial_seconds
 from cost_models.work import Product, Work
 
 
@@ -50,7 +50,7 @@ class PriceClass:
     half_masked: bool
 
 
-@kept
+@memoized
 def price_classes(graph: Graph, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[PriceClass, ...]:
     """For each op what it has in common with others that have the same prices under the same placements."""
     table = accesses(graph, fusion=fusion, fused_attention=fused_attention)
@@ -120,7 +120,7 @@ class Pricer:
             )
         return self._groups[axes]
 
-    def step_seconds(self, step: Step, array_bytes: float) -> float:
+    def step_seconds(self, step: Move, array_bytes: float) -> float:
         """One elementary move of an array of this size (whole array, in bytes)."""
         if step.is_local:
             return 0.0
@@ -290,7 +290,7 @@ class Estimator:
         self.flops = 0.0
         self.calls = 0.0
         self.collectives: list[CollectiveUse] = []
-        self.tasks: list[Task] = []
+        self.tasks: list[StreamTask] = []
 
     @property
     def seconds(self) -> float:
@@ -306,7 +306,7 @@ class Estimator:
         """Scalars are free."""
         return self.NOTHING
 
-    def reshard(self, array: int, value: Value, steps: tuple[Step, ...], op: Op | None) -> int:
+    def reshard(self, array: int, value: Value, steps: tuple[Move, ...], op: Op | None) -> int:
         """Price the moves."""
         for step in steps:
             if not step.is_local:
@@ -333,7 +333,7 @@ class Estimator:
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
         needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
-        self.tasks.append(Task(seconds=seconds, stream=stream, needs=needed, streams=streams))
+        self.tasks.append(StreamTask(seconds=seconds, stream=stream, needs=needed, streams=streams))
         return len(self.tasks) - 1
 
     def apply(self, application: Application, operands: list[int]) -> list[int]:
@@ -354,7 +354,7 @@ class Estimator:
         op, trips, tasks, seconds = application.op, self.trips, self.tasks, 0.0
         self.trips *= wiring.trips
         for number in range(len(op.bodies)):
-            self.tasks = [Task(seconds=0.0) for _ in operands]
+            self.tasks = [StreamTask(seconds=0.0) for _ in operands]
             outputs = body_walk(application, wiring, number, walk, list(range(len(operands))))
             pairs = zip(outputs, wiring.outputs[number], strict=True)
             handed_on = [(task, r) for task, r in pairs if r is not None and task != self.NOTHING]
@@ -363,11 +363,11 @@ class Estimator:
         self.trips, self.tasks = trips, tasks
         return [self._add(seconds, "both", operands)] * len(op.results)
 
-    def simulated(self, tasks: Sequence[Task]) -> float:
+    def simulated(self, tasks: Sequence[StreamTask]) -> float:
         """Seconds of some tasks, beside each other where they can be."""
         return self._looped(tasks, (), 1.0)
 
-    def _looped(self, tasks: Sequence[Task], carried: Sequence[tuple[int, int]], trips: float) -> float:
+    def _looped(self, tasks: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float) -> float:
         cluster = self.pricer.cost_model.cluster
         if cluster.shared_processor or not self.pricer.cost_model.backend.overlap:
             return trips * serial_seconds(tasks)
@@ -383,7 +383,7 @@ def transfer_seconds(
     price the steps, where their devices are not those of `cost_model`.
     """
 
-    def inside(layout: Layout, pricer: Pricer | None, steps: Sequence[Step]) -> float:
+    def inside(layout: Placement, pricer: Pricer | None, steps: Sequence[Move]) -> float:
         pricer = pricer or Pricer(cost_model=cost_model, submesh=layout.submesh, mesh=layout.mesh)
         return sum(pricer.step_seconds(step, planned.array_bytes) for step in steps)
 

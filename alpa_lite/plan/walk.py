@@ -23,7 +23,7 @@ from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules import Rule
 from alpa_lite.rules.op_info import OpClass, free_values, op_class, op_classes, rule_of_op
 from alpa_lite.sharding.reshard import reshard
-from alpa_lite.sharding.specs import Spec, Step, addend, replicated, sent_bytes_factor
+from alpa_lite.sharding.specs import Move, Spec, addend, replicated, sent_bytes_factor
 
 A = TypeVar("A")
 
@@ -47,7 +47,7 @@ class Machine(Protocol[A]):
         """The array of a scalar constant."""
         ...
 
-    def reshard(self, array: A, value: Value, steps: tuple[Step, ...], op: Op | None) -> A:
+    def reshard(self, array: A, value: Value, steps: tuple[Move, ...], op: Op | None) -> A:
         """Carry out elementary moves; `op` is the reader that wants them."""
         ...
 
@@ -173,13 +173,13 @@ class Walk(Generic[A]):
 
     def _literal(self, value: Value, spec: Spec, op: Op | None) -> A:
         """A number; where a loop or branch takes it as a partial sum, on the first device alone."""
-        array, steps, whole = self.machine.literal(value), list[Step](), spec.without_partial()
+        array, steps, whole = self.machine.literal(value), list[Move](), spec.without_partial()
         for axis in spec.partial if value.literal != 0 else ():
             steps.append(addend(steps[-1].spec if steps else whole, axis))
         return self.machine.reshard(array, value, tuple(steps), op) if steps else array
 
-    def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Step, ...]]:
-        best: tuple[float, Spec, tuple[Step, ...]] | None = None
+    def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Move, ...]]:
+        best: tuple[float, Spec, tuple[Move, ...]] | None = None
         for source in known:
             steps = reshard(source, spec, value.shape, self.sizes, item_bytes(value.dtype))
             if steps is not None:

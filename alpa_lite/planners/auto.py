@@ -20,7 +20,7 @@ from alpa_lite.errors import AlpaLiteError, ExecutionError, InfeasibleError, Pla
 from alpa_lite.inter_op.assembly import relative_gap, schedule_for, with_microbatches
 from alpa_lite.inter_op.joint.microbatch_counts import numbers_to_search
 from alpa_lite.inter_op.joint.search import SEARCH_GAP, SEARCH_SECONDS, JointSearch
-from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import cheapest_fit, more_hosts, more_microbatches
 from alpa_lite.inter_op.pins import Pins, pinned_axes
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -213,7 +213,7 @@ class Auto(Planner):
             schedules=tuple(dict.fromkeys(schedule_for(request.step_at(1, 0), schedule) for schedule in schedules)),
             space=space,
             name=self.name,
-            steps=Steps(
+            steps=StageCostCache(
                 request=request,
                 num_layers=self.num_layers,
                 equal=self.layers,

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Literal
 
 from alpa_lite.errors import PlanError
-from alpa_lite.inter_op.loop_cuts import Cut
+from alpa_lite.inter_op.loop_cuts import PipelineCut
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.stage_costs import state_bytes
 from alpa_lite.program.phases import StepGraph
@@ -72,7 +72,7 @@ def _sums(costs: Sequence[float], ends: Sequence[int]) -> list[float]:
     return [sum(costs[a:b]) for a, b in pairwise(ends)]
 
 
-def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: int, by: By) -> Cut:
+def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: int, by: By) -> PipelineCut:
     """Cut a step into `count` stages of whole layers by block partition; see `cut_into_stages`."""
     natural = natural_cut(request.best_step(microbatches, loop_parts=0), (count,))
     step = request.best_step(microbatches, loop_parts=natural.loop_parts)
@@ -85,7 +85,7 @@ def cut_into_blocks(request: PlanRequest, microbatches: Sequence[int], count: in
         of_op=tuple(None if layer is None else block[layer] for layer in layers.of_op),
         of_input=tuple(block[layer] for layer in layers.of_input),
     )
-    return Cut(step=step, layers=merged)
+    return PipelineCut(step=step, layers=merged)
 
 
 def _flops(step: StepGraph, layers: Layers) -> list[float]:

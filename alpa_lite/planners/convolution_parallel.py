@@ -25,7 +25,7 @@ from alpa_lite.intra_op.strategies import AxisRole, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.on_mesh import plan_on_mesh
 from alpa_lite.planners.planner import Planner
-from alpa_lite.planners.weights import Kind, layout_of_kinds, named_kinds
+from alpa_lite.planners.weights import WeightSplit, layout_of_kinds, named_kinds
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
 from alpa_lite.rules.dim_names import batch_dims_of, dim_names
@@ -89,7 +89,7 @@ class ConvolutionParallel(Planner):
 def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
     """What is wanted of kernels, and of all samples that have a height or width."""
     classes, names = DimClasses(step), dict[str, frozenset[int]]()
-    kinds = list[Kind]()
+    kinds = list[WeightSplit]()
     for axis in sizes:
         if axis in _SPACE:
             names[axis] = dim_names(step, classes).get(axis, frozenset())
@@ -100,7 +100,7 @@ def _layout(step: StepGraph, sizes: Mapping[str, int]) -> GivenLayout:
             fits = [(g, v, d) for g, v, d, _ in found if g.values[v].shape[d] % sizes[axis] == 0]
             if not fits:
                 raise PlanError(_no_kernels(axis, sizes[axis], found))
-            kinds += [Kind(classes=classes.of_value(g, v), axis=axis, dim=d) for g, v, d in fits]
+            kinds += [WeightSplit(classes=classes.of_value(g, v), axis=axis, dim=d) for g, v, d in fits]
     values = layout_of_kinds(step, classes, kinds)
     space = {axis: size for axis, size in sizes.items() if axis in names}
     exempt = {graph: _exempt(graph, classes, names, space) for graph in classes.graphs}

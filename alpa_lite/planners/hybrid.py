@@ -22,21 +22,21 @@ from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import assemble, schedule_for
 from alpa_lite.inter_op.joint.stage_cost_cache import policies_of
 from alpa_lite.inter_op.joint.what_would_fit import (
-    Change,
+    Remedy,
     cheapest_fit,
     more_hosts,
     more_microbatches,
     show_bytes,
     show_shortage,
 )
-from alpa_lite.inter_op.loop_cuts import Cut, cut_into_stages
+from alpa_lite.inter_op.loop_cuts import PipelineCut, cut_into_stages
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import Together, held_at_peak, solve_together
 from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.shortage import Shortage
 from alpa_lite.intra_op.solve import StageSolution
-from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.block_partition import cut_into_blocks
 from alpa_lite.planners.planner import Planner
@@ -161,7 +161,7 @@ class Hybrid(Planner):
             plan = replace(plan, stages=tuple(replace(stage, keeps_gathered=True) for stage in plan.stages))
         return replace(plan, remat=remat, traced_layers=traced_layers) if remat else plan
 
-    def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> Cut:
+    def _cut(self, request: PlanRequest, microbatches: Sequence[int], *, written_out: bool = False) -> PipelineCut:
         """The step and its stages, one layer each."""
         if self.equal in ("layer_flops", "layer_bytes") and self.num_stages > 1:
             return cut_into_blocks(request, microbatches, self.num_stages, self.equal)
@@ -201,8 +201,8 @@ class Hybrid(Planner):
         }
         return Restriction(
             roles=roles,
-            optimizer=Split.MUST if self.zero >= 1 else Split.NEVER,
-            parameters=Split.MUST if self.zero >= 3 else Split.NEVER,
+            optimizer=BatchSplit.MUST if self.zero >= 1 else BatchSplit.NEVER,
+            parameters=BatchSplit.MUST if self.zero >= 3 else BatchSplit.NEVER,
             scatter_sums=self.sequence_parallel,
         )
 
@@ -327,12 +327,12 @@ class Hybrid(Planner):
         changes = [*more_microbatches(self, request, microbatches)]
         if self.zero < 3:
             text = "splitting parameters and optimizer state over the data axis (al.planners.FSDP)"
-            changes.append(Change(text=text, planner=replace(self, zero=3), request=request))
+            changes.append(Remedy(text=text, planner=replace(self, zero=3), request=request))
         data = 1 if self.devices else batch_ways(self.mesh(request))
         if data % 2 == 0:
             wider = replace(self, model=self.model * 2, data=data // 2)
             text = f"tensor parallelism over {wider.model} devices (al.planners.Hybrid)"
-            changes.append(Change(text=text, planner=wider, request=request))
+            changes.append(Remedy(text=text, planner=wider, request=request))
         advice = cheapest_fit(changes, more_hosts(replace(self, data=None, devices=()), request))
         return f"{sentence} {show_shortage(shortage)}{advice}"
 

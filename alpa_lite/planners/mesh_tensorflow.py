@@ -73,7 +73,7 @@ class MeshTensorFlow(Planner):
             raise PlanError(f"The layout has {bad[0]!r}, which is no pair. Write name:axis;name:axis.")
         return {name.strip(): axis.strip() for name, _, axis in pairs}
 
-    def _split(self, step: StepGraph) -> Split:
+    def _split(self, step: StepGraph) -> DimSplit:
         classes = DimClasses(step)
         names = self._names(step, classes)
         found: dict[str, dict[int, str]] = {axis: {} for axis in self.mesh}
@@ -86,7 +86,7 @@ class MeshTensorFlow(Planner):
                     f'dim of an argument: dims={{{name!r}: ("path/of/argument", 0)}}.'
                 )
             found[axis] |= dict.fromkeys(names[name], name)
-        return Split(classes=classes, names=found)
+        return DimSplit(classes=classes, names=found)
 
     def _names(self, step: StepGraph, classes: DimClasses) -> Mapping[str, Collection[int]]:
         """The classes of each name, those of one's own first."""
@@ -106,14 +106,14 @@ class MeshTensorFlow(Planner):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Split:
+class DimSplit:
     """For each axis the classes of dims that it splits, with their names."""
 
     classes: DimClasses
     names: Mapping[str, Mapping[int, str]]
 
 
-def full_layout(step: StepGraph, split: Split, sizes: Mapping[str, int]) -> GivenLayout:
+def full_layout(step: StepGraph, split: DimSplit, sizes: Mapping[str, int]) -> GivenLayout:
     """What is wanted of every value: each axis splits the dims of its classes, and no others.
 
     Raises `PlanError` where an axis would split two dims of a value, or one that it does not divide.
@@ -122,7 +122,7 @@ def full_layout(step: StepGraph, split: Split, sizes: Mapping[str, int]) -> Give
     return GivenLayout(values={g: [_wanted(g, v.id, split, sizes) for v in g.values] for g in graphs})
 
 
-def _wanted(graph: Graph, v: int, split: Split, sizes: Mapping[str, int]) -> Wanted:
+def _wanted(graph: Graph, v: int, split: DimSplit, sizes: Mapping[str, int]) -> Wanted:
     value, found = graph.values[v], list[tuple[str, int | None]]()
     nodes = split.classes.of_value(graph, v)
     parts = [1] * value.rank

@@ -20,7 +20,7 @@ from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.constraints import NO_LAYOUT, GivenLayout
-from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
 from alpa_lite.schedule import OneFOneB
@@ -57,7 +57,7 @@ class OnMesh(Planner):
             raise PlanError(f"batch names the axes {unknown}, but the mesh has {list(self.axes)}.")
         check_results(self.outputs, request.results)
         roles = {axis: AxisRole.BATCH for axis in self.batch if self.axes[axis] > 1}
-        restriction = Restriction(roles=roles, optimizer=Split.MAY, parameters=Split.MAY)
+        restriction = Restriction(roles=roles, optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
         return plan_on_mesh(
             self.name, request, self.axes, restriction=restriction, pins=self.pins, outputs=self.outputs
         )

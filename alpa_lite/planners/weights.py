@@ -21,7 +21,7 @@ from alpa_lite.rules.op_info import rule_of_op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class WeightSplit:
     """Weights whose dims are of these classes are split over `axis` along `dim`."""
 
     classes: tuple[int, ...]
@@ -74,7 +74,7 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
     """
     if not split:
         return NO_LAYOUT
-    classes, kinds = DimClasses(step), list[Kind]()
+    classes, kinds = DimClasses(step), list[WeightSplit]()
     for name, axis in split.items():
         found = list(named_kinds(step, classes, name))
         if not found:
@@ -87,12 +87,12 @@ def weights_layout(step: StepGraph, split: Mapping[str, str], sizes: Mapping[str
                     f"along dim {dim} ({name}), which they do not divide. Choose a number that divides "
                     f"{value.shape[dim]}."
                 )
-            kinds.append(Kind(classes=classes.of_value(graph, v), axis=axis, dim=dim))
+            kinds.append(WeightSplit(classes=classes.of_value(graph, v), axis=axis, dim=dim))
     wide = [kind for kind in dict.fromkeys(kinds) if kind.axis in sizes]
     return GivenLayout(values=layout_of_kinds(step, classes, wide))
 
 
-def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[Kind]) -> dict[Graph, list[Wanted]]:
+def layout_of_kinds(step: StepGraph, classes: DimClasses, kinds: Iterable[WeightSplit]) -> dict[Graph, list[Wanted]]:
     """What is wanted of each value without samples that is of one of the kinds."""
     by_size: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
     for kind in kinds:

@@ -11,7 +11,7 @@ Rest = ParamSpec("Rest")
 Answer = TypeVar("Answer")
 
 
-def kept(
+def memoized(
     function: Callable[Concatenate[Subject, Rest], Answer],
 ) -> Callable[Concatenate[Subject, Rest], Answer]:
     """Ask only once for equal further arguments, which must be hashable.

@@ -29,7 +29,7 @@ from enum import Enum
 
 from alpa_lite.errors import TraceError
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 
 
 class Phase(Enum):
@@ -55,7 +55,7 @@ class Combination(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LeafPart:
     """What a graph input (or output) is: an argument (or output) of the step, by number, or some rows of it.
 
     `rows` are the first and last + 1 of the leading dim. Arrays that the function captured count after the arguments.
@@ -90,9 +90,9 @@ class StepGraph:
     phases: tuple[Phase, ...]
     num_microbatches: int
     batch_size: int | None
-    bodies: Mapping[Graph, Scope] = field(default_factory=dict[Graph, "Scope"])
-    input_parts: tuple[Part, ...]
-    output_parts: tuple[Part, ...]
+    bodies: Mapping[Graph, BodyScope] = field(default_factory=dict[Graph, "BodyScope"])
+    input_parts: tuple[LeafPart, ...]
+    output_parts: tuple[LeafPart, ...]
     aliases: Mapping[int, int]
     batch_problem: str = ""
     loop_parts: int = 0
@@ -106,22 +106,22 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class BodyScope:
     """Shapes at the full batch and batch dims of the values of one loop body."""
 
     full_shapes: tuple[tuple[int, ...], ...]
     batch_dims: tuple[int | None, ...]
 
 
-def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, Scope]:
+def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, BodyScope]:
     """The scope of each body in `graph`, from the traces at the full batch and at another size; see `batch_dims`."""
-    table: dict[Graph, Scope] = {}
+    table: dict[Graph, BodyScope] = {}
     for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
         for body, large, small in zip(a.bodies, b.bodies, c.bodies, strict=True):
             if body in table:
                 continue
             shapes = tuple(v.shape for v in large.values)
-            table[body] = Scope(full_shapes=shapes, batch_dims=batch_dims(large, small))
+            table[body] = BodyScope(full_shapes=shapes, batch_dims=batch_dims(large, small))
             table.update(body_scopes(body, large, small))
     return table
 
@@ -275,7 +275,7 @@ def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
     return found
 
 
-@kept
+@memoized
 def parameters(step: StepGraph) -> frozenset[int]:
     """Arguments without a batch, and what invariant ops make."""
     graph = step.graph

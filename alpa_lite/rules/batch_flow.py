@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.phases import Scope
+from alpa_lite.program.phases import BodyScope
 from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.rules.registry import FactorKind, Rule
@@ -25,12 +25,12 @@ Known = Mapping[Graph, Mapping[int, int | None]]
 
 def follow_batch(
     graph: Graph, inputs: Sequence[int | None], known: Known | None = None
-) -> tuple[Dims, dict[Graph, Scope]]:
+) -> tuple[Dims, dict[Graph, BodyScope]]:
     """For each value the dim that carries the batch, or None; and the same of every body. `inputs`: of the inputs."""
     known = known or {}
     given = known.get(graph, {})
     found: list[int | None] = [None] * len(graph.values)
-    bodies: dict[Graph, Scope] = {}
+    bodies: dict[Graph, BodyScope] = {}
     for v, dim in zip(graph.inputs, inputs, strict=True):
         found[v] = given.get(v, dim)
     for op in graph.ops:
@@ -69,7 +69,7 @@ def _major(rule: Rule, factors: tuple[int, ...]) -> int | None:
 
 
 def _around(
-    op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, Scope], known: Known
+    op: Op, wiring: Wiring, operands: Sequence[int | None], bodies: dict[Graph, BodyScope], known: Known
 ) -> list[int | None]:
     """Through the bodies until what they carry from trip to trip has the batch where it came in with it."""
     inside = [_slice(dim) if i in wiring.scanned else dim for i, dim in enumerate(operands)]
@@ -78,7 +78,7 @@ def _around(
         for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True):
             dims, inner = follow_batch(body, [inside[i] for i in inputs], known)
             bodies.update(inner)
-            bodies[body] = Scope(full_shapes=tuple(v.shape for v in body.values), batch_dims=dims)
+            bodies[body] = BodyScope(full_shapes=tuple(v.shape for v in body.values), batch_dims=dims)
             for v, r in zip(body.outputs, outputs, strict=True):
                 if r is not None and dims[v] is not None and results[r] is None:
                     results[r] = dims[v]

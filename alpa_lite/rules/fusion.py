@@ -27,7 +27,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.backend import Fusion
 
@@ -47,7 +47,7 @@ _EXPENSIVE = frozenset(
 LONGEST_ROW = 1 << 16
 
 
-class Slot(NamedTuple):
+class OperandSlot(NamedTuple):
     """An operand or a result of an op, by its number; of what was spread out only a part is there to be moved."""
 
     is_result: bool
@@ -58,8 +58,8 @@ class Slot(NamedTuple):
 class Access(NamedTuple):
     """What an op moves between memory and device, as operands and results whose sizes count; its kernels (0 or 1)."""
 
-    reads: tuple[Slot, ...] = ()
-    writes: tuple[Slot, ...] = ()
+    reads: tuple[OperandSlot, ...] = ()
+    writes: tuple[OperandSlot, ...] = ()
     num_kernels: int = 0
 
 
@@ -75,7 +75,7 @@ class OnChip:
     half_masked: frozenset[int]
 
 
-@kept
+@memoized
 def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[Access, ...]:
     """The memory traffic of each op of a graph, bodies apart. See `Backend` for kinds of `fusion`."""
     if fusion == "none":
@@ -98,7 +98,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
         if op.primitive.startswith(_INDEXED):
             found.append(_indexed(graph, op))
             continue
-        reads: list[Slot] = []
+        reads: list[OperandSlot] = []
         for number, v in enumerate(op.operands):
             source = shown[v]
             producer = graph.producer[source]
@@ -108,7 +108,7 @@ def accesses(graph: Graph, *, fusion: Fusion = "all", fused_attention: bool = Fa
             seen.add((group, source))
             reads.append(_read(graph, op, number))
         writes = tuple(
-            Slot(True, number)
+            OperandSlot(True, number)
             for number, v in enumerate(op.results)
             if v not in unread and v in ranked and read_by[v] not in (None, group)
         )
@@ -123,10 +123,10 @@ def _alone(graph: Graph, op: Op) -> Access:
     if op.primitive.startswith(_INDEXED):
         return _indexed(graph, op)
     reads = tuple(_read(graph, op, i) for i, v in enumerate(op.operands) if graph.values[_shown(graph)[v]].rank > 0)
-    return Access(reads=reads, writes=tuple(Slot(True, i) for i in range(len(op.results))), num_kernels=1)
+    return Access(reads=reads, writes=tuple(OperandSlot(True, i) for i in range(len(op.results))), num_kernels=1)
 
 
-@kept
+@memoized
 def fusion_groups(graph: Graph, *, within_calls: bool = False) -> tuple[int, ...]:
     """For each op the number of its group: the first op in it. `within_calls`: no group reaches beyond `_one_call`."""
     levels, parent, free = _levels(graph), list(range(len(graph.ops))), free_values(graph)
@@ -186,7 +186,7 @@ def is_folded(graph: Graph, op: Op) -> bool:
     return _folded(graph)[op.id]
 
 
-@kept
+@memoized
 def _folded(graph: Graph) -> tuple[bool, ...]:
     return tuple([_is_folded(graph, op) for op in graph.ops])
 
@@ -225,14 +225,14 @@ def _shrinks_late(graph: Graph, op: Op, outputs: Set[int], sizes: Sequence[int])
     return sum([sizes[v] for v in read]) <= sum([sizes[r] for r in op.results])
 
 
-@kept
+@memoized
 def _fused_with_readers(graph: Graph) -> tuple[bool, ...]:
     """Of each op whether the kernels that it runs in go on with its readers."""
     fusible = _fusible(graph)
     return tuple([fusible[op.id] and not _ends_group(graph, op) for op in graph.ops])
 
 
-@kept
+@memoized
 def _fusible(graph: Graph) -> tuple[bool, ...]:
     return tuple([_is_fusible(graph, op) for op in graph.ops])
 
@@ -267,13 +267,13 @@ def _runs(graph: Graph, op: Op, free: frozenset[int], outputs: Set[int]) -> bool
     return any([v in ranked and v not in free for v in (*op.operands, *op.results)])
 
 
-def _read(graph: Graph, op: Op, number: int) -> Slot:
+def _read(graph: Graph, op: Op, number: int) -> OperandSlot:
     """An operand, as large as what it shows."""
     shown, source = graph.values[op.operands[number]], graph.values[_shown(graph)[op.operands[number]]]
-    return Slot(False, number, min(1.0, source.bytes / max(1, shown.bytes)))
+    return OperandSlot(False, number, min(1.0, source.bytes / max(1, shown.bytes)))
 
 
-@kept
+@memoized
 def _shown(graph: Graph) -> tuple[int, ...]:
     """For each value the one that it shows in another form: a chain of folded ops with one operand lies between."""
     shown = list(range(len(graph.values)))
@@ -314,18 +314,18 @@ def _leaves(graph: Graph, op: Op, outputs: Set[int]) -> bool:
 def _indexed(graph: Graph, op: Op) -> Access:
     """Rows that are looked up are read and written; rows that are updated are read, combined and written."""
     if op.primitive.startswith("scatter"):
-        update = Slot(False, 2)
-        return Access(reads=(update, update, Slot(False, 1)), writes=(update,), num_kernels=1)
+        update = OperandSlot(False, 2)
+        return Access(reads=(update, update, OperandSlot(False, 1)), writes=(update,), num_kernels=1)
     if op.primitive == "dynamic_update_slice":
-        return Access(reads=(Slot(False, 1),), writes=(Slot(False, 1),), num_kernels=1)
-    indices = (Slot(False, 1),) if op.primitive == "gather" else ()
-    return Access(reads=(Slot(True, 0), *indices), writes=(Slot(True, 0),), num_kernels=1)
+        return Access(reads=(OperandSlot(False, 1),), writes=(OperandSlot(False, 1),), num_kernels=1)
+    indices = (OperandSlot(False, 1),) if op.primitive == "gather" else ()
+    return Access(reads=(OperandSlot(True, 0), *indices), writes=(OperandSlot(True, 0),), num_kernels=1)
 
 
 # ------------------------------------------------------------------------------------------------ fused attention
 
 
-@kept
+@memoized
 def on_chip(graph: Graph) -> OnChip:
     """The values that fused attention kernels keep out of memory, and the products that they skip half of."""
     scores = {op.results[0] for op in graph.ops if _makes_scores(graph, op)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, view_of
 
 
@@ -20,12 +20,12 @@ class OpClass:
     """
 
     rule: Rule
-    layout: Layout
+    layout: LayoutClass
     view: OpView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class LayoutClass:
     """What classes have in common whose ops are laid out alike: the rule without its price. It is one object, too."""
 
     rule: Rule
@@ -45,7 +45,7 @@ def op_class(graph: Graph, op_id: int) -> OpClass:
 _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indices")}
 
 
-@kept
+@memoized
 def op_classes(graph: Graph) -> tuple[OpClass, ...]:
     """The class of each op."""
     kinds = [(v.shape, v.dtype, v.literal) for v in graph.values]
@@ -93,8 +93,8 @@ def _class_of(look: _Look) -> OpClass:
 
 
 @lru_cache(maxsize=50_000)
-def _layout(rule: Rule) -> Layout:
-    return Layout(rule=rule)
+def _layout(rule: Rule) -> LayoutClass:
+    return LayoutClass(rule=rule)
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
@@ -110,13 +110,13 @@ def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
     return tuple(found)
 
 
-@kept
+@memoized
 def ranked_values(graph: Graph) -> frozenset[int]:
     """Values that are no scalars."""
     return frozenset([v.id for v in graph.values if v.shape])
 
 
-@kept
+@memoized
 def free_values(graph: Graph) -> frozenset[int]:
     """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves.
 
@@ -132,7 +132,7 @@ def free_values(graph: Graph) -> frozenset[int]:
     return frozenset(free)
 
 
-@kept
+@memoized
 def free_ops(graph: Graph) -> frozenset[int]:
     """The ops that make free values."""
     free = free_values(graph)

@@ -119,7 +119,9 @@ def simulate_program(
     """
     pricers = [_pricer(plan, stage, cost_model_for) for stage in range(len(plan.stages))]
     prices = [price_task(task, step, plan.stages[task.stage].ops, pricers[task.stage]) for task in program.tasks]
-    clock = _Clock(program=program, plan=plan, prices=prices, pricers=pricers, model=cost_model_for(plan.cluster))
+    clock = _StepSimulation(
+        program=program, plan=plan, prices=prices, pricers=pricers, model=cost_model_for(plan.cluster)
+    )
     for instruction in program.instructions:
         clock.step(instruction)
     rows, end = plan.stages_together, max((time.end_seconds for time in clock.times), default=0.0)
@@ -170,7 +172,7 @@ def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostMode
 
 
 @dataclass(kw_only=True)
-class _Clock:
+class _StepSimulation:
     """The state of a simulated step. Lists are by row: the number of a submesh in the plan."""
 
     program: Program
@@ -240,7 +242,7 @@ class _Clock:
         return start, start + seconds
 
 
-def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _Clock) -> list[float]:
+def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> list[float]:
     """By row: the most bytes that a device holds at one time."""
     resident = _resident(program, plan, step)
     sizes = _sizes(program, plan, step, resident)

@@ -199,7 +199,7 @@ def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Clock:
+class _TaskTimes:
     """When tasks ended, when their results arrived at the stage that reads them, and until when ways are taken."""
 
     num_processors: int
@@ -233,7 +233,7 @@ def _run(
 ) -> tuple[Span, ...]:
     """Run, again and again, the one of the next tasks that ends first (`serialized`: that was ready first)."""
     queues = [deque(tasks) for tasks in tasks_per_processor]
-    free, clock = [0.0] * len(queues), _Clock(num_processors=len(queues), transfer=transfer)
+    free, clock = [0.0] * len(queues), _TaskTimes(num_processors=len(queues), transfer=transfer)
     spans: list[Span] = []
     choices: list[tuple[float, float, int]] = []
     changed = set(range(len(queues)))

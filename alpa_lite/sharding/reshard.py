@@ -26,7 +26,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from alpa_lite.sharding.specs import Spec, Step, moves, sent_bytes_factor
+from alpa_lite.sharding.specs import Move, Spec, moves, sent_bytes_factor
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -40,7 +40,7 @@ _MAX_STEPS = 64
 
 def reshard(
     source: Spec, target: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4
-) -> tuple[Step, ...] | None:
+) -> tuple[Move, ...] | None:
     """Cheapest walk of elementary moves from `source` to `target`; None when there is none.
 
     A partial sum can be resolved, but only a scalar made one. A walk costs the bytes sent per device + `STEP_BYTES` a
@@ -74,13 +74,13 @@ class SpecGraph:
         self.shape = shape
         self.sizes = sizes
         self.specs: list[Spec] = []
-        self.classes: list[Step] = []  # the first move of each that was met
+        self.classes: list[Move] = []  # the first move of each that was met
         self._numbers: dict[Spec, int] = {}
         self._class_numbers: dict[object, int] = {}
         self._start: dict[int, int] = {}
         self._moves: list[tuple[int, int, int]] = []  # source, target, class
         self._arrays: _Moves | None = None
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Move] = {}
         self._walks: dict[tuple[Spec, int], Walks] = {}
 
     def number(self, spec: Spec) -> int:
@@ -98,7 +98,7 @@ class SpecGraph:
             self._walks[key] = Walks(self, *key)
         return self._walks[key]
 
-    def step(self, move: int) -> Step:
+    def step(self, move: int) -> Move:
         """The move of this number."""
         if move not in self._steps:
             source = self._moves[move][0]
@@ -140,7 +140,7 @@ class SpecGraph:
         # All at once: graphs outlive an interruption, and compiled code trusts their numbers.
         self._start, self._moves, self._arrays = start, found, None
 
-    def _class_of(self, step: Step) -> int:
+    def _class_of(self, step: Move) -> int:
         key = step.is_local or (step.kind, step.axes, step.bytes_factor)
         if key not in self._class_numbers:
             self._class_numbers[key] = len(self.classes)
@@ -173,19 +173,19 @@ class Walks:
         # The specs in order of their cost, and of each the last move of the walk to it.
         self._order, self._last = _search(moves.start, moves.stop, moves.target, costs[moves.of_class], self.source)
 
-    def to(self, target: Spec) -> tuple[Step, ...] | None:
+    def to(self, target: Spec) -> tuple[Move, ...] | None:
         """The steps to a spec; None when it cannot be reached."""
         number = self.graph.number(target)
         if number != self.source and (number >= self._last.size or self._last[number] < 0):
             return None
-        moves, steps = self.graph.moves_from(self.source), list[Step]()
+        moves, steps = self.graph.moves_from(self.source), list[Move]()
         while number != self.source:
             move = int(self._last[number])
             steps.append(self.graph.step(move))
             number = int(moves.source[move])
         return tuple(reversed(steps))
 
-    def seconds(self, price: Callable[[Step], float]) -> FloatArray:
+    def seconds(self, price: Callable[[Move], float]) -> FloatArray:
         """By number of a spec the time of the walk to it, infinite where there is none.
 
         `price` is asked for one move of each class.

@@ -70,7 +70,7 @@ def num_shards(spec: Spec, sizes: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Move:
     """One elementary move of a resharding over one mesh axis, or over several for a permute.
 
     kind: all_reduce, reduce_scatter, all_gather, all_to_all, permute, and slice and addend, which are local. `dim` is
@@ -99,20 +99,20 @@ class Step:
         (axis,) = self.axes
         return axis
 
-    def below(self, num_dims: int) -> Step:
+    def below(self, num_dims: int) -> Move:
         """The same move of an array with more leading dims."""
         return replace(self, dim=self.dim + num_dims, target_dim=self.target_dim + num_dims) if num_dims else self
 
 
-def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Step]:
+def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Move]:
     """Every elementary move that is possible from `spec`."""
     local, block = 1.0 / num_shards(spec, sizes), local_shape(spec, shape, sizes)
     used = spec.axes
     for axis in spec.partial:
         rest = tuple(a for a in spec.partial if a != axis)
-        yield Step(kind="all_reduce", axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
+        yield Move(kind="all_reduce", axes=(axis,), spec=Spec(spec.dims, rest), bytes_factor=local)
         for dim in _can_split(block, sizes[axis]):
-            yield Step(
+            yield Move(
                 kind="reduce_scatter",
                 axes=(axis,),
                 dim=dim,
@@ -123,7 +123,7 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
         if not shape:
             yield addend(spec, axis)
         for dim in _can_split(block, sizes[axis]):
-            yield Step(
+            yield Move(
                 kind="slice",
                 axes=(axis,),
                 dim=dim,
@@ -135,10 +135,10 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
             continue
         axis, shorter = axes[-1], _with(spec.dims, dim, axes[:-1])
         gathered = Spec(shorter, spec.partial)
-        yield Step(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
+        yield Move(kind="all_gather", axes=(axis,), dim=dim, spec=gathered, bytes_factor=local * sizes[axis])
         for target in _can_split(block, sizes[axis]):
             if target != dim:
-                yield Step(
+                yield Move(
                     kind="all_to_all",
                     axes=(axis,),
                     dim=dim,
@@ -150,13 +150,13 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
     yield from rearrangements(spec, sizes)
 
 
-def addend(spec: Spec, axis: str) -> Step:
+def addend(spec: Spec, axis: str) -> Move:
     """The move to a partial sum over an unused axis: the first device along it keeps its block, others take zeros."""
     summed = Spec(spec.dims, tuple(sorted((*spec.partial, axis))))
-    return Step(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
+    return Move(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
 
 
-def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:
+def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
     """The permutes: other specs with blocks of the same shape, each device sending its block to one other device."""
     if not any(spec.dims):
         return
@@ -167,7 +167,7 @@ def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Step]:
         if dims != spec.dims:
             changed = tuple((old, new) for old, new in zip(spec.dims, dims, strict=True) if old != new)
             axes, pairs = _permutation(changed, tuple(sizes.items()))
-            yield Step(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
+            yield Move(kind="permute", axes=axes, pairs=pairs, spec=Spec(dims, spec.partial), bytes_factor=local)
 
 
 @lru_cache(maxsize=10_000)
@@ -224,7 +224,7 @@ def _can_split(block: Sequence[int], size: int) -> list[int]:
     return [dim for dim, n in enumerate(block) if n % size == 0 and n > 0]
 
 
-def sent_bytes_factor(step: Step, sizes: Mapping[str, int]) -> float:
+def sent_bytes_factor(step: Move, sizes: Mapping[str, int]) -> float:
     """Bytes that one device sends in a step, as a multiple of the array's bytes (ring algorithms)."""
     if step.is_local:
         return 0.0

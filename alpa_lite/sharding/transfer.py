@@ -5,7 +5,7 @@ so that every element crosses between the submeshes once, whatever the specs and
 
     block(i)   = the part of the array that device i has in a spec                          `blocks`
     chunk(i)   = of the c receivers of a block, the k-th gets part k, ceil(size / c) long   `blocks`, `_spread`
-    pieces     = { block(s) ∩ chunk(t) : sources s, targets t }; of equal blocks one sends  `_Senders`
+    pieces     = { block(s) ∩ chunk(t) : sources s, targets t }; of equal blocks one sends  `_BoxSenders`
     sent bytes = Σ over pieces between different devices of item bytes · Π (stop - start)   `PlannedTransfer.sent_bytes`
                = the bytes of the array, less those that are where they belong, if copies are spread
     gathered   = a block per receiver, times c · ceil(size / c) / size                      `_gathers`
@@ -29,7 +29,7 @@ from math import prod
 from alpa_lite.errors import PlanError
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.reshard import reshard
-from alpa_lite.sharding.specs import Spec, Step, divides, local_shape, moves
+from alpa_lite.sharding.specs import Move, Spec, divides, local_shape, moves
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop along each dim."""
@@ -39,7 +39,7 @@ DIRECT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Placement:
     """Where an array is: the devices, the mesh over them, and its spec there."""
 
     submesh: Submesh
@@ -74,12 +74,12 @@ class PlannedTransfer:
 
     shape: tuple[int, ...]
     item_bytes: int
-    source: Layout
-    target: Layout
-    resolve: tuple[Step, ...] = ()
+    source: Placement
+    target: Placement
+    resolve: tuple[Move, ...] = ()
     pieces: tuple[Piece, ...] = ()
     spread: tuple[tuple[str, ...], ...] = ()
-    gathers: tuple[Step, ...] = ()
+    gathers: tuple[Move, ...] = ()
     in_place: bool = False
 
     @property
@@ -130,8 +130,8 @@ class PlannedTransfer:
 def plan_transfer(
     shape: tuple[int, ...],
     item_bytes: int,
-    source: Layout,
-    target: Layout,
+    source: Placement,
+    target: Placement,
     *,
     devices_per_host: int,
     direct_bytes: float = DIRECT_BYTES,
@@ -163,7 +163,7 @@ def plan_transfer(
             " between submeshes: let the receiving stage read it in a spec without one."
         )
     resolve = _resolution(source, shape)
-    senders = _Senders(shape, source, resolve[-1].spec if resolve else source.spec, target.submesh, devices_per_host)
+    senders = _BoxSenders(shape, source, resolve[-1].spec if resolve else source.spec, target.submesh, devices_per_host)
     none = ((),) * len(shape)
     found = senders.pieces(blocks(shape, target.mesh, target.spec))
     spread = _spread(shape, target)
@@ -183,7 +183,7 @@ def plan_transfer(
     )
 
 
-def _check(shape: tuple[int, ...], layout: Layout) -> None:
+def _check(shape: tuple[int, ...], layout: Placement) -> None:
     sizes = layout.mesh.axis_sizes
     if len(layout.spec.dims) != len(shape) or not divides(layout.spec, shape, sizes):
         raise PlanError(
@@ -228,7 +228,7 @@ def _number(axes: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]
     return number
 
 
-def _spread(shape: tuple[int, ...], target: Layout) -> tuple[tuple[str, ...], ...]:
+def _spread(shape: tuple[int, ...], target: Placement) -> tuple[tuple[str, ...], ...]:
     """Along which dim each axis with copies cuts their block: least padding, then fewest dims, then the first ones."""
     sizes = target.mesh.axis_sizes
     block = local_shape(target.spec, shape, sizes)
@@ -247,12 +247,12 @@ def _spread(shape: tuple[int, ...], target: Layout) -> tuple[tuple[str, ...], ..
     return arranged(min(product(range(len(block)), repeat=len(axes)), key=cost))
 
 
-def _gathers(shape: tuple[int, ...], target: Layout, spread: Sequence[tuple[str, ...]]) -> tuple[Step, ...]:
+def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[str, ...]]) -> tuple[Move, ...]:
     """One all_gather per dim that is spread; padding is cut off after each."""
     sizes = target.mesh.axis_sizes
     block = local_shape(target.spec, shape, sizes)
     held = [_chunk(n, parts, sizes) for n, parts in zip(block, spread, strict=True)]
-    left, steps = list(spread), list[Step]()
+    left, steps = list(spread), list[Move]()
     for dim, axes in enumerate(spread):
         if not axes:
             continue
@@ -260,14 +260,14 @@ def _gathers(shape: tuple[int, ...], target: Layout, spread: Sequence[tuple[str,
         left[dim] = ()
         dims = tuple((*wanted, *parts) for wanted, parts in zip(target.spec.dims, left, strict=True))
         factor = prod(held) / prod(shape)
-        steps.append(Step(kind="all_gather", axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
+        steps.append(Move(kind="all_gather", axes=axes, dim=dim, spec=Spec(dims), bytes_factor=factor))
         held[dim] = block[dim]
     return tuple(steps)
 
 
-def _resolution(source: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+def _resolution(source: Placement, shape: tuple[int, ...]) -> tuple[Move, ...]:
     """The steps that resolve a partial sum: scattered where a dim can be split, which sends half as much."""
-    steps, spec, sizes = list[Step](), source.spec, source.mesh.axis_sizes
+    steps, spec, sizes = list[Move](), source.spec, source.mesh.axis_sizes
     for axis in source.spec.partial:
         possible = [step for step in moves(spec, shape, sizes) if step.axes == (axis,)]
         scattered = (step for step in possible if step.kind == "reduce_scatter")
@@ -277,11 +277,11 @@ def _resolution(source: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-class _Senders:
+class _BoxSenders:
     """Who has what on the source mesh, and chooses who sends it."""
 
     def __init__(
-        self, shape: tuple[int, ...], source: Layout, spec: Spec, target: Submesh, devices_per_host: int
+        self, shape: tuple[int, ...], source: Placement, spec: Spec, target: Submesh, devices_per_host: int
     ) -> None:
         self.devices, self.receivers = source.submesh.devices, target.devices
         self.per_host = devices_per_host

@@ -18,7 +18,7 @@ import numpy as np
 from alpa_lite.program.equations import GraphWithEquations
 from alpa_lite.program.ir import Op
 from alpa_lite.step.interpreter import Interpreter, Marks, program_at, starting
-from alpa_lite.step.relations import AFTER, INVARIANT, Fact, Kind, Own, Refusal, Relation, mixed, samples
+from alpa_lite.step.relations import AFTER, INVARIANT, Fact, Own, Refusal, Relation, RelationKind, mixed, samples
 from alpa_lite.step.transfer_functions import ODD
 from alpa_lite.step.transfer_layout import WIDE
 
@@ -53,7 +53,7 @@ def prove(
     of_data       inputs that may be read before the loop
     runs          input → into how many runs of samples its batch dim is cut (1)
     """
-    return _Step(full, small, count, of_data, runs or {}).proof()
+    return _OuterProgram(full, small, count, of_data, runs or {}).proof()
 
 
 def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
@@ -71,12 +71,12 @@ def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
 
 
 #: What is not there, or not whole, before all micro-batches have run.
-_PARTIAL = frozenset((Kind.SUM, Kind.MAX, Kind.MIN, Kind.AFTER))
+_PARTIAL = frozenset((RelationKind.SUM, RelationKind.MAX, RelationKind.MIN, RelationKind.AFTER))
 #: Ops of the loop that may read sums as such: as what they add to, or to repeat them for each sample and to pick one.
 _ONTO_SUMS = ("scatter", "broadcast_in_dim", "slice")
 
 
-class _Step:
+class _OuterProgram:
     """The program of a step, outside of all bodies."""
 
     def __init__(
@@ -140,22 +140,22 @@ class _Step:
             if not kinds.isdisjoint(_PARTIAL):
                 relations = [self._in_loop(op, v, r) for v, r in zip(op.operands, relations, strict=True)]
             results, marks = self.interpreter.op(self.program, op, relations)
-        elif kinds.isdisjoint(_PARTIAL) or Kind.MIXED in kinds:
+        elif kinds.isdisjoint(_PARTIAL) or RelationKind.MIXED in kinds:
             results, marks = self.interpreter.op(self.program, op, relations)
         else:
             results, marks = self._of_reduced(op, relations), Marks()
         if marks:
             self.marks[op.id] = marks
         for r, relation in zip(op.results, results, strict=True):
-            self.table[r] = self._rescued(r, relation) if data and relation.kind is Kind.MIXED else relation
+            self.table[r] = self._rescued(r, relation) if data and relation.kind is RelationKind.MIXED else relation
             if relation.is_reduced and not any(s.is_reduced for s in relations):
                 self.origins[r] = frozenset((r,))
-            elif relation.is_reduced or relation.kind is Kind.AFTER:
+            elif relation.is_reduced or relation.kind is RelationKind.AFTER:
                 self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
 
     def _of_reduced(self, op: Op, relations: Sequence[Relation]) -> tuple[Relation, ...]:
         """What follows from sums: sums again as long as it is linear, for loops that go on adding; else known after."""
-        if not op.bodies and not any(r.kind is Kind.AFTER for r in relations):
+        if not op.bodies and not any(r.kind is RelationKind.AFTER for r in relations):
             results, marks = self.interpreter.op(self.program, op, relations)
             if not marks and all(r.is_reduced for r in results):
                 return results
@@ -172,7 +172,7 @@ class _Step:
     def _in_loop(self, op: Op, v: int, relation: Relation) -> Relation:
         """What an operand of an op of the loop is: what follows from sums is not there yet, but for sums of data."""
         goes_on_adding = op.bodies or (op.primitive.startswith(_ONTO_SUMS) and v == op.operands[0])
-        if not relation.is_reduced and relation.kind is not Kind.AFTER:
+        if not relation.is_reduced and relation.kind is not RelationKind.AFTER:
             return relation
         if relation.is_reduced and goes_on_adding and not self.origins[v] <= self.of_data:
             return relation

@@ -22,7 +22,7 @@ from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.wiring import Wiring, wiring_of
 from alpa_lite.rules.op_info import is_zero, op_class
 from alpa_lite.step import transfer_indexing, transfer_layout
-from alpa_lite.step.relations import INVARIANT, ZERO, Kind, Refusal, Relation, join, mixed, samples
+from alpa_lite.step.relations import INVARIANT, ZERO, Refusal, Relation, RelationKind, join, mixed, samples
 from alpa_lite.step.transfer_functions import AGAIN, ODD, Site, Transferred, counts_once, transfer, untouched
 
 TRANSFER_MODULES = (transfer_indexing, transfer_layout)
@@ -63,7 +63,7 @@ def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> i
 
 
 @dataclass(slots=True)
-class Program:
+class PairedGraph:
     """A graph or body at both sizes, and the equations of its ops.
 
     dims       of each value the dim that follows the batch, None, or `ODD`
@@ -76,7 +76,7 @@ class Program:
     dims: tuple[int | None, ...]
     touching: tuple[bool, ...]
 
-    def inner(self, op: Op, number: int, count: int) -> Program:
+    def inner(self, op: Op, number: int, count: int) -> PairedGraph:
         """A body of an op."""
         bodies = op.bodies[number], self.small.ops[op.id].bodies[number]
         equations = tuple(e[op.id].bodies[number] for e in self.equations)
@@ -85,7 +85,7 @@ class Program:
 
 def program_at(
     full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
-) -> Program:
+) -> PairedGraph:
     known: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
     known = full.__dict__.setdefault("_batch_dims_at", {})
     if (small, count) not in known:
@@ -95,7 +95,7 @@ def program_at(
         touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
         known[small, count] = dims, touching
     dims, touching = known[small, count]
-    return Program(full=full, small=small, equations=equations, dims=dims, touching=touching)
+    return PairedGraph(full=full, small=small, equations=equations, dims=dims, touching=touching)
 
 
 _Found = tuple[tuple[Relation, ...], BodyMarks]
@@ -109,7 +109,7 @@ class Interpreter:
     transfers: dict[object, Transferred] = field(default_factory=dict[object, Transferred])
     bodies: dict[object, _Found] = field(default_factory=dict[object, _Found])
 
-    def op(self, program: Program, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
+    def op(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
         """The relations of the results of an op, and its marks."""
         touches = program.touching[op.id]
         if not touches and all([r.is_same for r in relations]):
@@ -123,9 +123,9 @@ class Interpreter:
             return found.results, _UNMARKED
         return found.results, Marks(once=found.once, own_columns=found.own_columns)
 
-    def touching(self, program: Program, op: Op, relations: Sequence[Relation]) -> Transferred:
+    def touching(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> Transferred:
         """What a transfer function finds; the same for equal ops."""
-        if op.primitive in _LOOKED_AT_CLOSELY or any(r.kind is Kind.MIXED for r in relations):
+        if op.primitive in _LOOKED_AT_CLOSELY or any(r.kind is RelationKind.MIXED for r in relations):
             return transfer(self.site(program, op, relations))
         other = program.small.ops[op.id]
         key = op_class(program.full, op.id), op_class(program.small, other.id), tuple(relations)
@@ -136,7 +136,7 @@ class Interpreter:
             return transfer(self.site(program, op, relations))  # the reason names the line
         return found
 
-    def site(self, program: Program, op: Op, relations: Sequence[Relation]) -> Site:
+    def site(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> Site:
         """An op with what is known of its operands."""
         full, small = program.equations
         return Site(
@@ -150,7 +150,7 @@ class Interpreter:
             equations=(full[op.id], small[op.id]),
         )
 
-    def body(self, program: Program, inputs: Sequence[Relation]) -> _Found:
+    def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _Found:
         """The relations of a body's outputs, and the marks of its ops."""
         key = program.full, program.small, tuple(inputs)
         if key not in self.bodies:
@@ -167,16 +167,16 @@ class Interpreter:
     # --- control flow -------------------------------------------------------------------------------------------------
 
     def control_flow(
-        self, program: Program, op: Op, wiring: Wiring, relations: Sequence[Relation]
+        self, program: PairedGraph, op: Op, wiring: Wiring, relations: Sequence[Relation]
     ) -> tuple[tuple[Relation, ...], Marks]:
         """The relations of the results of a loop or a conditional."""
         site = self.site(program, op, relations)
-        broken = next((r for r in relations if r.kind is Kind.MIXED), None)
+        broken = next((r for r in relations if r.kind is RelationKind.MIXED), None)
         if broken is not None:
             return (broken,) * len(op.results), Marks()
         if op.effectful:
             return site.refused("has an effect, once per micro-batch").results, Marks()
-        if any(r.kind is Kind.AFTER or (r.is_reduced and r.dim >= 0) for r in relations):
+        if any(r.kind is RelationKind.AFTER or (r.is_reduced and r.dim >= 0) for r in relations):
             return site.refused(AGAIN).results, Marks()
         if op.primitive == "scan":
             lengths = op.params["length"], site.other.params["length"]
@@ -188,12 +188,12 @@ class Interpreter:
             return site.refused("branches on what differs between micro-batches").results, Marks()
         return self.trip_by_trip(program, site, wiring)
 
-    def trip_by_trip(self, program: Program, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
+    def trip_by_trip(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
         """Loops whose trips correspond, and branches: what is carried, to a fixed point."""
         op = site.op
         inside = [_slice(r) if i in wiring.scanned else r for i, r in enumerate(site.operands)]
         for i in wiring.scanned:
-            if site.operands[i].kind is Kind.SAMPLES and site.operands[i].dim == 0:
+            if site.operands[i].kind is RelationKind.SAMPLES and site.operands[i].dim == 0:
                 return site.refused("goes over samples in as many trips as the full batch").results, Marks()
         once: dict[int, None] = {}
         while True:
@@ -231,30 +231,30 @@ class Interpreter:
             if results[r] == inside[i]:
                 continue
             begins, makes = inside[i], results[r]
-            if begins.kind is Kind.INVARIANT and makes.kind is Kind.SUM and counts_once(site.op, i):
+            if begins.kind is RelationKind.INVARIANT and makes.kind is RelationKind.SUM and counts_once(site.op, i):
                 once[i] = None
                 begins = makes
             refusal = site.refusal("carries something that is another kind of thing after each trip")
             joined = join(begins, makes, refusal)
-            if joined != inside[i] and inside[i].kind is not Kind.MIXED:
+            if joined != inside[i] and inside[i].kind is not RelationKind.MIXED:
                 inside[i], changed = joined, True
         return changed
 
-    def predicate(self, condition: Program, op: Op, relation: Relation, site: Site) -> Refusal | None:
+    def predicate(self, condition: PairedGraph, op: Op, relation: Relation, site: Site) -> Refusal | None:
         """Why the trips of a `while` are not those of the full batch; None if they are, or more make no difference."""
         if relation.is_same:
             return None
-        if relation.kind is Kind.MIXED:
+        if relation.kind is RelationKind.MIXED:
             return relation.refusal
-        if relation.kind is Kind.MAX and same_while_guard(op) and same_while_guard(site.other):
+        if relation.kind is RelationKind.MAX and same_while_guard(op) and same_while_guard(site.other):
             return None
         return site.refusal("goes on as long as what differs between micro-batches says")
 
-    def over_samples(self, program: Program, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
+    def over_samples(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
         """A scan over the samples."""
         op = site.op
         scanned = [site.operands[i] for i in sorted(wiring.scanned)]
-        over = all(r.kind is Kind.SAMPLES and r.dim == 0 for r in scanned)
+        over = all(r.kind is RelationKind.SAMPLES and r.dim == 0 for r in scanned)
         in_proportion = op.params["length"] == self.count * site.other.params["length"]
         if not over or not in_proportion or op.params["reverse"] != site.other.params["reverse"]:
             return site.refused("runs as many trips as there are samples, but not over samples").results, Marks()
@@ -272,7 +272,7 @@ class Interpreter:
             elif i in constants or i in unchanged:
                 inside.append(relation if relation.is_same else other_samples)
             else:
-                inside.append(Relation(Kind.RUNNING, total=(i, "")))
+                inside.append(Relation(RelationKind.RUNNING, total=(i, "")))
         outputs, marks = self.body(program.inner(op, 0, self.count), inside)
         results: list[Relation] = []
         once: list[int] = []
@@ -288,23 +288,23 @@ class Interpreter:
     def _stacked_samples(self, relation: Relation, runs: set[int | None], site: Site) -> Relation:
         if relation.is_same:
             return samples(0, next(iter(runs), 1))
-        return relation if relation.kind is Kind.MIXED else mixed(site.refusal(_RUNNING))
+        return relation if relation.kind is RelationKind.MIXED else mixed(site.refusal(_RUNNING))
 
     def _total(self, relation: Relation, operand: int, site: Site, once: list[int]) -> Relation:
         """What the last value of a running total is, from its relation after one trip."""
         begins = site.operands[operand]
-        if relation.kind is Kind.MIXED:
+        if relation.kind is RelationKind.MIXED:
             return relation
-        if relation.kind is not Kind.RUNNING or relation.total[0] != operand:
+        if relation.kind is not RelationKind.RUNNING or relation.total[0] != operand:
             return mixed(site.refusal("carries a value of one sample to the next"))
         if relation.total[1] in ("max", "min"):
-            found = Kind.MAX if relation.total[1] == "max" else Kind.MIN
+            found = RelationKind.MAX if relation.total[1] == "max" else RelationKind.MIN
             return Relation(found) if begins.is_same else mixed(site.refusal(_RUNNING))
-        if begins.kind is Kind.INVARIANT and counts_once(site.op, operand):
+        if begins.kind is RelationKind.INVARIANT and counts_once(site.op, operand):
             once.append(operand)
-        elif begins.kind not in (Kind.ZERO, Kind.SUM):
+        elif begins.kind not in (RelationKind.ZERO, RelationKind.SUM):
             return mixed(site.refusal("adds samples up from a value that it reads in another place too"))
-        return Relation(Kind.SUM)
+        return Relation(RelationKind.SUM)
 
 
 _RUNNING = "carries a value from sample to sample that is no plain sum, maximum or minimum"
@@ -314,16 +314,16 @@ _LOOKED_AT_CLOSELY = frozenset(("slice", "pad", "reduce", "scatter", "select_and
 
 def _slice(relation: Relation) -> Relation:
     """One element along the leading dim."""
-    if relation.kind is not Kind.SAMPLES:
+    if relation.kind is not RelationKind.SAMPLES:
         return relation
     return relation._replace(dim=relation.dim - 1)
 
 
 def _stack(relation: Relation, site: Site) -> Relation:
     """Elements of all trips along a new leading dim."""
-    if relation.kind is Kind.RUNNING:
+    if relation.kind is RelationKind.RUNNING:
         return mixed(site.refusal(_RUNNING))
-    return relation._replace(dim=relation.dim + 1) if relation.kind is Kind.SAMPLES else relation
+    return relation._replace(dim=relation.dim + 1) if relation.kind is RelationKind.SAMPLES else relation
 
 
 def starting(graph: Graph, inputs: Sequence[int], relations: Sequence[Relation]) -> dict[int, Relation]:

@@ -10,11 +10,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from alpa_lite.program.ir import Graph, Op
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.program.phases import Phase, StepGraph
 
 
-@kept
+@memoized
 def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
     """For each value of the backward pass that the forward pass computed before: those values, in order."""
     graph, numbers, found = step.graph, dict[int, Hashable](), dict[int, tuple[int, ...]]()
@@ -53,7 +53,7 @@ def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
     return (texts[id(op.params)], *map(_static_body, op.bodies))
 
 
-@kept
+@memoized
 def _static_body(body: Graph) -> str:
     return repr([(o.primitive, o.operands, o.results, repr(sorted(o.params.items()))) for _, o in body.walk()])
 

@@ -36,7 +36,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class RelationKind(Enum):
     """Which equation holds; see the module."""
 
     INVARIANT = "the same in every micro-batch"
@@ -92,7 +92,7 @@ class Relation(NamedTuple):
     refusal       why it is MIXED
     """
 
-    kind: Kind
+    kind: RelationKind
     dim: int = -1
     blocks: int | None = None
     fact: Fact = None
@@ -102,7 +102,7 @@ class Relation(NamedTuple):
     @property
     def is_same(self) -> bool:
         """True when a micro-batch has the very value of the full batch."""
-        return self.kind is Kind.INVARIANT or self.kind is Kind.ZERO
+        return self.kind is RelationKind.INVARIANT or self.kind is RelationKind.ZERO
 
     @property
     def is_reduced(self) -> bool:
@@ -110,25 +110,28 @@ class Relation(NamedTuple):
         return self.kind in _COMBINED
 
 
-INVARIANT = Relation(Kind.INVARIANT)
-ZERO = Relation(Kind.ZERO)
-SUM = Relation(Kind.SUM)
-MAX = Relation(Kind.MAX)
-MIN = Relation(Kind.MIN)
-AFTER = Relation(Kind.AFTER)
+INVARIANT = Relation(RelationKind.INVARIANT)
+ZERO = Relation(RelationKind.ZERO)
+SUM = Relation(RelationKind.SUM)
+MAX = Relation(RelationKind.MAX)
+MIN = Relation(RelationKind.MIN)
+AFTER = Relation(RelationKind.AFTER)
 
-_COMBINED = frozenset((Kind.SUM, Kind.MAX, Kind.MIN))
-_ABOVE = {Kind.ZERO: {Kind.INVARIANT, Kind.SUM, Kind.MAX, Kind.MIN}, Kind.INVARIANT: {Kind.MAX, Kind.MIN}}
+_COMBINED = frozenset((RelationKind.SUM, RelationKind.MAX, RelationKind.MIN))
+_ABOVE = {
+    RelationKind.ZERO: {RelationKind.INVARIANT, RelationKind.SUM, RelationKind.MAX, RelationKind.MIN},
+    RelationKind.INVARIANT: {RelationKind.MAX, RelationKind.MIN},
+}
 
 
 def samples(dim: int, blocks: int | None, fact: Fact = None) -> Relation:
     """SAMPLES along a dim, which holds `blocks` runs of samples; None where every number of runs is true."""
-    return Relation(Kind.SAMPLES, dim=dim, blocks=blocks, fact=fact)
+    return Relation(RelationKind.SAMPLES, dim=dim, blocks=blocks, fact=fact)
 
 
 def mixed(refusal: Refusal) -> Relation:
     """MIXED, and why."""
-    return Relation(Kind.MIXED, refusal=refusal)
+    return Relation(RelationKind.MIXED, refusal=refusal)
 
 
 class Disagreement(Exception):
@@ -147,17 +150,17 @@ def join(a: Relation, b: Relation, otherwise: Refusal) -> Relation:
     """The least relation that holds of a value that is one of two; MIXED for the reason `otherwise` at worst."""
     if a == b:
         return a
-    if a.kind is Kind.MIXED or b.kind is Kind.MIXED:
-        return a if a.kind is Kind.MIXED else b
+    if a.kind is RelationKind.MIXED or b.kind is RelationKind.MIXED:
+        return a if a.kind is RelationKind.MIXED else b
     if b.kind in _ABOVE.get(a.kind, ()):
         return b
     if a.kind in _ABOVE.get(b.kind, ()):
         return a
-    if a.kind is b.kind is Kind.SAMPLES and a.dim == b.dim:
+    if a.kind is b.kind is RelationKind.SAMPLES and a.dim == b.dim:
         try:
             return samples(a.dim, same_blocks({a.blocks, b.blocks}), a.fact if a.fact == b.fact else None)
         except Disagreement:
             return mixed(otherwise)
-    if a.kind is b.kind is Kind.RUNNING and a.total[0] == b.total[0] and "" in (a.total[1], b.total[1]):
+    if a.kind is b.kind is RelationKind.RUNNING and a.total[0] == b.total[0] and "" in (a.total[1], b.total[1]):
         return a if a.total[1] else b
     return mixed(otherwise)

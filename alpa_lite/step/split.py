@@ -39,7 +39,7 @@ from alpa_lite.program.verify import verify
 from alpa_lite.rules.batch_flow import follow_batch
 from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks
-from alpa_lite.step.relations import Kind, Refusal, Relation
+from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
 from alpa_lite.trace.passes.hoist_data_sums import Ahead, computed_ahead, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
@@ -402,7 +402,11 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
 
 def _combined(relation: Relation) -> Combination | None:
     """How the micro-batches' parts of a value without samples are combined, if they are not added up."""
-    return {Kind.INVARIANT: Combination.SAME, Kind.MAX: Combination.MAX, Kind.MIN: Combination.MIN}.get(relation.kind)
+    return {
+        RelationKind.INVARIANT: Combination.SAME,
+        RelationKind.MAX: Combination.MAX,
+        RelationKind.MIN: Combination.MIN,
+    }.get(relation.kind)
 
 
 def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:

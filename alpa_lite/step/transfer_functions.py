@@ -27,9 +27,9 @@ from alpa_lite.step.relations import (
     MIN,
     SUM,
     Disagreement,
-    Kind,
     Refusal,
     Relation,
+    RelationKind,
     mixed,
     same_blocks,
     samples,
@@ -153,11 +153,11 @@ def register_transfer(*primitives: str) -> Callable[[Transfer], Transfer]:
 def transfer(site: Site) -> Transferred:
     """What the results of an op are that touches the batch and has no bodies."""
     for relation in site.operands:
-        if relation.kind is Kind.MIXED:
+        if relation.kind is RelationKind.MIXED:
             return Transferred(results=(relation,) * len(site.op.results))
     if site.op.effectful:
         return site.refused("has an effect, once per micro-batch")
-    if any(r.kind is Kind.RUNNING for r in site.operands):
+    if any(r.kind is RelationKind.RUNNING for r in site.operands):
         return site.refused("reads the running value of a loop over samples")
     if not _same_dtypes(site):
         return site.refused(OTHER_DTYPE)
@@ -234,7 +234,7 @@ def through_factor(site: Site) -> Transferred:
     factor = _batch_factor(site, rule)
     if factor is None:
         return site.refused(MIXES)
-    if any(not r.is_same for r in site.operands if r.kind is not Kind.SAMPLES):
+    if any(not r.is_same for r in site.operands if r.kind is not RelationKind.SAMPLES):
         return site.refused(AGAIN)
     try:
         runs = same_blocks(set(_runs_in_factor(site, rule, factor)))
@@ -268,7 +268,7 @@ class _NotWhole(Exception):
 
 def _batch_factor(site: Site, rule: Rule) -> int | None:
     """The factor of which a micro-batch has one of `count` parts, where all arrays have the shapes that this gives."""
-    held = [dims[r.dim] for r, dims in zip(site.operands, rule.operands, strict=True) if r.kind is Kind.SAMPLES]
+    held = [dims[r.dim] for r, dims in zip(site.operands, rule.operands, strict=True) if r.kind is RelationKind.SAMPLES]
     for factor in held[0] if held else ():
         sizes = list(rule.sizes)
         sizes[factor], rest = divmod(sizes[factor], site.count)
@@ -289,7 +289,7 @@ def _runs_in_factor(site: Site, rule: Rule, factor: int) -> list[int | None]:
     """Of each operand that holds the factor the number of runs along it."""
     found: list[int | None] = []
     for i, (relation, dims) in enumerate(zip(site.operands, rule.operands, strict=True)):
-        if relation.kind is not Kind.SAMPLES:
+        if relation.kind is not RelationKind.SAMPLES:
             continue
         factors = dims[relation.dim]
         if factor not in factors:
@@ -335,12 +335,12 @@ _MONOTONE = frozenset(
 def of_reduced(site: Site) -> Transferred:
     """The results of an op without batch dims, some of whose operands are sums, maxima or minima over samples."""
     kinds = {r.kind for r in site.operands if not r.is_same}
-    if kinds == {Kind.SUM}:
+    if kinds == {RelationKind.SUM}:
         return _of_sums(site)
-    for kind, found, forbidden in ((Kind.MAX, MAX, _LEAST), (Kind.MIN, MIN, _LARGEST)):
+    for kind, found, forbidden in ((RelationKind.MAX, MAX, _LEAST), (RelationKind.MIN, MIN, _LARGEST)):
         if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden and _orders(site):
             return Transferred(results=(found,) * len(site.op.results))
-    what = "a sum" if kinds == {Kind.SUM} else "an extreme"
+    what = "a sum" if kinds == {RelationKind.SUM} else "an extreme"
     return site.refused(f"makes something else of {what} over the batch")
 
 
@@ -350,11 +350,11 @@ _LARGEST = frozenset(("max", "reduce_max", "or", "reduce_or"))
 
 def _of_sums(site: Site) -> Transferred:
     """Σ_m f(V_m) = f(Σ_m V_m) where f is linear in the sums; what else it is linear in counts once."""
-    sums = {i for i, r in enumerate(site.operands) if r.kind is Kind.SUM}
+    sums = {i for i, r in enumerate(site.operands) if r.kind is RelationKind.SUM}
     for group in rule_of_op(site.full, site.op.id).linear:
         if not sums <= set(group):
             continue
-        rest = [i for i in group if i not in sums and site.operands[i].kind is not Kind.ZERO]
+        rest = [i for i in group if i not in sums and site.operands[i].kind is not RelationKind.ZERO]
         if all(counts_once(site.op, i) for i in rest):
             return Transferred(results=(SUM,) * len(site.op.results), once=tuple(rest))
     return site.refused("is not linear in a sum over the batch")
@@ -367,14 +367,18 @@ def counts_once(op: Op, operand: int) -> bool:
 
 def of_running(site: Site) -> Transferred:
     """The results of an op that reads the running value of a loop over samples: one more term of it, or MIXED."""
-    running = [r for r in site.operands if r.kind is Kind.RUNNING]
-    others_same = all(r.is_same for r in site.operands if r.kind is not Kind.RUNNING)
+    running = [r for r in site.operands if r.kind is RelationKind.RUNNING]
+    others_same = all(r.is_same for r in site.operands if r.kind is not RelationKind.RUNNING)
     primitive = site.op.primitive
     if len(running) == 1 and others_same:
-        if primitive in _TERMS and _orders(site) and (primitive != "sub" or site.operands[0].kind is Kind.RUNNING):
+        if (
+            primitive in _TERMS
+            and _orders(site)
+            and (primitive != "sub" or site.operands[0].kind is RelationKind.RUNNING)
+        ):
             total = (running[0].total[0], _TERMS[primitive])
             if running[0].total[1] in ("", total[1]) and site.value(0).dtype == site.result().dtype:
-                return Transferred(results=(Relation(Kind.RUNNING, total=total),))
+                return Transferred(results=(Relation(RelationKind.RUNNING, total=total),))
         if primitive in ("copy", "optimization_barrier") and len(site.operands) == 1:
             return Transferred(results=(running[0],))
     chosen = primitive == "select_n" and site.operands[0].is_same and len(running) == len(site.operands) - 1
@@ -392,8 +396,8 @@ def untouched(site: Site) -> Transferred:
     The op is that of the full batch, and so are its other operands.
     """
     for relation in site.operands:
-        if relation.kind is Kind.MIXED:
+        if relation.kind is RelationKind.MIXED:
             return Transferred(results=(relation,) * len(site.op.results))
-    if any(r.kind is Kind.RUNNING for r in site.operands):
+    if any(r.kind is RelationKind.RUNNING for r in site.operands):
         return of_running(site)
     return of_reduced(site)

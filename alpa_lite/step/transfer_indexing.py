@@ -23,8 +23,8 @@ from alpa_lite.step.relations import (
     MIN,
     SUM,
     Disagreement,
-    Kind,
     Own,
+    RelationKind,
     same_blocks,
     samples,
 )
@@ -53,7 +53,7 @@ def _index_columns(site: Site, dim: int, name: str) -> tuple[int, ...]:
 def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
     """Whether columns of the index vectors hold own numbers of as many rows as a micro-batch has of the operand."""
     (operand, indices), fact = site.operands[:2], site.operands[1].fact
-    if indices.kind is not Kind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
+    if indices.kind is not RelationKind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
         return False
     held = (0,) if fact.columns is None and site.value(1).shape[-1] == 1 else fact.columns or ()
     own_rows = fact.rows == site.small_value(0).shape[operand.dim] and operand.blocks in (1, None)
@@ -64,13 +64,13 @@ def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
 def gather(site: Site) -> Transferred:
     """Look-ups; see the module."""
     operand, indices = site.operands
-    if any(not (r.is_same or r.kind is Kind.SAMPLES) for r in site.operands):
+    if any(not (r.is_same or r.kind is RelationKind.SAMPLES) for r in site.operands):
         return site.refused(AGAIN)
     sizes = [ints(params["slice_sizes"]) for params in (site.op.params, site.other.params)]
-    whole = operand.dim if operand.kind is Kind.SAMPLES else -1
+    whole = operand.dim if operand.kind is RelationKind.SAMPLES else -1
     if any(n != m for d, (n, m) in enumerate(zip(*sizes, strict=True)) if d != whole):
         return site.refused("takes a part that follows the batch size")
-    if operand.kind is not Kind.SAMPLES:
+    if operand.kind is not RelationKind.SAMPLES:
         return through_factor(site)
     columns = _index_columns(site, operand.dim, "start_index_map")
     rule = rule_of_op(site.full, site.op.id)
@@ -95,14 +95,14 @@ def _looked_up_dim(site: Site) -> int:
 def scatter(site: Site) -> Transferred:
     """Writes; see the module."""
     operand, indices, updates = site.operands
-    if operand.kind is not Kind.SAMPLES:
+    if operand.kind is not RelationKind.SAMPLES:
         return _into_one(site)
-    if any(not (r.is_same or r.kind is Kind.SAMPLES) for r in site.operands):
+    if any(not (r.is_same or r.kind is RelationKind.SAMPLES) for r in site.operands):
         return site.refused(AGAIN)
     columns = _index_columns(site, operand.dim, "scatter_dims_to_operand_dims")
     if not columns:
         return through_factor(site)
-    if not _picks_own_rows(site, columns) or updates.kind is not Kind.SAMPLES:
+    if not _picks_own_rows(site, columns) or updates.kind is not RelationKind.SAMPLES:
         return site.refused(_WRITES)
     try:
         same_blocks({indices.blocks, updates.blocks})
@@ -126,14 +126,14 @@ def _into_one(site: Site) -> Transferred:
     operand, combined = site.operands[0], _ADDING.get(site.op.primitive)
     if combined is None:
         return site.refused("lets one sample overwrite what another wrote")
-    held = operand._replace(kind=Kind.INVARIANT) if operand.kind is combined.kind else operand
+    held = operand._replace(kind=RelationKind.INVARIANT) if operand.kind is combined.kind else operand
     if not held.is_same:
         return site.refused(AGAIN)
     found = through_factor(replace(site, operands=(held, *site.operands[1:])))
     expected = SUM if combined is SUM else MAX if rule_of_op(site.full, site.op.id).reduction == "max" else MIN
     if found.results[0] != expected:
         return found
-    if operand.kind is Kind.INVARIANT and combined is SUM:
+    if operand.kind is RelationKind.INVARIANT and combined is SUM:
         if not counts_once(site.op, 0):
             return site.refused("adds samples to an array that it reads in another place too")
         return Transferred(results=(SUM,), once=(0,))
@@ -144,7 +144,7 @@ def _into_one(site: Site) -> Transferred:
 def dynamic_slice(site: Site) -> Transferred:
     """A window that takes all samples, at a place that is the same in all micro-batches."""
     operand, *starts = site.operands
-    if operand.kind is not Kind.SAMPLES or any(not r.is_same for r in starts):
+    if operand.kind is not RelationKind.SAMPLES or any(not r.is_same for r in starts):
         return site.refused(AGAIN)
     full, small = (ints(params["slice_sizes"]) for params in (site.op.params, site.other.params))
     if any(n != m for d, (n, m) in enumerate(zip(full, small, strict=True)) if d != operand.dim):
@@ -160,7 +160,7 @@ def dynamic_update_slice(site: Site) -> Transferred:
     operand, update, *starts = site.operands
     if any(not r.is_same for r in starts):
         return site.refused(AGAIN)
-    if any(r.kind is not Kind.SAMPLES for r in (operand, update)) or operand.dim != update.dim:
+    if any(r.kind is not RelationKind.SAMPLES for r in (operand, update)) or operand.dim != update.dim:
         return site.refused(_WRITES)
     if site.value(0).shape[operand.dim] != site.value(1).shape[update.dim]:
         return site.refused(_WRITES)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from alpa_lite.step.relations import Fact, Kind, Own, Relation, samples
+from alpa_lite.step.relations import Fact, Own, Relation, RelationKind, samples
 from alpa_lite.step.transfer_functions import (
     AGAIN,
     MIXES,
@@ -56,7 +56,7 @@ def drawn(site: Site) -> Transferred:
     """Keys of samples draw for them; one key draws for a micro-batch what it draws for those samples in the full
     batch."""
     dim, (keys,) = site.batch_dim(), site.operands
-    if keys.kind is Kind.SAMPLES:
+    if keys.kind is RelationKind.SAMPLES:
         return through_factor(site)
     if not keys.is_same:
         return site.refused(AGAIN)
@@ -78,7 +78,7 @@ def broadcast_in_dim(site: Site) -> Transferred:
     targets = site.op.params["broadcast_dimensions"]
     if source.is_reduced and source.dim < 0 and dim not in targets:
         return one(source._replace(dim=dim))
-    if source.kind is not Kind.SAMPLES:
+    if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     if targets[source.dim] != dim:
         return site.refused(MIXES)
@@ -98,7 +98,7 @@ def _moved_fact(site: Site, source: Relation, *, last: bool) -> Fact:
 def reshape(site: Site) -> Transferred:
     """Keeps the number of runs in front of the batch; see the module."""
     source, dim = site.operands[0], site.batch_dim()
-    if source.kind is not Kind.SAMPLES:
+    if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     if dim is None or dim == ODD:
         return site.refused(_merges(site))
@@ -133,11 +133,11 @@ def concatenate(site: Site) -> Transferred:
     if joined != dim:
         found = by_rule(site)
         fact = _column_fact(site, joined)
-        if fact and found.results[0].kind is Kind.SAMPLES:
+        if fact and found.results[0].kind is RelationKind.SAMPLES:
             return one(found.results[0]._replace(fact=fact))
         return found
-    if any(r.kind is not Kind.SAMPLES for r in site.operands):
-        return site.refused(MIXES if all(r.is_same or r.kind is Kind.SAMPLES for r in site.operands) else AGAIN)
+    if any(r.kind is not RelationKind.SAMPLES for r in site.operands):
+        return site.refused(MIXES if all(r.is_same or r.kind is RelationKind.SAMPLES for r in site.operands) else AGAIN)
     if any(r.dim != dim for r in site.operands):
         return site.refused(MIXES)
     runs = _added_runs([site.runs(i) for i in range(len(site.operands))])
@@ -178,7 +178,7 @@ def _column_fact(site: Site, joined: int) -> Fact:
 def split(site: Site) -> Transferred:
     """Along the batch: whole runs each."""
     axis, source = int(site.op.params["axis"]), site.operands[0]
-    if source.kind is not Kind.SAMPLES or source.dim != axis:
+    if source.kind is not RelationKind.SAMPLES or source.dim != axis:
         return by_rule(site) if _same_sizes(site) else site.refused(MIXES)
     results: list[Relation] = []
     start = small_start = 0
@@ -218,7 +218,7 @@ def slice_(site: Site) -> Transferred:
     dim, rank = source.dim, site.value(0).rank
     if source.is_reduced and dim >= 0 and site.result().shape[dim] == 1:
         return one(source._replace(dim=-1))  # any of the rows, which are all alike
-    if source.kind is not Kind.SAMPLES:
+    if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     (full, small) = site.op.params, site.other.params
     strides = full.get("strides") or (1,) * rank
@@ -254,7 +254,7 @@ def _every_row(site: Site, stride: int) -> Relation | None:
 def pad(site: Site) -> Transferred:
     """Along the batch: whole runs of padding, or each row with padding around it. Along other dims: samples stay."""
     source, padding = site.operands
-    if source.kind is not Kind.SAMPLES or not padding.is_same:
+    if source.kind is not RelationKind.SAMPLES or not padding.is_same:
         return site.refused(AGAIN)
     dim, both = source.dim, zip(site.op.params["padding_config"], site.other.params["padding_config"], strict=True)
     if any(config != small for d, (config, small) in enumerate(both) if d != dim):
@@ -287,7 +287,7 @@ def tile(site: Site) -> Transferred:
     if source.is_same:
         # A micro-batch begins where a repetition does.
         return one(samples(dim, None if site.value(0).shape[dim] == 1 else 1))
-    if source.kind is not Kind.SAMPLES:
+    if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     if dim != source.dim or reps[dim] != small[dim]:
         return site.refused(MIXES)
@@ -307,7 +307,7 @@ def keeps_numbers(site: Site) -> Transferred:
     (result,) = found.results
     in_place = site.op.primitive in ("convert_element_type", "copy", "stop_gradient")
     known = isinstance(source.fact, Own) and (source.fact.columns is None or in_place)
-    if known and result.kind is Kind.SAMPLES and site.result().dtype in WIDE:
+    if known and result.kind is RelationKind.SAMPLES and site.result().dtype in WIDE:
         return one(result._replace(fact=source.fact))
     return found
 
@@ -318,7 +318,7 @@ def compared(site: Site) -> Transferred:
     found = by_rule(site)
     (result,) = found.results
     is_own = isinstance(site.operands[0].fact, Own) and site.operands[0].fact.columns is None
-    if result.kind is Kind.SAMPLES and is_own and site.value(1).literal == 0:
+    if result.kind is RelationKind.SAMPLES and is_own and site.value(1).literal == 0:
         return one(result._replace(fact=site.op.primitive == "ge"))
     return found
 
@@ -329,7 +329,7 @@ def select_n(site: Site) -> Transferred:
     found = by_rule(site)
     (result,) = found.results
     which = site.operands[0].fact
-    if result.kind is Kind.SAMPLES and isinstance(which, bool):
+    if result.kind is RelationKind.SAMPLES and isinstance(which, bool):
         chosen = site.operands[1 + int(which)]
-        return one(result._replace(fact=chosen.fact if chosen.kind is Kind.SAMPLES else None))
+        return one(result._replace(fact=chosen.fact if chosen.kind is RelationKind.SAMPLES else None))
     return found

@@ -86,13 +86,15 @@ def from_jaxpr(
     as they are, as do those numbered in `kept` (`loops_over_samples`).
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
-    builder = _Builder(num_parts=num_parts, kept={id(e) for i, e in enumerate(scans(jaxpr)) if i in kept}, bodies={})
+    builder = _GraphBuilder(
+        num_parts=num_parts, kept={id(e) for i, e in enumerate(scans(jaxpr)) if i in kept}, bodies={}
+    )
     result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
     return without_dead_ops(result) if num_parts else result
 
 
 def _converted(
-    builder: _Builder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
+    builder: _GraphBuilder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
 ) -> GraphWithEquations:
     """A closed jaxpr, of which `jaxpr` holds the equations that are needed, by a builder that is new."""
     constants = tuple(_jax.consts_of(closed))
@@ -113,7 +115,7 @@ def _converted(
     return GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
 
 
-class _Builder:
+class _GraphBuilder:
     """Collects values and ops while jaxprs are walked."""
 
     def __init__(self, *, num_parts: int, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
@@ -124,7 +126,7 @@ class _Builder:
         # Values that parts of a loop made, one after the other, so that parts of a later loop read them directly.
         self.pieces: dict[int, list[int]] = {}
         # Bodies are walked once per trip where loops are cut.
-        self.places: dict[int, _Place] = {}
+        self.places: dict[int, _EquationPlace] = {}
         self.lines: dict[Any, str] = {}  # by traceback, of which many equations share one
         self.plain = PlainParams()
         self.values: list[Value] = []
@@ -172,13 +174,13 @@ class _Builder:
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
-    def place(self, eqn: Any) -> _Place:
+    def place(self, eqn: Any) -> _EquationPlace:
         """Where an equation stands, remembered."""
         if id(eqn) not in self.places:
             traceback = _jax.traceback(eqn)
             if traceback not in self.lines:
                 self.lines[traceback] = _jax.source_line(eqn)
-            self.places[id(eqn)] = _Place(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
+            self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
     def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
@@ -278,7 +280,7 @@ class _Builder:
         if key not in self.bodies:
             jaxpr = _jax.prune(_jax.open_jaxpr(closed))
             names = [f"body input {i}" for i in range(len(jaxpr.invars))]
-            builder = _Builder(num_parts=0, kept=set(), bodies=self.bodies)
+            builder = _GraphBuilder(num_parts=0, kept=set(), bodies=self.bodies)
             program = _converted(builder, closed, jaxpr, names, source, is_body=True)
             self.bodies[key] = _Body(closed=closed, program=program, of_loop=_captured_first(program))
         return self.bodies[key]
@@ -391,7 +393,7 @@ class _Builder:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _EquationPlace:
     """Name stack and line of an equation, which is kept so that its id stays its own."""
 
     eqn: Any

@@ -36,8 +36,8 @@ from alpa_lite import _jax
 from alpa_lite.errors import TraceError
 from alpa_lite.program.equations import Equation, GraphWithEquations, plain_params
 from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.memo import kept
-from alpa_lite.program.phases import Part, batch_dims, body_scopes, check_same_structure
+from alpa_lite.program.memo import memoized
+from alpa_lite.program.phases import LeafPart, batch_dims, body_scopes, check_same_structure
 from alpa_lite.program.verify import verify
 from alpa_lite.trace.alignment import align
 from alpa_lite.trace.from_jaxpr import from_jaxpr, loops_over_samples
@@ -271,13 +271,13 @@ def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozen
     return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, kept=over_samples))
 
 
-@kept
+@memoized
 def full_program(traced: Traced, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
     """The program at the full batch: the same for all numbers of micro-batches."""
     return program_of(traced, traced.jaxpr, loop_parts, over_samples)
 
 
-@kept
+@memoized
 def full_in_parts(
     traced: Traced, loop_parts: int, over_samples: frozenset[int], of_samples: frozenset[int] = frozenset()
 ) -> PartedProgram:
@@ -304,7 +304,7 @@ def _rows_of_samples(one: GraphWithEquations, two: GraphWithEquations) -> frozen
     return frozenset(v.id for v, w in pairs if v.shape[:1] != w.shape[:1])
 
 
-@kept
+@memoized
 def seen_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
     """The programs that were traced, by batch size, for `likely_in_parts`: who traces one adds it."""
     del traced, loop_parts
@@ -330,8 +330,8 @@ def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_sa
         return part_stacks(program, of_samples | batched, loop_parts)
     return PartedProgram(
         program=program,
-        input_parts=tuple(Part(leaf=i) for i in range(len(program.graph.inputs))),
-        output_parts=tuple(Part(leaf=i) for i in range(len(program.graph.outputs))),
+        input_parts=tuple(LeafPart(leaf=i) for i in range(len(program.graph.inputs))),
+        output_parts=tuple(LeafPart(leaf=i) for i in range(len(program.graph.outputs))),
     )
 
 

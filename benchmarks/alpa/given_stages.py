@@ -24,7 +24,7 @@ from alpa_lite.inter_op.joint.what_would_fit import show_bytes
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import PlacedStage
 from alpa_lite.inter_op.stage_costs import StageCosts
-from alpa_lite.intra_op.strategies import AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planners.planner import Planner
 from alpa_lite.program.phases import StepGraph
@@ -35,19 +35,19 @@ from alpa_lite.step.recomputation import read_originals_across
 
 FORCED_BATCH = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.TENSOR},
-    optimizer=Split.MAY,
-    parameters=Split.MAY,
+    optimizer=BatchSplit.MAY,
+    parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
 """What Alpa's integer program may choose where the batch dim is forced on the first axis."""
 
-FORCED_BATCH_AS_RUN = replace(FORCED_BATCH, optimizer=Split.MUST)
+FORCED_BATCH_AS_RUN = replace(FORCED_BATCH, optimizer=BatchSplit.MUST)
 """The same with optimizer state in parts, as Alpa ran it."""
 
 FREE_AS_RUN = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.MODEL},
-    optimizer=Split.MUST,
-    parameters=Split.MAY,
+    optimizer=BatchSplit.MUST,
+    parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
 """Any sharding on the meshes of a `GivenStage`, as Alpa ran it: no sum is left scattered but gradients."""

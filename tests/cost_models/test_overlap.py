@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.overlap import NUM_PARTS, Stream, Task, loop_seconds, serial_seconds, simulate
+from cost_models.overlap import NUM_PARTS, Stream, StreamTask, loop_seconds, serial_seconds, simulate
 
 
-def kernel(seconds: float, *needs: int, streams: bool = False) -> Task:
-    return Task(seconds=seconds, needs=needs, streams=streams)
+def kernel(seconds: float, *needs: int, streams: bool = False) -> StreamTask:
+    return StreamTask(seconds=seconds, needs=needs, streams=streams)
 
 
-def sends(seconds: float, *needs: int) -> Task:
-    return Task(seconds=seconds, stream="communication", needs=needs)
+def sends(seconds: float, *needs: int) -> StreamTask:
+    return StreamTask(seconds=seconds, stream="communication", needs=needs)
 
 
 @st.composite
-def task_lists(draw: st.DrawFn, *, max_size: int = 12) -> list[Task]:
+def task_lists(draw: st.DrawFn, *, max_size: int = 12) -> list[StreamTask]:
     count = draw(st.integers(0, max_size))
     streams: tuple[Stream, ...] = ("compute", "communication", "both")
     return [
-        Task(
+        StreamTask(
             seconds=draw(st.sampled_from((0.0, 1.0, 2.0, 3.5))),
             stream=draw(st.sampled_from(streams)),
             needs=tuple(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else (),
@@ -31,7 +31,7 @@ def task_lists(draw: st.DrawFn, *, max_size: int = 12) -> list[Task]:
     ]
 
 
-def longest_way(tasks: Sequence[Task]) -> float:
+def longest_way(tasks: Sequence[StreamTask]) -> float:
     @cache
     def end(i: int) -> float:
         return tasks[i].seconds + max((end(n) for n in tasks[i].needs), default=0.0)
@@ -85,7 +85,7 @@ def test_what_a_loop_sends_off_hides_behind_its_next_trip():
 
 
 @given(task_lists())
-def test_between_the_longest_way_and_one_after_the_other(tasks: list[Task]):
+def test_between_the_longest_way_and_one_after_the_other(tasks: list[StreamTask]):
     seconds = simulate(tasks).seconds
     busy = {
         stream: sum(t.seconds for t in tasks if t.stream in (stream, "both")) for stream in ("compute", "communication")
@@ -94,14 +94,14 @@ def test_between_the_longest_way_and_one_after_the_other(tasks: list[Task]):
 
 
 @given(task_lists(), st.floats(0, 1))
-def test_nothing_starts_before_what_it_needs(tasks: list[Task], contention: float):
+def test_nothing_starts_before_what_it_needs(tasks: list[StreamTask], contention: float):
     found = simulate(tasks, contention=contention)
     for task, end in zip(tasks, found.ends, strict=True):
         assert end - task.seconds >= max((found.ends[n] for n in task.needs), default=0.0) - 1e-9
     assert found.seconds >= simulate(tasks).seconds - 1e-9 or contention > 0
 
 
-def best_order(tasks: Sequence[Task]) -> float:
+def best_order(tasks: Sequence[StreamTask]) -> float:
     """The shortest end over all orders in which the tasks can be started, each as early as possible."""
 
     def search(done: dict[int, float], idle: dict[str, float]) -> float:
@@ -125,7 +125,7 @@ def test_the_order_is_close_to_the_best():
     draw, exact, cases = random.Random(0), 0, 60
     for _ in range(cases):
         tasks = [
-            Task(
+            StreamTask(
                 seconds=float(draw.randint(1, 4)),
                 stream=draw.choice(("compute", "communication")),
                 needs=tuple(n for n in range(i) if draw.random() < 0.3),

@@ -13,7 +13,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite.lower import instructions
 from alpa_lite.planners import Auto, Hybrid
-from alpa_lite.runtime.execute.crossing import Launched, Message
+from alpa_lite.runtime.execute.crossing import LaunchObserver, Message
 from alpa_lite.runtime.execute.run_transfers import Transfer
 from cost_models.cluster import HostGroup
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference
@@ -69,7 +69,7 @@ class Counted(Transfer):
     def num_programs(self) -> int:
         return self.inner.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         messages: list[Message] = []
         to, back = jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host
         with to("disallow_explicit"), back("disallow_explicit"):

@@ -15,7 +15,7 @@ from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.ir import Graph
@@ -33,7 +33,9 @@ AXES = ("0", "1")
 DATA_AND_MODEL = Restriction(roles={"0": AxisRole.BATCH, "1": AxisRole.MODEL})
 
 
-def data_parallel(*, optimizer: Split = Split.NEVER, parameters: Split = Split.NEVER) -> Restriction:
+def data_parallel(
+    *, optimizer: BatchSplit = BatchSplit.NEVER, parameters: BatchSplit = BatchSplit.NEVER
+) -> Restriction:
     """Both dims split the batch; with or without the state."""
     return Restriction(roles=dict.fromkeys(AXES, AxisRole.BATCH), optimizer=optimizer, parameters=parameters)
 

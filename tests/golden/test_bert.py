@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import bert_layers, tied_embedding
 from tests.golden.search import DATA_AND_MODEL, Found, gradients, search
@@ -76,7 +76,7 @@ def test_a_dear_dim_for_the_batch_and_a_cheap_one_for_weights(forbidden: tuple[s
 
 def test_two_dims_with_the_optimizer_state_split_over_both() -> None:
     model = AlphaBeta(**TWO_DIMS)
-    found = search(WIDE, model, restriction=Restriction(roles=DATA_AND_MODEL.roles, optimizer=Split.MUST))
+    found = search(WIDE, model, restriction=Restriction(roles=DATA_AND_MODEL.roles, optimizer=BatchSplit.MUST))
     alpa = gradients(WIDE, model, 0, parts=2) + (4 * LAYERS - 1) * model.all_reduce(ACTIVATION / 2, 1)
     assert found.objective == same(alpa)
     state = {name: spec for name, spec in found.specs.items() if name.startswith("state") and len(spec.dims) > 1}

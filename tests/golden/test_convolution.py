@@ -7,7 +7,7 @@ from math import prod
 import jax
 import pytest
 
-from alpa_lite.intra_op.strategies import Split
+from alpa_lite.intra_op.strategies import BatchSplit
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import convolutions, depthwise_convolutions
 from tests.golden.search import DATA_AND_MODEL, data_parallel, search
@@ -35,7 +35,7 @@ def test_many_images_are_split(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_many_images_are_split_and_the_optimizer_state_with_them(shape: tuple[int, int]) -> None:
     """The sums within the normalisations stay; the statistics, which only the update reads, are split and gathered."""
-    found = search(SMALL, line(shape)[0], restriction=data_parallel(optimizer=Split.MUST))
+    found = search(SMALL, line(shape)[0], restriction=data_parallel(optimizer=BatchSplit.MUST))
     assert found.count == {"all_reduce": 4 * 3, "reduce_scatter": 3 * 3, "all_gather": 3 * 3 + 2 * 3}
     kernels = [spec for name, spec in found.specs.items() if name.startswith("state") and len(spec.dims) > 1]
     assert len(kernels) == 3 and not any(spec.is_replicated for spec in kernels)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from tests.golden.alpha_beta import ONE_DIM, AlphaBeta, line
 from tests.golden.models import Program, mlp
 from tests.golden.search import DATA_AND_MODEL, Found, data_parallel, gradients, search
@@ -115,7 +115,7 @@ def test_two_dims_with_the_optimizer_state_split_over_both() -> None:
     found = search(
         NARROW,
         AlphaBeta(**TWO_DIMS),
-        restriction=Restriction(roles=DATA_AND_MODEL.roles, optimizer=Split.MUST),
+        restriction=Restriction(roles=DATA_AND_MODEL.roles, optimizer=BatchSplit.MUST),
     )
     assert found.objective == same(21_265.17)
     count = found.count
@@ -154,7 +154,7 @@ def test_the_batch_belongs_to_dim_zero(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", ONE_DIM, ids=str)
 def test_optimizer_state_split_with_the_batch(shape: tuple[int, int]) -> None:
     model, dim = line(shape)
-    found = search(NARROW, model, restriction=data_parallel(optimizer=Split.MUST))
+    found = search(NARROW, model, restriction=data_parallel(optimizer=BatchSplit.MUST))
     sizes = [4 * prod(leaf.shape) for leaf in jax.tree.leaves(NARROW.args[0])]
     expected = sum(model.reduce_scatter(size, dim) + model.all_gather(size, dim) for size in sizes)
     assert found.objective == pytest.approx(expected, rel=1e-6) == same(38_139.12)
@@ -166,7 +166,7 @@ def test_optimizer_state_split_with_the_batch(shape: tuple[int, int]) -> None:
 def test_all_state_split_with_the_batch(shape: tuple[int, int]) -> None:
     """Weights are gathered in both passes, but for the first, whose input needs no gradient; biases in one."""
     model, dim = line(shape)
-    found = search(NARROW, model, restriction=data_parallel(optimizer=Split.MUST, parameters=Split.MUST))
+    found = search(NARROW, model, restriction=data_parallel(optimizer=BatchSplit.MUST, parameters=BatchSplit.MUST))
     scattered = sum(model.reduce_scatter(4 * prod(leaf.shape), dim) for leaf in jax.tree.leaves(NARROW.args[0]))
     gathered = (2 * LAYERS - 1) * model.all_gather(DENSE, dim) + LAYERS * model.all_gather(BIAS, dim)
     assert found.objective == pytest.approx(scattered + gathered, rel=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.inter_op.stage_cache import Question, Solved, answer_among
+from alpa_lite.inter_op.stage_cache import Question, SolvedStage, answer_among
 from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solve import StageSolution
@@ -32,7 +32,7 @@ def _question(in_flight: int, limit: float, gap: float) -> Question:
     return Question(first=0, last=0, submesh=SUBMESH, mesh=MESH, in_flight=in_flight, limit_bytes=limit, gap=gap)
 
 
-def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -> Solved:
+def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -> SolvedStage:
     cost, state, saved = option or (float("inf"), 0, 0)
     solution = StageSolution(
         choice=Choice(inputs={}, ops={}, accumulators={}) if option else None,
@@ -44,7 +44,7 @@ def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -
         activation_bytes=float(saved),
     )
     nothing = cast(Any, None)
-    return Solved(
+    return SolvedStage(
         view=nothing,
         kind=nothing,
         submesh=SUBMESH,
@@ -64,7 +64,7 @@ def _solved(option: Option | None, bound: float, in_flight: int, limit: float) -
 def test_an_answer_is_as_close_to_the_best_as_was_asked_for(
     options: list[Option], rooms: list[tuple[tuple[int, int], int, float]], asked: tuple[int, int], gap: float
 ) -> None:
-    solved: list[Solved] = []
+    solved: list[SolvedStage] = []
     for room, pick, tightness in rooms:
         fitting = _fitting(options, *room)
         best = min((cost for cost, _, _ in fitting), default=float("inf"))

@@ -14,7 +14,7 @@ from alpa_lite.intra_op.formulate import Builder, Builders
 from alpa_lite.intra_op.placements import Placed
 from alpa_lite.intra_op.solve import StageSolution, solve_stage
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.strategies import Restriction, Split
+from alpa_lite.intra_op.strategies import BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
@@ -44,7 +44,7 @@ def built_view(view: StageView) -> Builder:
         submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=8),
         mesh=LogicalMesh(axis_names=("x", "y"), shape=(2, 4)),
     )
-    return Builder(view, Catalogue(pricer, Restriction(optimizer=Split.MAY, parameters=Split.MAY)))
+    return Builder(view, Catalogue(pricer, Restriction(optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)))
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from alpa_lite.intra_op.strategies import (
     FREE_CHOICE,
     AxisRole,
+    BatchSplit,
     Restriction,
-    Split,
     all_specs,
     axis_choices,
     factor_axes,
@@ -24,7 +24,7 @@ from alpa_lite.intra_op.strategies import (
 from alpa_lite.plan.walk import operand_specs, raw_result_specs
 from alpa_lite.program.ir import Value
 from alpa_lite.rules import FactorKind, Rule, rule_of
-from alpa_lite.rules.op_info import Layout, OpClass
+from alpa_lite.rules.op_info import LayoutClass, OpClass
 from alpa_lite.rules.registry import OpView
 from alpa_lite.sharding.reshard import reshard
 from alpa_lite.sharding.specs import Spec, divides
@@ -44,7 +44,7 @@ def _rule(primitive: str, operands: Any, results: Any, **params: Any) -> tuple[R
 def _class(primitive: str, operands: Any, results: Any, **params: Any) -> OpClass:
     view = OpView(primitive=primitive, operands=_values(*operands), results=_values(*results), params=params)
     rule = rule_of(view)
-    return OpClass(rule=rule, layout=Layout(rule=rule), view=view)
+    return OpClass(rule=rule, layout=LayoutClass(rule=rule), view=view)
 
 
 def _product(b: int = 8, m: int = 12, k: int = 6, n: int = 4) -> tuple[Rule, Any, Any]:
@@ -94,8 +94,10 @@ def test_model_axes_never_split_the_batch() -> None:
     assert {c for (c,) in choices} == {None, *range(len(rule.sizes))} - _batch_factor(rule)
 
 
-@pytest.mark.parametrize(("split", "free"), [(Split.NEVER, False), (Split.MAY, True), (Split.MUST, True)])
-def test_batch_axes_split_updates_only_under_zero(split: Split, free: bool) -> None:
+@pytest.mark.parametrize(
+    ("split", "free"), [(BatchSplit.NEVER, False), (BatchSplit.MAY, True), (BatchSplit.MUST, True)]
+)
+def test_batch_axes_split_updates_only_under_zero(split: BatchSplit, free: bool) -> None:
     rule, _, _ = _product()
     zero = Restriction(roles={"x": AxisRole.BATCH}, optimizer=split)
     choices = axis_choices(rule, {"x": 2}, frozenset(), zero, in_loop=False, takes_partial=False)
@@ -105,7 +107,7 @@ def test_batch_axes_split_updates_only_under_zero(split: Split, free: bool) -> N
 
 def test_replicas_split_the_batch_and_never_state() -> None:
     rule, _, _ = _product()
-    replica = Restriction(roles={"x": AxisRole.REPLICA}, optimizer=Split.MUST, parameters=Split.MUST)
+    replica = Restriction(roles={"x": AxisRole.REPLICA}, optimizer=BatchSplit.MUST, parameters=BatchSplit.MUST)
     (factor,) = _batch_factor(rule)
     in_loop = axis_choices(rule, {"x": 4}, _batch_factor(rule), replica, in_loop=True, takes_partial=False)
     update = axis_choices(rule, {"x": 4}, frozenset(), replica, in_loop=False, takes_partial=False)
@@ -190,7 +192,7 @@ def test_gradients_wait_for_all_state_axes_at_once() -> None:
 
 def test_axes_that_split_state_lie_on_one_dim_where_that_uses_them_all() -> None:
     roles = {"d": AxisRole.BATCH, "c": AxisRole.CONTEXT, "m": AxisRole.MODEL}
-    restriction = Restriction(roles=roles, optimizer=Split.MUST)
+    restriction = Restriction(roles=roles, optimizer=BatchSplit.MUST)
     sizes = {"d": 4, "c": 2, "m": 2}
     specs = all_specs((16, 16), sizes, lambda axis, dim: True)
     found = restriction.on_one_dim(specs)
@@ -213,14 +215,14 @@ def test_sums_that_contractions_leave_may_have_to_be_whole(scatter: bool, role: 
     assert ends == {"[-, -, -]"} | ({"[x, -, -]", "[-, x, -]", "[-, -, x]"} if scatter else set())
 
 
-@pytest.mark.parametrize("split", Split)
-def test_who_splits_state(split: Split) -> None:
+@pytest.mark.parametrize("split", BatchSplit)
+def test_who_splits_state(split: BatchSplit) -> None:
     """Replicas keep copies; context axes take part where only the update reads it; other axes are free."""
     roles = {role.value: role for role in AxisRole}
     found = {axis: Restriction(roles=roles).state_split(axis, split) for axis in roles}
-    assert found["replica"] is Split.NEVER and found["batch"] is split
-    assert found["context"] is (Split.NEVER if split is Split.MUST else split)
-    assert {found[axis] for axis in ("any", "model", "tensor")} == {Split.MAY}
+    assert found["replica"] is BatchSplit.NEVER and found["batch"] is split
+    assert found["context"] is (BatchSplit.NEVER if split is BatchSplit.MUST else split)
+    assert {found[axis] for axis in ("any", "model", "tensor")} == {BatchSplit.MAY}
 
 
 def test_axes_on_one_factor_stay_in_mesh_order() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite as al
-from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, Restriction, Split
+from alpa_lite.intra_op.strategies import FREE_CHOICE, AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.plan.walk import placed_specs
@@ -37,8 +37,8 @@ def test_sums_stay_partial_only_where_an_addition_waits_for_them() -> None:
 
 def test_free_axes_split_a_dim_in_either_order() -> None:
     orders = {Spec((("x", "y"), ())), Spec((("y", "x"), ()))}
-    roles = Restriction(roles={"x": AxisRole.BATCH, "y": AxisRole.ANY}, optimizer=Split.MAY)
-    free, in_order = (Catalogue(PRICER, r).value_specs(VALUE, None, split=Split.MAY) for r in (FREE_CHOICE, roles))
+    roles = Restriction(roles={"x": AxisRole.BATCH, "y": AxisRole.ANY}, optimizer=BatchSplit.MAY)
+    free, in_order = (Catalogue(PRICER, r).value_specs(VALUE, None, split=BatchSplit.MAY) for r in (FREE_CHOICE, roles))
     assert orders <= set(free)
     assert orders & set(in_order) == {Spec((("x", "y"), ()))}
 
@@ -58,7 +58,7 @@ def test_ops_that_follow_cost_what_each_placement_costs_by_itself(function: Call
     catalogue, other = Catalogue(PRICER, FREE_CHOICE), PRICER.elsewhere(PRICER.submesh, PRICER.mesh)
     op = next(op for op in graph.ops if graph.inputs[0] in op.operands)
     main = op.operands.index(graph.inputs[0])
-    given = catalogue.value_specs(VALUE, None, split=Split.MAY)
+    given = catalogue.value_specs(VALUE, None, split=BatchSplit.MAY)
     specs = (*given, Spec(((), ()), ("x",)), *given[:3])
     options = catalogue.following(graph, op, main, specs, keep_partial=False)
     assert len(options.placements) == len(specs)

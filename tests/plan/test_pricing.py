@@ -18,7 +18,7 @@ from alpa_lite.program.ir import Graph, Op
 from alpa_lite.rules.op_info import rule_of_op
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec, replicated
-from alpa_lite.sharding.transfer import Layout, plan_transfer
+from alpa_lite.sharding.transfer import Placement, plan_transfer
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 from cost_models.cluster import load_cluster
 from cost_models.composed import ComposedCostModel
@@ -139,7 +139,7 @@ def _between(
 ) -> float:
     """Seconds for 1 GiB from the first four devices to four others, on hosts of eight."""
     ends = [
-        Layout(
+        Placement(
             submesh=Submesh(first_device=at, num_hosts=1, devices_per_host=4),
             mesh=LogicalMesh(axis_names=("x",), shape=(4,)),
             spec=spec,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite.plan.pricing import price_classes
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.trace.from_jaxpr import from_jaxpr
 
@@ -21,7 +21,7 @@ class Subject:
 def test_equal_questions_are_asked_once() -> None:
     asked: list[tuple[int, int]] = []
 
-    @kept
+    @memoized
     def answer(subject: Subject, number: int, *, option: int = 0) -> int:
         asked.append((number, option))
         return number + option

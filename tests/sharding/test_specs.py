@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from alpa_lite.sharding.reshard import STEP_BYTES, SpecGraph, Walks, reshard, spec_graph
 from alpa_lite.sharding.specs import (
+    Move,
     Spec,
-    Step,
     divides,
     local_shape,
     moves,
@@ -74,7 +74,7 @@ class Holdings:
         """The devices along an axis, in order."""
         return [tuple((a, i if a == axis else at) for a, at in place) for i in range(self.sizes[axis])]
 
-    def take(self, step: Step) -> None:
+    def take(self, step: Move) -> None:
         """Carry out one move on all devices."""
         new: dict[Place, np.ndarray] = {}
         if step.kind == "permute":
@@ -100,7 +100,7 @@ class Holdings:
                 new[place] = np.concatenate(parts, axis=step.dim)
         self.blocks = new
 
-    def permute(self, step: Step) -> None:
+    def permute(self, step: Move) -> None:
         """Each device of a group sends its block to one other; the last of the axes counts fastest."""
 
         def number(place: Place) -> int:
@@ -147,7 +147,7 @@ def all_specs(shape: tuple[int, ...], sizes: Sizes, *, partial: bool) -> list[Sp
     return sorted(found, key=str)
 
 
-def cost(steps: tuple[Step, ...], shape: tuple[int, ...], sizes: Sizes, item_bytes: int = 4) -> float:
+def cost(steps: tuple[Move, ...], shape: tuple[int, ...], sizes: Sizes, item_bytes: int = 4) -> float:
     """What `reshard` minimises, by its docstring: bytes sent per device and `STEP_BYTES` per collective."""
     sent = sum(sent_bytes_factor(s, sizes) for s in steps) * prod(shape) * item_bytes
     return sent + sum(STEP_BYTES if s.kind not in ("slice", "addend") else 1.0 for s in steps)
@@ -337,7 +337,7 @@ def test_walks_to_all_specs_are_priced_as_their_steps(sizes: dict[str, int]) -> 
     shape, names = (8, 6, 4), tuple(sizes)
     graph = SpecGraph(shape, sizes)
 
-    def price(step: Step) -> float:
+    def price(step: Move) -> float:
         return {"slice": 0.0, "all_gather": 3.0, "all_to_all": 5.0}.get(step.kind, 7.0) * sizes[step.axes[0]]
 
     summed = Walks(graph, Spec(((), names[1:], ()), names[:1]), prod(shape) * 4)

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from alpa_lite.errors import PlanError
 from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
-from alpa_lite.sharding.transfer import DIRECT_BYTES, Layout, PlannedTransfer, blocks, plan_transfer
+from alpa_lite.sharding.transfer import DIRECT_BYTES, Placement, PlannedTransfer, blocks, plan_transfer
 
 HOST = 4
 """Devices per host."""
 
 
-def layout(first: int, sizes: dict[str, int], spec: Spec) -> Layout:
+def layout(first: int, sizes: dict[str, int], spec: Spec) -> Placement:
     submesh = Submesh(first_device=first, num_hosts=1, devices_per_host=prod(sizes.values()))
-    return Layout(submesh=submesh, mesh=LogicalMesh(axis_names=tuple(sizes), shape=tuple(sizes.values())), spec=spec)
+    return Placement(submesh=submesh, mesh=LogicalMesh(axis_names=tuple(sizes), shape=tuple(sizes.values())), spec=spec)
 
 
 def spec(*dims: str, partial: str = "") -> Spec:
@@ -36,11 +36,11 @@ def spec(*dims: str, partial: str = "") -> Spec:
     return Spec(tuple(tuple(axes) for axes in dims), tuple(partial))
 
 
-def transfer(shape: tuple[int, ...], source: Layout, target: Layout, **options: Any) -> PlannedTransfer:
+def transfer(shape: tuple[int, ...], source: Placement, target: Placement, **options: Any) -> PlannedTransfer:
     return plan_transfer(shape, 4, source, target, devices_per_host=HOST, **options)
 
 
-def block_of(array: np.ndarray, where: Layout, place: int) -> np.ndarray:
+def block_of(array: np.ndarray, where: Placement, place: int) -> np.ndarray:
     """What a device has of an array, split dim by dim."""
     at = dict(zip(where.mesh.axis_names, np.unravel_index(place, where.mesh.shape), strict=True))
     sizes = where.mesh.axis_sizes
@@ -96,7 +96,7 @@ def check_blocks(planned: PlannedTransfer, array: np.ndarray, held: list[np.ndar
 
 
 @st.composite
-def layouts(draw: Any, rank: int) -> tuple[Layout, list[int]]:
+def layouts(draw: Any, rank: int) -> tuple[Placement, list[int]]:
     """A layout on 1 to 8 devices, and by how much each dim is split."""
     shapes = [m for k in (1, 2, 3) for m in product(range(1, 9), repeat=k) if prod(m) <= 8 and (k == 1 or 1 not in m)]
     mesh = draw(st.sampled_from(shapes))
@@ -112,7 +112,7 @@ def layouts(draw: Any, rank: int) -> tuple[Layout, list[int]]:
 
 
 @st.composite
-def transfers(draw: Any) -> tuple[tuple[int, ...], Layout, Layout]:
+def transfers(draw: Any) -> tuple[tuple[int, ...], Placement, Placement]:
     rank = draw(st.integers(0, 3))
     (source, cuts), (target, other) = draw(layouts(rank)), draw(layouts(rank))
     shape = tuple(int(np.lcm(a, b)) * draw(st.integers(1, 3)) for a, b in zip(cuts, other, strict=True))
@@ -264,7 +264,7 @@ def test_what_cannot_be_is_refused() -> None:
         transfer((7,), layout(0, X4, spec("x")), layout(4, X4, spec("")))
     with pytest.raises(PlanError, match="only whole values are sent"):
         transfer((8,), layout(0, X4, spec("")), layout(4, X4, spec("", partial="x")))
-    short = Layout(
+    short = Placement(
         submesh=Submesh(first_device=0, num_hosts=1, devices_per_host=2),
         mesh=LogicalMesh(axis_names=("x",), shape=(4,)),
         spec=spec("x"),

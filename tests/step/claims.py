@@ -21,7 +21,7 @@ from alpa_lite.program.equations import Equation, without_dead_ops
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.wiring import wiring_of
 from alpa_lite.step.additivity import Proof, prove
-from alpa_lite.step.relations import Kind, Own, Relation
+from alpa_lite.step.relations import Own, Relation, RelationKind
 from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
 from alpa_lite.trace.local_control_flow import run_control_flow
 from alpa_lite.trace.passes.hoist_data_sums import all_values, computed_ahead, inputs_of_data
@@ -35,7 +35,7 @@ _SOURCES = ("iota", "random_bits", "random_split")
 class Checked:
     """How many values of each kind were compared, and what was proven."""
 
-    kinds: Counter[Kind]
+    kinds: Counter[RelationKind]
     primitives: Counter[str]
     proof: Proof
 
@@ -54,7 +54,9 @@ def check_claims(traced: Traced, arguments: Sequence[Any], count: int, *, runs: 
         proof = prove(full.program, other.program, count, runs=cut)
     if proof.refusals:
         # The claims about what is not refused are to hold all the same.
-        left = [i for i, v in enumerate(full.program.graph.outputs) if proof.relations[v].kind is not Kind.MIXED]
+        left = [
+            i for i, v in enumerate(full.program.graph.outputs) if proof.relations[v].kind is not RelationKind.MIXED
+        ]
         full, other = (_with_outputs(program, left) for program in (full, other))
         inputs = inputs[: len(full.program.graph.inputs)]
         told, proof = proof, prove(full.program, other.program, count, runs=cut)
@@ -78,11 +80,11 @@ def _compared(full: PartedProgram, other: PartedProgram, proof: Proof, inputs: S
         _Part(number=m, shapes=full.program.graph).values(merged.graph, merged.equations, taken)
         for m, taken in enumerate(_rows(full.program.graph, proof, inputs, count))
     ]
-    kinds, primitives = Counter[Kind](), Counter[str]()
+    kinds, primitives = Counter[RelationKind](), Counter[str]()
     graph = full.program.graph
     for value in graph.values:
         relation = proof.relations[value.id]
-        if relation.kind in (Kind.MIXED, Kind.AFTER):
+        if relation.kind in (RelationKind.MIXED, RelationKind.AFTER):
             continue
         check(relation, whole[value.id], [part[value.id] for part in parts], str(value))
         kinds[relation.kind] += 1
@@ -96,7 +98,7 @@ def _rows(graph: Graph, proof: Proof, inputs: Sequence[Any], count: int) -> list
     found: list[list[Any]] = [[] for _ in range(count)]
     for v, x in zip(graph.inputs, inputs, strict=True):
         relation = proof.relations[v]
-        if relation.kind is not Kind.SAMPLES:
+        if relation.kind is not RelationKind.SAMPLES:
             for taken in found:
                 taken.append(x)
             continue
@@ -110,7 +112,7 @@ def check(relation: Relation, whole: Any, parts: Sequence[Any], name: str) -> No
     """One value by the equation of its relation."""
     want = _numbers(whole)
     got = [_numbers(part) for part in parts]
-    if relation.kind is Kind.SAMPLES:
+    if relation.kind is RelationKind.SAMPLES:
         for m, part in enumerate(got):
             for blocks in [relation.blocks] if relation.blocks is not None else [1, part.shape[relation.dim]]:
                 _same(part, _block(want, relation.dim, blocks, m, len(got)), name)
@@ -122,16 +124,16 @@ def check(relation: Relation, whole: Any, parts: Sequence[Any], name: str) -> No
             assert (want == relation.fact).all(), name
         return
     combined = {
-        Kind.SUM: lambda: sum(got[1:], got[0]),
-        Kind.MAX: lambda: np.max(np.stack(got), axis=0),
-        Kind.MIN: lambda: np.min(np.stack(got), axis=0),
+        RelationKind.SUM: lambda: sum(got[1:], got[0]),
+        RelationKind.MAX: lambda: np.max(np.stack(got), axis=0),
+        RelationKind.MIN: lambda: np.min(np.stack(got), axis=0),
     }
     if relation.kind in combined:
         _same(combined[relation.kind](), want, name)
         return
     for part in got:
         _same(part, want, name)
-    if relation.kind is Kind.ZERO:
+    if relation.kind is RelationKind.ZERO:
         assert not want.any(), name
 
 

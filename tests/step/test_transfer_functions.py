@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import TraceError
-from alpa_lite.step.relations import INVARIANT, MAX, MIN, SUM, ZERO, Kind, Refusal, join, mixed, samples
+from alpa_lite.step.relations import INVARIANT, MAX, MIN, SUM, ZERO, Refusal, RelationKind, join, mixed, samples
 from alpa_lite.trace.trace import trace
 from tests.step.claims import Checked, check_claims
 from tests.step.draws import DRAWS, D, T
@@ -73,8 +73,8 @@ def test_joins_are_associative(a: Any, b: Any, c: Any) -> None:
 def test_the_order_of_the_lattice() -> None:
     assert join(ZERO, SUM, WHY) == SUM
     assert join(INVARIANT, MAX, WHY) == MAX
-    assert join(INVARIANT, SUM, WHY).kind is Kind.MIXED
-    assert join(MAX, MIN, WHY).kind is Kind.MIXED
+    assert join(INVARIANT, SUM, WHY).kind is RelationKind.MIXED
+    assert join(MAX, MIN, WHY).kind is RelationKind.MIXED
     assert join(samples(0, None), samples(0, 2), WHY) == samples(0, 2)
 
 

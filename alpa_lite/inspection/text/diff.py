@@ -16,7 +16,7 @@ _MAX_SPEC_ROWS = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Difference:
     """One thing that differs, as people read it."""
 
     what: str
@@ -32,9 +32,9 @@ class PlanDiff:
     after: str
     seconds: tuple[float, float]
     peak_bytes: tuple[float, float]
-    decisions: tuple[Change, ...]
-    specs: tuple[Change, ...]
-    collectives: tuple[Change, ...]
+    decisions: tuple[Difference, ...]
+    specs: tuple[Difference, ...]
+    collectives: tuple[Difference, ...]
     different_steps: bool
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def _different_steps(plan: Plan, other: Plan) -> bool:
     return alike and plan.fingerprint != other.fingerprint
 
 
-def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
+def _decisions(plan: Plan, other: Plan) -> tuple[Difference, ...]:
     pairs = [
         ("function", plan.function, other.function),
         ("cluster", _cluster(plan), _cluster(other)),
@@ -95,7 +95,7 @@ def _decisions(plan: Plan, other: Plan) -> tuple[Change, ...]:
     ]
     for number in range(max(len(plan.stages), len(other.stages))):
         pairs.append((f"stage {number}", _stage(plan, number), _stage(other, number)))
-    return tuple(Change(what=what, before=a, after=b) for what, a, b in pairs if a != b)
+    return tuple(Difference(what=what, before=a, after=b) for what, a, b in pairs if a != b)
 
 
 def _cluster(plan: Plan) -> str:
@@ -109,7 +109,7 @@ def _stage(plan: Plan, number: int) -> str:
     return f"{show_layers(*stage.layers)} of {plan.num_layers}, {stage.submesh}, {stage.mesh_shape}"
 
 
-def _specs(plan: Plan, other: Plan) -> tuple[Change, ...]:
+def _specs(plan: Plan, other: Plan) -> tuple[Difference, ...]:
     """Specs that differ, repeated layers as one row; optimizer state that changes as its parameter does is left out.
 
     The axis names count: [x] and [data] are different specs.
@@ -125,7 +125,7 @@ def _specs(plan: Plan, other: Plan) -> tuple[Change, ...]:
             # One spec for all, so that only the change decides what is grouped.
             changed.setdefault((old, new), []).append(replace(argument, spec=Spec(())))
     return tuple(
-        Change(
+        Difference(
             what=group.pattern + (f" ×{len(group.members)}" if len(group.members) > 1 else ""), before=old, after=new
         )
         for (old, new), arguments in changed.items()
@@ -137,10 +137,10 @@ def _text(argument: Argument | None) -> str:
     return "–" if argument is None else str(argument.spec)
 
 
-def _collectives(before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]) -> tuple[Change, ...]:
+def _collectives(before: Sequence[CollectiveUse], after: Sequence[CollectiveUse]) -> tuple[Difference, ...]:
     kinds = sorted({use.kind for use in (*before, *after)})
     pairs = [(kind, _kind_text(before, kind), _kind_text(after, kind)) for kind in kinds]
-    return tuple(Change(what=kind, before=a, after=b) for kind, a, b in pairs if a != b)
+    return tuple(Difference(what=kind, before=a, after=b) for kind, a, b in pairs if a != b)
 
 
 def _kind_text(uses: Sequence[CollectiveUse], kind: str) -> str:
@@ -165,7 +165,7 @@ def _memory(before: float, after: float) -> str:
     return f"Peak memory per device {show_bytes(before)} → {show_bytes(after)}, {sign}."
 
 
-def _table(title: str, changes: Sequence[Change], first: str, more: int = 0) -> Table:
+def _table(title: str, changes: Sequence[Difference], first: str, more: int = 0) -> Table:
     rows = tuple((change.what, change.before, change.after) for change in changes)
     return Table(
         title=title, columns=(first, "before", "after"), rows=rows, note=f"… and {more} more" if more > 0 else ""

@@ -93,7 +93,7 @@ def _row(each: Alternative, chosen: float) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
+class _GivenStages:
     """Stages with something given: by stage, its problem and what its nodes may take."""
 
     what: str
@@ -115,7 +115,7 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
     if chosen is None or len(common) < 2:
         return None
     changes = [
-        _Change(
+        _GivenStages(
             what=str(spec),
             chosen=spec == chosen,
             stages={
@@ -141,7 +141,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
     stage = repricing.stages[first]
     chosen = _chosen_placement(stage, tables[first])
     changes = [
-        _Change(
+        _GivenStages(
             what=_placement_text(stage, keys[first], placement),
             chosen=placement == chosen,
             stages={number: (repricing.stages[number], table[placement]) for number, table in tables.items()},
@@ -172,10 +172,10 @@ def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
     if not others:
         return None
     first, last = plan.stages[number].layers
-    changes = [_Change(what=str(stage.mesh), chosen=True, stages={number: (stage, {})})]
+    changes = [_GivenStages(what=str(stage.mesh), chosen=True, stages={number: (stage, {})})]
     for mesh in others:
         problem = repricing.problem(number, first=first, last=last, mesh=mesh)
-        changes.append(_Change(what=str(mesh), chosen=False, stages={number: (problem, {})}))
+        changes.append(_GivenStages(what=str(mesh), chosen=False, stages={number: (problem, {})}))
     return _priced(repricing, "logical mesh", str(stage.mesh), changes[:MAX_PRICED])
 
 
@@ -191,7 +191,7 @@ def of_layer(repricing: Repricing, layer: int) -> Alternatives | None:
     first, last = plan.stages[home].layers
     if first == last:
         return None
-    changes = [_Change(what=f"stage {home}", chosen=True, stages={})]
+    changes = [_GivenStages(what=f"stage {home}", chosen=True, stages={})]
     for other, at_border in ((home - 1, layer == first), (home + 1, layer == last)):
         if not at_border or not 0 <= other < len(plan.stages):
             continue
@@ -201,7 +201,7 @@ def of_layer(repricing: Repricing, layer: int) -> Alternatives | None:
         stages = dict[int, tuple[StageProblem, Given]]()
         for number, (a, b) in ((home, mine), (other, grown)):
             stages[number] = repricing.problem(number, first=a, last=b, mesh=plan.stages[number].mesh_shape), {}
-        changes.append(_Change(what=f"stage {other}", chosen=False, stages=stages))
+        changes.append(_GivenStages(what=f"stage {other}", chosen=False, stages=stages))
     return _priced(repricing, "stage of the layer", f"stage {home}", changes) if len(changes) > 1 else None
 
 
@@ -213,12 +213,12 @@ def _merged(given: Iterable[Given]) -> Given:
     return found
 
 
-def _promising(repricing: Repricing, changes: Sequence[_Change]) -> list[_Change]:
+def _promising(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_GivenStages]:
     """The changes that cost least while all else stays as it is, the chosen one among them."""
     if len(changes) <= MAX_PRICED:
         return list(changes)
 
-    def alone(change: _Change) -> tuple[bool, float]:
+    def alone(change: _GivenStages) -> tuple[bool, float]:
         seconds = 0.0
         for stage, given in change.stages.values():
             for node, allowed in given.items():
@@ -229,7 +229,7 @@ def _promising(repricing: Repricing, changes: Sequence[_Change]) -> list[_Change
     return sorted(changes, key=alone)[:MAX_PRICED]
 
 
-def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[_Change]) -> Alternatives:
+def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[_GivenStages]) -> Alternatives:
     """All changes with their steps; the chosen value as the plan has it."""
     plan = repricing.plan
     stages = sorted({number for change in changes for number in change.stages})
@@ -282,7 +282,7 @@ def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternati
     return tuple(found)
 
 
-def _alternative(repricing: Repricing, change: _Change) -> Alternative:
+def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
     solved = repricing.solve_all(change.stages)
     failed = [number for number, solution in solved.items() if solution.choice is None]
     if failed:

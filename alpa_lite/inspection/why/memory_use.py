@@ -39,7 +39,7 @@ COPY = "copy for a reader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
+class LiveValues:
     """Values of one kind with one name (up to numbers in it), alive at the peak: bytes per device of all of them."""
 
     kind: str
@@ -62,7 +62,7 @@ class StageMemory:
     temporary_bytes: float
     in_flight: int
     moment: str = ""
-    alive: tuple[Alive, ...] = ()
+    alive: tuple[LiveValues, ...] = ()
 
     @property
     def alive_bytes(self) -> float:
@@ -112,7 +112,7 @@ class MemoryUse:
 
 def _details(stage: StageMemory) -> Table:
     """A row per kind of value, with the largest of them by name."""
-    kinds: dict[str, list[Alive]] = {}
+    kinds: dict[str, list[LiveValues]] = {}
     for each in stage.alive:
         kinds.setdefault(each.kind, []).append(each)
     columns = ("bytes", "of the peak", "kind", "arrays", "the largest")
@@ -162,7 +162,7 @@ def memory_use(plan: Plan) -> MemoryUse:
         problems = Repricing.of(plan, plan.request).stages
     found: list[StageMemory] = []
     for number, (stage, problem) in enumerate(zip(plan.stages, problems, strict=True)):
-        moment, alive = "", tuple[Alive, ...]()
+        moment, alive = "", tuple[LiveValues, ...]()
         if problem is not None:
             moment, alive = _at_peak(problem)
         found.append(
@@ -182,7 +182,7 @@ def memory_use(plan: Plan) -> MemoryUse:
     return MemoryUse(plan=f"{plan.function} on {plan.cluster.name}, {plan.name}", stages=tuple(found))
 
 
-def _at_peak(stage: StageProblem) -> tuple[str, tuple[Alive, ...]]:
+def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     """When a stage holds the most under the plan's choices, and what."""
     usages = stage.usages
     if not usages:
@@ -204,7 +204,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[Alive, ...]]:
             is_itself = times in whole or usage.value[0] > 0 or owned.get(((), usage.value[1])) == times
             kind = _kind(stage, usage.value, saved) if is_itself else _kind_of_other(stage, usage.value)
             groups.setdefault((kind, _name(stage, usage.value)), []).append(size)
-    alive = (Alive(kind=k, name=n, count=len(sizes), bytes=sum(sizes)) for (k, n), sizes in groups.items())
+    alive = (LiveValues(kind=k, name=n, count=len(sizes), bytes=sum(sizes)) for (k, n), sizes in groups.items())
     moment = short_sources(moment_name(builder.view, lives, time))
     return moment, tuple(sorted(alive, key=lambda each: -each.bytes))
 

@@ -12,7 +12,7 @@ from alpa_lite.plan.walk import Application, Walk
 from alpa_lite.program.ir import Op, Value
 from alpa_lite.program.phases import Phase
 from alpa_lite.program.wiring import Wiring
-from alpa_lite.sharding.specs import Step
+from alpa_lite.sharding.specs import Move
 from alpa_lite.text import short_source
 
 PRODUCTS, PASSES, OPAQUE = "matrix products", "passes over arrays", "ops without a sharding rule"
@@ -46,7 +46,7 @@ class Ledger:
         """Scalars are free."""
         return self.estimator.literal(value)
 
-    def reshard(self, array: int, value: Value, steps: tuple[Step, ...], op: Op | None) -> int:
+    def reshard(self, array: int, value: Value, steps: tuple[Move, ...], op: Op | None) -> int:
         """Moves are collectives, which the plan lists."""
         return self.estimator.reshard(array, value, steps, op)
 

@@ -40,7 +40,7 @@ def planned_step(plan: Plan, request: PlanRequest) -> StepGraph:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Solved:
+class _RepricedStage:
     """A stage that was solved."""
 
     stage: StageProblem
@@ -68,7 +68,9 @@ class Repricing:
     request: PlanRequest
     step: StepGraph
     layers: Layers
-    _solved: dict[object, list[_Solved]] = field(default_factory=dict[object, "list[_Solved]"], repr=False)
+    _solved: dict[object, list[_RepricedStage]] = field(
+        default_factory=dict[object, "list[_RepricedStage]"], repr=False
+    )
 
     @staticmethod
     def of(plan: Plan, request: PlanRequest) -> Repricing:
@@ -171,7 +173,7 @@ class Repricing:
                 if fitting is None:
                     tight = ordered[0] if number == ordered[0] else ordered[-1]
                     problem, given = stages[tight]
-                    fitting = _Solved(stage=problem, solution=problem.solve(given))
+                    fitting = _RepricedStage(stage=problem, solution=problem.solve(given))
                     known.append(fitting)
                 found[number] = fitting.solution_for(stage)
                 if fitting.solution.choice is None:

@@ -26,7 +26,7 @@ from alpa_lite.intra_op.solvers.portfolio import Portfolio
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategies import Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, SumOptions
-from alpa_lite.intra_op.usages import Layout, UsageOf, usages_of
+from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.plan import OpPlacement, StagePlan
 from alpa_lite.plan.pricing import Pricer
 from alpa_lite.program.ir import Graph, Op
@@ -214,7 +214,7 @@ class StageProblem:
             if isinstance(op := builder.placed[key], Placed)
         }
         crossings = {v: (node, _only_sum(sums, choices[node])) for v, (node, sums) in builder.crossings.items()}
-        layout = Layout(
+        layout = StageLayout(
             view=self.view,
             catalogue=builder.catalogue,
             scopes=builder.scopes,

@@ -35,7 +35,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ClusterComparison:
     """The same step on several clusters."""
 
     candidates: tuple[Candidate, ...]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.inter_op.assembly import predict
-from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.shared_devices import device_peak, solve_together
 from alpa_lite.inter_op.space import PlacedStage
@@ -103,7 +103,12 @@ class Found:
 
 
 def refined(
-    request: PlanRequest, found: Sequence[Found], steps: Steps, schedules: Sequence[Schedule], *, dealt_out: bool
+    request: PlanRequest,
+    found: Sequence[Found],
+    steps: StageCostCache,
+    schedules: Sequence[Schedule],
+    *,
+    dealt_out: bool,
 ) -> Found:
     """The best of what was found, solved closer to the best, and (`dealt_out`) in chunks if that is faster.
 
@@ -126,7 +131,9 @@ def refined(
     return best
 
 
-def _evened(request: PlanRequest, best: Found, whole: Found, steps: Steps, schedules: Sequence[Schedule]) -> Found:
+def _evened(
+    request: PlanRequest, best: Found, whole: Found, steps: StageCostCache, schedules: Sequence[Schedule]
+) -> Found:
     """The best so far, or the stages cut anew into parts as equal as can be, under the schedule that is the fastest.
 
     The search makes stages of a few layers, for 1F1B; one that leaves little of a bubble waits for uneven stages.
@@ -144,7 +151,7 @@ def _unevenness(found: Found) -> float:
     return max(seconds) * len(seconds) / max(sum(seconds), 1e-30) - 1
 
 
-def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: Steps) -> Found:
+def _in_chunks(request: PlanRequest, plain: Found, best: Found, steps: StageCostCache) -> Found:
     """Stages, `plain` under 1F1B and `best` under the best schedule for them, in the number of chunks that is the
     fastest, or as they are."""
     last = plain
@@ -248,7 +255,7 @@ def made_to_fit(costs: StageCosts, stages: Sequence[PlacedStage], schedule: Sche
     return found
 
 
-def interleaved(request: PlanRequest, found: Found, steps: Steps, num_chunks: int) -> Found | None:
+def interleaved(request: PlanRequest, found: Found, steps: StageCostCache, num_chunks: int) -> Found | None:
     """So many chunks of the layers dealt out over the submesh of each stage; None where that is not possible."""
     schedule = Interleaved1F1B(num_chunks=num_chunks)
     parts, num_microbatches = len(found.stages), found.costs.step.num_microbatches

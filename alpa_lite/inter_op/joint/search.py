@@ -33,10 +33,10 @@ from alpa_lite.errors import (
 )
 from alpa_lite.inter_op.assembly import assemble
 from alpa_lite.inter_op.boundaries import inflows, slower_inflows
-from alpa_lite.inter_op.equal_stages import Equal
+from alpa_lite.inter_op.equal_stages import StageEquality
 from alpa_lite.inter_op.joint.microbatch_counts import NEAR, Guess, next_numbers, numbers_to_search, surveyed_numbers
 from alpa_lite.inter_op.joint.refine import Found, agreeing, made_to_fit, refined, rescheduled
-from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.joint.what_would_fit import tightest_stage
 from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.plan_request import PlanRequest
@@ -79,10 +79,10 @@ class JointSearch:
     schedules: Sequence[Schedule]
     space: Space
     name: str
-    steps: Steps
+    steps: StageCostCache
     policies: Sequence[Remat] = (Remat.NONE,)
     num_stages: int | None = None
-    equal: Collection[Equal] = ()
+    equal: Collection[StageEquality] = ()
     problems: list[AlpaLiteError] = field(default_factory=list[AlpaLiteError])
     too_large: set[int] = field(default_factory=set[int])
     _profiles: dict[Remat, Profile] = field(default_factory=dict[Remat, Profile])

@@ -16,12 +16,12 @@ from functools import cached_property
 from alpa_lite.inter_op.loop_cuts import is_even, parts_that_may_do
 from alpa_lite.inter_op.pins import Pins, pinned_specs
 from alpa_lite.inter_op.plan_request import PlanRequest
-from alpa_lite.inter_op.stage_cache import Kind
+from alpa_lite.inter_op.stage_cache import MeshKey
 from alpa_lite.inter_op.stage_costs import StageCosts
 from alpa_lite.intra_op.formulate import Builders
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.program.wiring import MAX_TRIPS
-from alpa_lite.step.layers import Cut, Equal, Layers, forward_loops, make_layers, natural_cut, subdivided
+from alpa_lite.step.layers import Cut, LayerBalance, Layers, forward_loops, make_layers, natural_cut, subdivided
 from alpa_lite.step.recomputation import read_originals_across
 from alpa_lite.step.rematerialisation import Remat, rematerialise
 
@@ -41,7 +41,7 @@ class _Parts:
 
 
 @dataclass(kw_only=True)
-class Steps:
+class StageCostCache:
     """Makes the step of a request as it is asked for, and remembers; its stage costs share what they know.
 
     num_layers            layers that stages are made of; None: by the model
@@ -54,14 +54,14 @@ class Steps:
     request: PlanRequest
     num_layers: int | None
     stages: Collection[int]
-    equal: Equal
+    equal: LayerBalance
     pins: Pins
     relative_gap: float
     time_limit_seconds: float
     _costs: dict[tuple[int, Cut, Remat], StageCosts] = field(default_factory=dict[tuple[int, Cut, Remat], StageCosts])
     _parts: dict[tuple[int, Cut], _Parts] = field(default_factory=dict[tuple[int, Cut], _Parts])
     _layers: dict[Cut, tuple[StepGraph, Layers]] = field(default_factory=dict[Cut, tuple[StepGraph, Layers]])
-    _builders: dict[Kind, Builders] = field(default_factory=dict[Kind, Builders])
+    _builders: dict[MeshKey, Builders] = field(default_factory=dict[MeshKey, Builders])
     _structures: dict[object, object] = field(default_factory=dict[object, object])
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from alpa_lite.errors import AlpaLiteError
-from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.inter_op.layer_profile import Profile
 from alpa_lite.inter_op.plan_request import PlanRequest
 from alpa_lite.inter_op.space import Space
@@ -32,7 +32,7 @@ class MakesPlans(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Remedy:
     """A change to a request or planner, in words, and what to try."""
 
     text: str
@@ -40,24 +40,24 @@ class Change:
     request: PlanRequest
 
 
-def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> Iterator[Change]:
+def more_microbatches(planner: MakesPlans, request: PlanRequest, tried: int) -> Iterator[Remedy]:
     """The same planner with more micro-batches than `tried`."""
     size = request.batch_size or 1
     larger = [m for m in range(tried + 1, size + 1) if size % m == 0]
     steps = sorted({larger[i * (len(larger) - 1) // (MAX_TRIES - 1)] for i in range(MAX_TRIES)}) if larger else []
     for m in steps:
-        yield Change(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
+        yield Remedy(text=f"num_microbatches={m}", planner=planner, request=replace(request, num_microbatches=m))
 
 
-def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Change]:
+def more_hosts(planner: MakesPlans, request: PlanRequest) -> Iterator[Remedy]:
     """The same planner on two, four, … times as many hosts."""
     for doubling in range(1, MAX_TRIES + 1):
         cluster = with_times_the_hosts(request.cluster, 1 << doubling)
         text = f"{cluster.num_hosts} hosts instead of {request.cluster.num_hosts}"
-        yield Change(text=text, planner=planner, request=replace(request, cluster=cluster))
+        yield Remedy(text=text, planner=planner, request=replace(request, cluster=cluster))
 
 
-def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Change]) -> str:
+def cheapest_fit(without_hardware: Sequence[Remedy], with_hardware: Iterator[Remedy]) -> str:
     """A sentence that names the fastest of the changes that fit, or the fewest more hosts that do."""
     fits: list[tuple[float, str]] = []
     for change in without_hardware:
@@ -74,7 +74,7 @@ def cheapest_fit(without_hardware: Sequence[Change], with_hardware: Iterator[Cha
     return "None of the changes tried fits either: use devices with more memory, or jax.checkpoint around the layers."
 
 
-def _predicted(change: Change) -> float | None:
+def _predicted(change: Remedy) -> float | None:
     try:
         return change.planner.plan(replace(change.request, advise=False)).prediction.step_seconds
     except AlpaLiteError:
@@ -82,7 +82,7 @@ def _predicted(change: Change) -> float | None:
 
 
 def tightest_stage(
-    request: PlanRequest, steps: Steps, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
+    request: PlanRequest, steps: StageCostCache, space: Space, number: int, cut: Cut, profiles: Collection[Profile]
 ) -> str:
     """The part of the step that needs the most memory even at its best, as a sentence.
 

@@ -8,7 +8,7 @@ from alpa_lite.intra_op.solvers.integer_program import IntegerProgram as Integer
 from alpa_lite.intra_op.solvers.portfolio import Portfolio as Portfolio
 from alpa_lite.intra_op.solvers.rounds import Rounds as Rounds
 from alpa_lite.intra_op.solvers.solver import Control as Control
-from alpa_lite.intra_op.solvers.solver import Progress as Progress
+from alpa_lite.intra_op.solvers.solver import SolveProgress as SolveProgress
 from alpa_lite.intra_op.solvers.solver import Solver as Solver
 
 SOLVERS: tuple[Solver, ...] = (BruteForce(), Elimination(), IntegerProgram(), Highs(), Portfolio())

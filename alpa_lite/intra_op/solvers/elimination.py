@@ -8,13 +8,6 @@
 
 Time is that of all J_v, space that of all M_v. Memory limits are not seen: the answer holds if it happens to respect
 the limit, since leaving a constraint out can only lower the optimum.
-
-The compiled part of `elimination`: all tables of one problem, which are small and many, one after the other.
-
-    values[k]     the costs of nodes and edges, and after them room for each M_v
-    J_v           the sum of v's tables t over (v, *N_v): values[table_offset[t] + sum of axis a's strategy * stride]
-
-Most axes have a few strategies, so that entries are added up one by one: rows would be too short to gain anything.
 """
 
 from __future__ import annotations
@@ -30,11 +23,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.solvers.flat_problem import kernel
+from alpa_lite.intra_op.solvers.elimination_kernel import FlatTables, eliminate_all
 from alpa_lite.intra_op.solvers.solver import (
     Clock,
     Control,
@@ -44,76 +36,6 @@ from alpa_lite.intra_op.solvers.solver import (
     run_attended,
     solution_of,
 )
-
-
-class Layout(NamedTuple):
-    """By turns k: the node, its neighbours, its tables and its M; ``start`` arrays have one entry more than turns.
-
-    ``strides`` has, for each table, one entry for the node and one for each of its neighbours: 0 where the table does
-    not depend on it. ``message_start[k]`` is where M of turn k begins among all values.
-    """
-
-    sizes: IntArray
-    order: IntArray
-    scope_start: IntArray
-    scope_node: IntArray
-    table_start: IntArray
-    table_offset: IntArray
-    strides: IntArray
-    message_start: IntArray
-
-
-@kernel
-def eliminate_all(
-    layout: Layout, values: FloatArray, best: NDArray[np.int32], choices: IntArray, halt: IntArray
-) -> float:
-    """Fill in each M, write the cheapest choices, and return what they cost: inf where every choice is forbidden.
-
-    ``best``: for each entry of each M, the first strategy that leads to it. nan at a ``halt``, without choices.
-    """
-    total, stride = 0.0, 0
-    for turn in range(layout.order.size):
-        if halt[0]:
-            return np.nan
-        stride = _minimise(layout, values, best, turn, stride)
-        if layout.scope_start[turn] == layout.scope_start[turn + 1]:
-            total += values[layout.message_start[turn]]
-    for turn in range(layout.order.size - 1, -1, -1):
-        entry = 0
-        for axis in range(layout.scope_start[turn], layout.scope_start[turn + 1]):
-            node = layout.scope_node[axis]
-            entry = entry * layout.sizes[node] + choices[node]
-        choices[layout.order[turn]] = best[layout.message_start[turn] - layout.message_start[0] + entry]
-    return total
-
-
-@kernel
-def _minimise(layout: Layout, values: FloatArray, best: NDArray[np.int32], turn: int, stride: int) -> int:
-    """Fill in one M. ``stride``: where the strides of its tables begin; returns where those of the next turn do."""
-    scope = layout.scope_node[layout.scope_start[turn] : layout.scope_start[turn + 1]]
-    offsets = layout.table_offset[layout.table_start[turn] : layout.table_start[turn + 1]].copy()
-    strides = layout.strides[stride : stride + offsets.size * (scope.size + 1)].reshape(offsets.size, scope.size + 1)
-    at = np.zeros(scope.size, dtype=np.int64)  # the strategies of the neighbours
-    for entry in range(layout.message_start[turn], layout.message_start[turn + 1]):
-        least, where = np.inf, 0
-        for i in range(layout.sizes[layout.order[turn]]):
-            joint = 0.0
-            for table in range(offsets.size):
-                joint += values[offsets[table] + i * strides[table, 0]]
-            if joint < least:
-                least, where = joint, i
-        values[entry], best[entry - layout.message_start[0]] = least, where
-        for axis in range(scope.size - 1, -1, -1):  # the next entry: as a clock goes on
-            at[axis] += 1
-            wrapped = at[axis] == layout.sizes[scope[axis]]
-            step = 1 - at[axis] if wrapped else 1
-            for table in range(offsets.size):
-                offsets[table] += step * strides[table, axis + 1]
-            if not wrapped:
-                break
-            at[axis] = 0
-    return stride + strides.size
-
 
 Scope = tuple[int, ...]
 Adjacency = dict[int, set[int]]
@@ -145,7 +67,7 @@ class EliminationPlan:
     edge_nodes: IntArray
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> FlatTables:
         """Where the kernel finds each table: the costs of nodes, then those of edges, then each M_v by turns."""
         sizes, turn = self.sizes, {node: index for index, node in enumerate(self.order)}
         tables: list[list[tuple[int, Scope]]] = [[] for _ in sizes]
@@ -172,7 +94,7 @@ class EliminationPlan:
                 strides.extend([steps.get(axis, 0) for axis in (node, *scope)])
             table_start.append(len(offsets))
         scope_start = [0, *itertools.accumulate(map(len, self.scopes))]
-        return Layout(
+        return FlatTables(
             sizes=_array(sizes),
             order=_array(self.order),
             scope_start=_array(scope_start),

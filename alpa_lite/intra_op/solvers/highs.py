@@ -48,7 +48,7 @@ def _least(values: FloatArray, starts: IntArray) -> FloatArray:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Program:
+class _HighsModel:
     """The program inside HiGHS; its objective times ``scale`` plus ``offset`` is seconds."""
 
     problem: Problem
@@ -73,7 +73,7 @@ class _Program:
         return sum_over_rows(self.times.size, self.rows, alive)
 
 
-def _program(problem: Problem) -> _Program | None:
+def _program(problem: Problem) -> _HighsModel | None:
     """All but the memory rows; None when a node has no strategy of finite cost."""
     own, pair = problem.node_costs.values, problem.edge_costs.values
     least_own = _least(own, problem.node_costs.starts)
@@ -89,7 +89,7 @@ def _program(problem: Problem) -> _Program | None:
     right = np.where(np.arange(matrix.shape[0]) < problem.num_nodes, 1.0, 0.0)
     times = binding_times(problem)
     first = problem.node_costs.starts[problem.usage_nodes] - problem.usage_bytes.starts[:-1]
-    return _Program(
+    return _HighsModel(
         problem=problem,
         highs=_pass(matrix, np.where(allowed, costs, 0.0) / scale, allowed.astype(float), right),
         scale=scale,
@@ -144,7 +144,7 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
     return highs
 
 
-def _add_overrun(program: _Program, values: FloatArray, tolerance: float) -> None:
+def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> None:
     """Add the rows that are overrun most and not yet there, of neighbours only one."""
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
@@ -163,7 +163,7 @@ def _add_overrun(program: _Program, values: FloatArray, tolerance: float) -> Non
         program.highs.addRow(-highspy.kHighsInf, limit / unit, columns.size, columns.astype(np.int32), used / unit)
 
 
-def _row_terms(program: _Program, row: int) -> tuple[IntArray, FloatArray]:
+def _row_terms(program: _HighsModel, row: int) -> tuple[IntArray, FloatArray]:
     """The columns and coefficients of sum_v,i b_vt(i) s[v,i]."""
     alive = (program.rows[:, 0] <= row) & (row < program.rows[:, 1])
     here = np.repeat(alive, program.problem.usage_bytes.sizes)
@@ -174,7 +174,7 @@ def _row_terms(program: _Program, row: int) -> tuple[IntArray, FloatArray]:
     return columns[some], used[some]
 
 
-def _cut_off(program: _Program, choices: Sequence[int]) -> None:
+def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
     """What ``choices`` keep alive at an overrun time is too much together: not all of it again."""
     problem, limit = program.problem, program.problem.limit_bytes or 0.0
     values = np.zeros(problem.node_costs.values.size)
@@ -241,7 +241,7 @@ class Highs(Solver):
             return no_solution(status=Status.INFEASIBLE, started=started, solver=self.name)
         if time.perf_counter() - started > time_limit_seconds or control.stop():
             return no_solution(status=Status.TIME_LIMIT, started=started, solver=self.name)
-        return _Run(
+        return _HighsRun(
             solver=self, program=program, control=control, started=started, deadline=started + time_limit_seconds,
             start=start,
         ).solve()  # fmt: skip
@@ -258,11 +258,11 @@ class _Ended:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Run:
+class _HighsRun:
     """One solve: the relaxation, then the program with integrality."""
 
     solver: Highs
-    program: _Program
+    program: _HighsModel
     control: Control
     started: float
     deadline: float

@@ -171,7 +171,7 @@ def _build(problem: Problem) -> _Model | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _PulpRun:
     """What HiGHS made of a program; ``bound`` in the program's own units."""
 
     choices: tuple[int, ...] | None
@@ -193,7 +193,7 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
     )
 
 
-def _run(model: _Model, solver: pulp.HiGHS) -> _Run:
+def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
     """Solve with HiGHS, step by step as PuLP does, for its status and bound."""
     program = model.program
     program.setObjective(pulp.LpAffineExpression(model.objective))
@@ -206,7 +206,7 @@ def _run(model: _Model, solver: pulp.HiGHS) -> _Run:
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if found:
         solver.findSolutionValues(program)
-    return _Run(
+    return _PulpRun(
         choices=_read_choices(model) if found else None,
         infeasible=status in (ended.kInfeasible, ended.kUnboundedOrInfeasible),
         optimal=status == ended.kOptimal,
@@ -268,7 +268,7 @@ class IntegerProgram(Solver):
         rows: tuple[MemoryRow, ...],
         *,
         deadline: float,
-    ) -> _Run:
+    ) -> _PulpRun:
         """Run until the answer keeps the limit to the byte, cutting off answers that do so only within tolerance."""
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         while True:

@@ -37,8 +37,8 @@ from functools import partial
 import numpy as np
 
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Solution, Status, evaluate
-from alpa_lite.intra_op.reductions import connected_parts
 from alpa_lite.intra_op.simplify import Simplified, simplify
+from alpa_lite.intra_op.solvers.components import connected_parts
 from alpa_lite.intra_op.solvers.cost_range import cost_span
 from alpa_lite.intra_op.solvers.elimination import Elimination, EliminationPlan, cheapest_choices
 from alpa_lite.intra_op.solvers.flat_problem import flat_problem, with_finite_costs
@@ -48,7 +48,7 @@ from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.rounds import Rounds, RoundSearch
 from alpa_lite.intra_op.solvers.smallest_peak import smallest_peak
 from alpa_lite.intra_op.solvers.solver import Clock, Control, Solver, no_halt, no_solution, run_attended, solution_of
-from alpa_lite.program.memo import kept
+from alpa_lite.program.memo import memoized
 
 _BLOCKS = 500
 _COOLING = 1e-3
@@ -276,7 +276,7 @@ class Portfolio(Solver):
 # Whoever solves a problem again, as to another gap, goes on from what is known of it.
 
 
-@kept
+@memoized
 def _known_reductions(problem: Problem) -> list[Simplified]:
     """A cell for what is left of a problem."""
     return []
@@ -298,12 +298,12 @@ def _simplified(problem: Problem, clock: Clock, early: Callable[[Simplified], No
     return reduced
 
 
-@kept
+@memoized
 def _plan_of(problem: Problem, elimination: Elimination) -> EliminationPlan:
     return elimination.plan(problem)
 
 
-@kept
+@memoized
 def _known_cheapest(problem: Problem) -> list[tuple[int, ...]]:
     """Room for what `_cheapest_of` found."""
     del problem
@@ -321,7 +321,7 @@ def _cheapest_of(problem: Problem, plan: EliminationPlan, clock: Clock) -> tuple
     return known[0]
 
 
-@kept
+@memoized
 def _search_of(problem: Problem, plan: EliminationPlan) -> PricedSearch:
     return PricedSearch(problem=problem, plan=plan)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
-from alpa_lite.intra_op.reductions import connected_parts
+from alpa_lite.intra_op.solvers.components import connected_parts
 from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, overrun_of
 
 

@@ -25,7 +25,7 @@ PROOF_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SolveProgress:
     """Where a solve stands: seconds since it began, the best cost and bound so far (seconds), and what it is at."""
 
     seconds: float
@@ -39,7 +39,7 @@ class Control:
     """How a caller follows a solve and ends it early: the best choices so far are then the answer."""
 
     stop: Callable[[], bool] = lambda: False
-    report: Callable[[Progress], None] = lambda _: None
+    report: Callable[[SolveProgress], None] = lambda _: None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Clock:
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
         """Tell the caller; costs are those of the problem at hand."""
         offset = self.offset
-        self.control.report(Progress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
+        self.control.report(SolveProgress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
 
 
 def run_attended(

@@ -33,7 +33,7 @@ from alpa_lite.runtime.calibrate.probes import (
     share_programs,
     thorough_sizes,
 )
-from alpa_lite.runtime.calibrate.timing import Program, Stopwatch, Timing, num_samples, time_programs
+from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, Timing, num_samples, time_programs
 from alpa_lite.runtime.job.consensus import agreed_number
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.cluster import Cluster, Device, Link
@@ -154,13 +154,13 @@ def quick_cluster(devices: Sequence[Any]) -> Cluster:
     return conclude(guess, _dispatch_and_blocks(found, guess), probes, stopwatch, fingerprint(found)).cluster
 
 
-def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[Program]:
+def _dispatch_and_blocks(devices: tuple[Any, ...], cluster: Cluster) -> list[TimedProgram]:
     return [dispatch_program(devices), *(share_programs(devices) if cluster.shared_processor else [])]
 
 
 def conclude(
     guess: Cluster,
-    dispatch_and_blocks: Sequence[Program],
+    dispatch_and_blocks: Sequence[TimedProgram],
     probes: Sequence[Probe],
     stopwatch: Stopwatch,
     devices_fingerprint: str,

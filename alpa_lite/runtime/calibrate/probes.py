@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.runtime.calibrate.timing import Program
+from alpa_lite.runtime.calibrate.timing import TimedProgram
 from alpa_lite.runtime.job.processes import host_rows
 from cost_models.collective import Collective, Group
 from cost_models.work import Product, Work
@@ -49,7 +49,7 @@ _Step = Callable[[jax.Array, jax.Array], jax.Array]
 class Probe:
     """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the rest."""
 
-    program: Program
+    program: TimedProgram
     series: str
     size: float
     parts: tuple[Work | Collective, ...]
@@ -142,7 +142,7 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
     )
 
 
-def share_programs(devices: Sequence[Any]) -> list[Program]:
+def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
     """A chain of products, softmax and norm on the first device of each host, and the same work divided over all."""
     rows = host_rows(devices)
     return [
@@ -151,7 +151,7 @@ def share_programs(devices: Sequence[Any]) -> list[Program]:
     ]
 
 
-def dispatch_program(devices: Sequence[Any]) -> Program:
+def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
     """A program that does nothing much to a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
@@ -289,11 +289,11 @@ def _block(y: jax.Array, w: jax.Array) -> jax.Array:
 
 def _everywhere(
     name: str, function: _Step, devices: Sequence[Any], shape: tuple[int, ...], dtype: str = "float32"
-) -> Program:
+) -> TimedProgram:
     return _on_mesh(name, function, Mesh(np.array(devices), ("device",)), shape, dtype)
 
 
-def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> Program:
+def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> TimedProgram:
     """y = function(y, w) for arrays of each device's own, again and again, in place."""
     spec = PartitionSpec(mesh.axis_names)
 
@@ -309,7 +309,7 @@ def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dty
     return _looped(name, jax.jit(mapped), rows, constants)
 
 
-def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:
+def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
     mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]  # made with a NamedSharding
     everywhere = NamedSharding(mesh, PartitionSpec())
     compiled = program.lower(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *arrays).compile()
@@ -318,17 +318,17 @@ def _looped(name: str, program: Any, *arrays: jax.Array) -> Program:
         count = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(trips, np.int32))
         jax.block_until_ready(compiled(count, *arrays))
 
-    return Program(name=name, run=run)
+    return TimedProgram(name=name, run=run)
 
 
-def _called(name: str, compiled: Any, *arrays: jax.Array) -> Program:
+def _called(name: str, compiled: Any, *arrays: jax.Array) -> TimedProgram:
     """A trip is a call that is awaited."""
 
     def run(trips: int) -> None:
         for _ in range(trips):
             jax.block_until_ready(compiled(*arrays))
 
-    return Program(name=name, run=run)
+    return TimedProgram(name=name, run=run)
 
 
 def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding, value: float = 1.0) -> jax.Array:

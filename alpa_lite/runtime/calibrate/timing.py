@@ -20,7 +20,7 @@ _OUTLIER = 3 * 1.4826
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class TimedProgram:
     """Something to time: `run(trips)` does it `trips` times and returns when all is done."""
 
     name: str
@@ -63,7 +63,7 @@ class Stopwatch:
 
 
 def time_programs(
-    programs: Sequence[Program], stopwatch: Stopwatch, progress: Callable[[str], None] = lambda _: None
+    programs: Sequence[TimedProgram], stopwatch: Stopwatch, progress: Callable[[str], None] = lambda _: None
 ) -> list[Timing]:
     """Seconds of one trip of each program; `progress` is called with a program's name before each of its samples."""
     began = stopwatch.clock()
@@ -104,7 +104,7 @@ def typical_seconds(samples: Sequence[float]) -> Timing:
     )
 
 
-def _choose_trips(program: Program, stopwatch: Stopwatch) -> int:
+def _choose_trips(program: TimedProgram, stopwatch: Stopwatch) -> int:
     """The first run also pays for fresh memory, so it does not count."""
     program.run(1)
     trips = 1
@@ -117,7 +117,7 @@ def _choose_trips(program: Program, stopwatch: Stopwatch) -> int:
     return trips
 
 
-def _run_seconds(program: Program, trips: int, stopwatch: Stopwatch) -> float:
+def _run_seconds(program: TimedProgram, trips: int, stopwatch: Stopwatch) -> float:
     start = stopwatch.clock()
     program.run(trips)
     return stopwatch.clock() - start

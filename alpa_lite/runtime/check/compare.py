@@ -48,7 +48,7 @@ def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapp
         ExecutionError: this process is one of several.
     """
     check_one_process()
-    report = _Comparison(compiled=compiled, args=tuple(args), kwargs=dict(kwargs)).report()
+    report = _StepComparison(compiled=compiled, args=tuple(args), kwargs=dict(kwargs)).report()
     if not report.ok:
         raise CheckError(f"{report.verdict} {_advice(compiled)}", report)
     return report
@@ -76,7 +76,7 @@ def _advice(compiled: CompiledFunction) -> str:
 
 
 @dataclass(kw_only=True)
-class _Comparison:
+class _StepComparison:
     """One comparison; `seed` is that of drawn arguments and of the signs of perturbations."""
 
     compiled: CompiledFunction

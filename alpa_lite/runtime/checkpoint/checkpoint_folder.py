@@ -39,7 +39,7 @@ _logger = logging.getLogger("alpa_lite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SavedStep:
     """A checkpoint that is there: its folder, and its record where that can be read.
 
     is_old: it was written before there were records: before all those that have one.
@@ -66,7 +66,7 @@ class Folder:
         self.path = path
         self.lease = Lease(path)
 
-    def branch(self) -> dict[int, Step]:
+    def branch(self) -> dict[int, SavedStep]:
         """The steps of the current branch by their numbers, rising; damaged or not."""
         there = self._there()
         abandoned = _abandoned(there)
@@ -139,7 +139,7 @@ class Folder:
         self._remove([unfinished])
         self._bring_back()
 
-    def _there(self) -> dict[int, Step]:
+    def _there(self) -> dict[int, SavedStep]:
         found = {number: path for path, number in self._numbered() if _is_complete(path)}
         for path, kind in self._named():
             if kind == _REPLACED and _is_complete(path):
@@ -229,9 +229,9 @@ class Folder:
             return []
 
 
-def _abandoned(there: Mapping[int, Step]) -> dict[int, Step]:
+def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
     """The steps, of some in rising order, after which a lower one was saved."""
-    abandoned, newest = dict[int, Step](), -1
+    abandoned, newest = dict[int, SavedStep](), -1
     for number, step in there.items():
         if step.save is not None and step.save < newest:
             abandoned[number] = step
@@ -239,8 +239,8 @@ def _abandoned(there: Mapping[int, Step]) -> dict[int, Step]:
     return abandoned
 
 
-def _step(number: int, path: Path) -> Step:
-    return Step(number=number, path=path, record=read_record(path), is_old=list_kind(path) == OLD)
+def _step(number: int, path: Path) -> SavedStep:
+    return SavedStep(number=number, path=path, record=read_record(path), is_old=list_kind(path) == OLD)
 
 
 def _number(path: Path) -> int:

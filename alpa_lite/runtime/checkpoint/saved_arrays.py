@@ -117,7 +117,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
                 written = await self._arrays.async_save(directory, args=item) or []
         except Exception as error:
             self.problem = error
-        return [_Written(written, Path(directory), self)]
+        return [_PendingWrite(written, Path(directory), self)]
 
     def save(self, directory: Any, args: Content) -> None:
         raise NotImplementedError
@@ -166,7 +166,7 @@ def _nothing() -> None:
     pass
 
 
-class _Place:
+class _CheckpointPath:
     """The folder of a checkpoint as Orbax asks for it: made before, and given its name by `Content.publish`."""
 
     def __init__(self, folder: Path) -> None:
@@ -190,12 +190,12 @@ class _Places:
 
     folder = Path()
 
-    def from_final(self, final: Any, **options: Any) -> _Place:
+    def from_final(self, final: Any, **options: Any) -> _CheckpointPath:
         del final, options
-        return _Place(self.folder)
+        return _CheckpointPath(self.folder)
 
 
-class _Written:
+class _PendingWrite:
     """Of one process: ends when what was begun is on disk, with its digests."""
 
     def __init__(self, futures: Sequence[Any], folder: Path, handler: _Careful) -> None:

@@ -40,13 +40,13 @@ class Allocated:
 
 def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
     """For each stage the moment at which most is allocated on its devices."""
-    walk = _Walk(executor, plan)
+    walk = _BufferWalk(executor, plan)
     for instruction in executor.program.instructions:
         walk.take(instruction)
     return tuple(walk.most[walk.place[stage]] for stage in range(len(plan.stages)))
 
 
-class _Walk:
+class _BufferWalk:
     """Keeps account of the buffers on each group of devices, by the number of the first stage on it."""
 
     def __init__(self, executor: Executor, plan: Plan) -> None:

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
-from alpa_lite.lower.emission import Emitted, Layout, boundary_layout, boundary_spec, emit_task
+from alpa_lite.lower.emission import BoundaryArray, Emitted, boundary_layout, boundary_spec, emit_task
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.lower.same_task import task_form
 from alpa_lite.plan.plan import Plan
@@ -44,14 +44,14 @@ def task_units(
     equations: Sequence[Equation],
     meshes: Sequence[Mesh],
     donated: Mapping[int, Sequence[int]],
-) -> list[Unit]:
+) -> list[CompileUnit]:
     """The tasks of a program, in order. `donated`: per task the inputs that are given away."""
-    units: list[Unit] = []
+    units: list[CompileUnit] = []
     for number, task in enumerate(program.tasks):
         mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
         form = task_form(task, step, equations, placements, dict(mesh.shape), given)
         emit = partial(_emit_task, task, step, equations, placements, mesh, given)
-        units.append(Unit(name=task.name, mesh=mesh, form=form, emit=emit))
+        units.append(CompileUnit(name=task.name, mesh=mesh, form=form, emit=emit))
     return units
 
 
@@ -59,30 +59,30 @@ def _emit_task(task: Any, step: Any, equations: Any, placements: Any, mesh: Any,
     return emit_task(task, step, equations, placements, mesh, name=name, donated=given)
 
 
-def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, Unit]:
+def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:
     """What makes the accumulators of each task that has some, by its number."""
-    units: dict[int, Unit] = {}
+    units: dict[int, CompileUnit] = {}
     for number in dict.fromkeys(i.task for i in program.instructions if i.kind == "ZEROS"):
         task = program.tasks[number]
         mesh = meshes[task.stage]
         layouts = tuple(boundary_layout(step.graph.values[p.value], p, dict(mesh.shape)) for p in task.sums)
 
-        def make(layouts: tuple[Layout, ...] = layouts) -> tuple[jax.Array, ...]:
+        def make(layouts: tuple[BoundaryArray, ...] = layouts) -> tuple[jax.Array, ...]:
             return tuple(map(_zeros, layouts))
 
         emit = partial(_emit, make, mesh, (), tuple(x.spec for x in layouts))
-        units[number] = Unit(name=f"{task.name}'s sums", mesh=mesh, form=("zeros", layouts), emit=emit)
+        units[number] = CompileUnit(name=f"{task.name}'s sums", mesh=mesh, form=("zeros", layouts), emit=emit)
     return units
 
 
-def _zeros(layout: Layout) -> jax.Array:
+def _zeros(layout: BoundaryArray) -> jax.Array:
     if layout.dtype.startswith("key<"):  # a micro-batch hands the key of the whole step on, and adds nothing to it
         key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
         return jax.numpy.broadcast_to(key, layout.shape)
     return jax.numpy.zeros(layout.shape, layout.dtype)
 
 
-def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, Unit]:
+def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, CompileUnit]:
     """What puts together the micro-batches of each output that has a batch dim, by its buffer."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
@@ -92,18 +92,18 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
             specs.update({buffer: boundary_spec(port.spec) for buffer, port in ports})
         elif instruction.spec is not None:
             specs.update(dict.fromkeys(instruction.writes, boundary_spec(instruction.spec)))
-    units: dict[Buffer, Unit] = {}
+    units: dict[Buffer, CompileUnit] = {}
     for instruction in program.instructions:
         if instruction.kind == "CONCAT":
             (buffer,) = instruction.writes
             value, mesh = step.graph.values[buffer.value], meshes[buffer.stage]
-            ins = tuple(Layout(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
+            ins = tuple(BoundaryArray(shape=value.shape, dtype=value.dtype, spec=specs[b]) for b in instruction.reads)
             dim = step.batch_dims[buffer.value] or 0
             runs = step.runs.get(buffer.value, 1)
             join = partial(_join, dim, runs)
             emit = partial(_emit, join, mesh, ins, specs[buffer])
             form = ("concat", ins, dim, runs, specs[buffer])
-            units[buffer] = Unit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
+            units[buffer] = CompileUnit(name=f"output {buffer}", mesh=mesh, form=form, emit=emit)
     return units
 
 
@@ -117,7 +117,7 @@ def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
     return whole.reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
-def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[Layout, ...], outs: Any, name: str) -> Emitted:
+def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ...], outs: Any, name: str) -> Emitted:
     def run(*arrays: Any) -> Any:
         return function(*arrays)
 
@@ -140,7 +140,7 @@ Devices = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class CompileUnit:
     """Something to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
 
     name: str
@@ -182,7 +182,7 @@ class Precompiled:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Group:
+class _EqualUnits:
     """Units of one form.
 
     `meshes` and `uses` tell, by devices, the mesh and how many units are on it; `on` holds the executables, `packed`
@@ -200,13 +200,15 @@ class _Group:
     compiled: int = 0
 
 
-def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: int | None = None) -> Precompiled:
+def precompile(
+    units: Sequence[CompileUnit], tell: Tell | None = None, *, num_threads: int | None = None
+) -> Precompiled:
     """The executables of all units with a device of this process; `num_threads`: default as many as there are cores.
 
     Raises:
         ExecutionError: XLA could not compile a unit; its name is in the message.
     """
-    members: dict[Hashable, list[Unit]] = {}
+    members: dict[Hashable, list[CompileUnit]] = {}
     keys = [(unit.mesh.abstract_mesh, unit.mesh.devices.flat[0].platform, unit.form) for unit in units]
     for key, unit in zip(keys, units, strict=True):
         members.setdefault(key, []).append(unit)
@@ -227,10 +229,10 @@ def precompile(units: Sequence[Unit], tell: Tell | None = None, *, num_threads: 
     )
 
 
-def _group(alike: Sequence[Unit]) -> _Group:
+def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
     more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
     name = alike[0].name + more
-    return _Group(
+    return _EqualUnits(
         name=name,
         emitted=alike[0].emit(name),
         meshes={unit.devices: unit.mesh for unit in alike if any_here(unit.devices)},
@@ -243,9 +245,9 @@ class _Precompiler:
 
     def __init__(self, num_units: int, tell: Tell) -> None:
         self.num_units, self.tell, self.done = num_units, tell, 0
-        self.waiting: dict[Future[tuple[Any, int]], tuple[_Group, Devices]] = {}
+        self.waiting: dict[Future[tuple[Any, int]], tuple[_EqualUnits, Devices]] = {}
 
-    def run(self, groups: Sequence[_Group], num_threads: int) -> None:
+    def run(self, groups: Sequence[_EqualUnits], num_threads: int) -> None:
         """Compile everything; this thread alone tells about it."""
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="alpa_lite compiles")
         try:
@@ -259,7 +261,7 @@ class _Precompiler:
             # What XLA has begun cannot be stopped; when an error leaves here, nothing waits for it.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, group: _Group, pool: ThreadPoolExecutor) -> None:
+    def _begin(self, group: _EqualUnits, pool: ThreadPoolExecutor) -> None:
         try:
             group.lowered = group.emitted.lower()
         except Exception:  # it may want to know its devices; else the same is raised below
@@ -297,14 +299,14 @@ def _compile_alone(lowered: Any) -> tuple[Any, int]:
     return _jax.compiled(lowered), 1
 
 
-def _compile_first(group: _Group, devices: Devices) -> tuple[Any, int]:
+def _compile_first(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     compiled = _jax.compiled(group.lowered, device_assignment=devices)
     if len(group.uses) > 1 and all_here(devices):
         group.packed = _jax.packed(compiled, devices)
     return compiled, 1
 
 
-def _load_or_compile(group: _Group, devices: Devices) -> tuple[Any, int]:
+def _load_or_compile(group: _EqualUnits, devices: Devices) -> tuple[Any, int]:
     loaded = _jax.unpacked(group.packed, devices) if group.packed is not None and all_here(devices) else None
     if loaded is not None:
         return loaded, 0

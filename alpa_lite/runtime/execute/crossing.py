@@ -43,7 +43,7 @@ class Message:
     bytes: int
 
 
-class Launched(Protocol):
+class LaunchObserver(Protocol):
     """Is told of the token of a program, and on which of the two meshes it runs."""
 
     def __call__(self, token: Any, *, at_source: bool) -> None:
@@ -91,7 +91,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class PieceSlot:
     """Pieces of one shape, at most one per device: their numbers by device (-1: none), and offsets [devices, dims]."""
 
     shape: tuple[int, ...]
@@ -171,7 +171,7 @@ class Crossing:
         """How many programs a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         """The array as it is wanted; None on processes that have none of its devices, which need not have the array."""
         note = launched if launched is not None else _ignore
         pieces = self._pieces(array, note) if self.here else {}
@@ -186,7 +186,7 @@ class Crossing:
         pieces.update(zip(self.copied, self.copy(leaving), strict=True))
         return self._landed({**pieces, **exchanged}, note) if self.landing_here else None
 
-    def _landed(self, pieces: dict[int, Any], note: Launched) -> Any:
+    def _landed(self, pieces: dict[int, Any], note: LaunchObserver) -> Any:
         if self._launch_land is None:
             (slot,) = self.land_slots
             like = jax.ShapeDtypeStruct(self.course.shape, self.course.array.dtype, sharding=self.course.wanted)
@@ -199,7 +199,7 @@ class Crossing:
         note(done, at_source=False)
         return landed
 
-    def _pieces(self, array: Any, note: Launched) -> dict[int, Any]:
+    def _pieces(self, array: Any, note: LaunchObserver) -> dict[int, Any]:
         """Each piece of this process on its source device."""
         found = dict[int, Any]()
         if self.whole:
@@ -230,7 +230,7 @@ def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSh
     return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
 
 
-def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[Slot]:
+def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[PieceSlot]:
     """Pieces, given as (number, place of the device, offset there), by their shape and how many of it the device has
     before. `count`: of devices."""
     seen = Counter[tuple[int, tuple[int, ...]]]()
@@ -239,17 +239,17 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
         shape = hands[number].shape
         places.setdefault((shape, seen[at, shape]), {})[at] = number, offset
         seen[at, shape] += 1
-    slots: list[Slot] = []
+    slots: list[PieceSlot] = []
     for (shape, _), found in places.items():
         offsets = np.zeros((count, len(shape)), np.int32)
         for at, (_, offset) in found.items():
             offsets[at] = offset
         numbers = tuple(found[at][0] if at in found else -1 for at in range(count))
-        slots.append(Slot(shape=shape, numbers=numbers, offsets=offsets))
+        slots.append(PieceSlot(shape=shape, numbers=numbers, offsets=offsets))
     return slots
 
 
-def _cut(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
+def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     """One array per slot, with the piece of each device; devices without one give some other part of their block."""
     mesh = course.source.mesh
 
@@ -263,7 +263,7 @@ def _cut(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
     return jax.shard_map(cut, mesh=mesh, in_specs=course.source.spec, out_specs=out_specs, check_vma=False)
 
 
-def _land(course: Course, slots: Sequence[Slot]) -> Callable[..., Any]:
+def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
     """The pieces of each device put together, and gathered; padding that a gather brings along is cut off."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk

@@ -22,10 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.program.phases import Part
+from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.placing import Placing
 from alpa_lite.runtime.execute.relocation import Windows
-from alpa_lite.runtime.execute.stacked_runs import STAGE_AXIS, Run, joint_sharding
+from alpa_lite.runtime.execute.stacked_runs import STAGE_AXIS, RowBlocks, joint_sharding
 from alpa_lite.runtime.job.processes import any_here, devices_of
 from alpa_lite.sharding.stacked_rest import resting
 
@@ -43,14 +43,14 @@ class Shelf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
+class StackedRest:
     """Where an array of several runs lies between steps that is no joint array; see `alpa_lite.sharding.stacked_rest`."""
 
     sharding: NamedSharding
     shelves: tuple[Shelf, ...]
 
     @staticmethod
-    def of(runs: Sequence[Run], shape: Sequence[int]) -> Rest:
+    def of(runs: Sequence[RowBlocks], shape: Sequence[int]) -> StackedRest:
         """For an array of this shape."""
         meshes = list(dict.fromkeys(run.sharding.mesh for run in runs))
         devices = [devices_of(mesh) for mesh in meshes]
@@ -76,7 +76,7 @@ class Rest:
             start, stop = numbers[0] * size, (numbers[-1] + 1) * size
             sources = tuple((owner, *runs[owner].part(start, stop)) for owner in read_by[numbers[0]])
             shelves.append(Shelf(sharding=over(numbers[0], numbers[-1] + 1), sources=sources))
-        return Rest(sharding=over(0, len(groups)), shelves=tuple(shelves))
+        return StackedRest(sharding=over(0, len(groups)), shelves=tuple(shelves))
 
     def put(self, runs: Sequence[Any], placing: Placing) -> Any:
         """The whole array from those of its runs."""
@@ -100,7 +100,7 @@ def _joined(sharding: NamedSharding) -> Callable[..., Any]:
 class Stack:
     """One argument or result in parts, and the shape of all of it."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowBlocks, ...]
     shape: tuple[int, ...]
 
     @cached_property
@@ -109,9 +109,9 @@ class Stack:
         return joint_sharding(self.runs)
 
     @cached_property
-    def rest(self) -> Rest:
+    def rest(self) -> StackedRest:
         """Where it lies between steps if it is no joint array."""
-        return Rest.of(self.runs, self.shape)
+        return StackedRest.of(self.runs, self.shape)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -137,7 +137,7 @@ class Stack:
         return parts
 
     @staticmethod
-    def _part(array: Any, start: int, stop: int, run: Run, placing: Placing) -> Any:
+    def _part(array: Any, start: int, stop: int, run: RowBlocks, placing: Placing) -> Any:
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
 
@@ -157,7 +157,7 @@ class Leaves:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[LeafPart],
         shapes: Sequence[tuple[int, ...]],
         shardings: Sequence[NamedSharding],
         placing: Placing,
@@ -203,14 +203,14 @@ class Leaves:
         ]
 
 
-def _leaf(members: Sequence[tuple[Part, tuple[int, ...], NamedSharding]]) -> NamedSharding | Stack:
+def _leaf(members: Sequence[tuple[LeafPart, tuple[int, ...], NamedSharding]]) -> NamedSharding | Stack:
     first, shape, sharding = members[0]
     if first.rows is None:
         return sharding
     runs = groupby(members, key=lambda member: member[2])
     return Stack(
         runs=tuple(
-            Run(rows=tuple(part.rows for part, _, _ in run if part.rows is not None), sharding=sharding)
+            RowBlocks(rows=tuple(part.rows for part, _, _ in run if part.rows is not None), sharding=sharding)
             for sharding, run in runs
         ),
         shape=(sum(shape[0] for _, shape, _ in members), *shape[1:]),

@@ -51,7 +51,7 @@ def course(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows 
         shape = _with_rows(shape, windows.dim, windows.size)
         runs = [windows.start + i * windows.size for i in range(windows.count)]
     landed = _boxes(wanted, shape)
-    senders = _Senders(held, here)
+    senders = _PieceSenders(held, here)
     hands: list[Hand] = []
     for target, box in enumerate(landed):
         for number, first in enumerate(runs):
@@ -82,7 +82,7 @@ def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
-class _Senders:
+class _PieceSenders:
     """Which devices have what, and how much each sends."""
 
     def __init__(self, held: Sequence[Box], devices: Sequence[Any]) -> None:

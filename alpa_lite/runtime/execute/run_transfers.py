@@ -1,8 +1,8 @@
 """Carries out a planned transfer on devices: at most one program on each mesh, and copies between devices.
 
-    resolve   on the source mesh: a partial sum, before pieces are cut         `_Crossing`
+    resolve   on the source mesh: a partial sum, before pieces are cut         `_MeshCrossing`
     cross     pieces, from device to device or between processes               `crossing`
-    gather    on the receiving mesh: the chunks of receivers of one block      `_Crossing`
+    gather    on the receiving mesh: the chunks of receivers of one block      `_MeshCrossing`
 
 Both programs are compiled ahead. In a job of several processes each compiles and launches what its devices take part
 in; a transfer inside one process is there what it is in a job of one.
@@ -24,7 +24,7 @@ from alpa_lite import _jax
 from alpa_lite.lower.emission import boundary_shape, boundary_spec, move
 from alpa_lite.lower.instructions import Buffer, Program
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, Launched, Message, compiled
+from alpa_lite.runtime.execute.crossing import Course, Crossing, Hand, LaunchObserver, Message, compiled
 from alpa_lite.runtime.execute.exchange import Blanks, token
 from alpa_lite.runtime.job.cpu_order import in_turn
 from alpa_lite.runtime.job.processes import all_here, any_here, devices_of
@@ -41,7 +41,7 @@ class Transfer(ABC):
         """How many programs one call launches."""
 
     @abstractmethod
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         """The array in the target layout, asynchronously; what goes to another device is appended to `sent`.
 
         `launched` is told of each program that may have to wait for other devices. On a process without devices of the
@@ -89,7 +89,7 @@ def compile_transfer(
         return _OfKeys(planned, dtype, source, target, shared)
     shape = boundary_shape(planned.shape, outside, dict(source.shape))
     array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(source, boundary_spec(outside)))
-    return _InPlace(planned, source, array) if planned.in_place else _Crossing(planned, target, array, shared)
+    return _InPlace(planned, source, array) if planned.in_place else _MeshCrossing(planned, target, array, shared)
 
 
 class _Whole(Transfer):
@@ -105,7 +105,7 @@ class _Whole(Transfer):
     def num_programs(self) -> int:
         return 0
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         if sent is not None:
             for block, (source, target) in zip(_jax.blocks(array), self.pairs, strict=True):
                 _note(sent, block, source, target)
@@ -123,14 +123,14 @@ class _InPlace(Transfer):
     def num_programs(self) -> int:
         return 1
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         moved, done = self._launch(array)
         if launched is not None:
             launched(done, at_source=True)
         return moved
 
 
-class _Crossing(Transfer):
+class _MeshCrossing(Transfer):
     """From one mesh to another."""
 
     def __init__(self, planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> None:
@@ -162,7 +162,7 @@ class _Crossing(Transfer):
     def num_programs(self) -> int:
         return self.crossing.num_programs
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         return self.crossing(array, sent, launched)
 
 
@@ -188,7 +188,7 @@ class _OfKeys(Transfer):
     def num_programs(self) -> int:
         return (self.unwrap is not None) + self.words.num_programs + (self.wrap is not None)
 
-    def __call__(self, array: Any, sent: list[Message] | None = None, launched: Launched | None = None) -> Any:
+    def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
         words = self.words(None if self.unwrap is None else self.unwrap(array), sent, launched)
         return None if self.wrap is None else self.wrap(words)
 

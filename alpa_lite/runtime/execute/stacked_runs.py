@@ -18,7 +18,7 @@ STAGE_AXIS = "stage"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RowBlocks:
     """Consecutive parts on one stage: the rows of each, counted in the whole array, and their common sharding."""
 
     rows: tuple[tuple[int, int], ...]
@@ -76,10 +76,10 @@ class Run:
         return jax.jit(lambda x: [x[start:stop] for start, stop in bounds], out_shardings=self.sharding)
 
 
-def joint_sharding(runs: Sequence[Run]) -> NamedSharding | None:
+def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
     """The sharding of the whole array over the stages of its runs; None when they do not fit together."""
 
-    def form(run: Run) -> object:
+    def form(run: RowBlocks) -> object:
         return run.num_rows, run.sharding.spec, run.sharding.mesh.axis_names, run.devices.shape
 
     first = runs[0].sharding

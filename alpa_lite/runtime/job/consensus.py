@@ -32,7 +32,7 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, MismatchError
 from alpa_lite.runtime.job.activity import idle
-from alpa_lite.runtime.job.shutdown import Roll, came_to_end, end_hung, hang_timeout, say
+from alpa_lite.runtime.job.shutdown import RollCall, came_to_end, end_hung, hang_timeout, say
 
 FIRST_WORD_SECONDS = 30.0
 """After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""
@@ -109,7 +109,7 @@ def _service() -> _Service:
 
 
 @lru_cache(maxsize=1)
-def _service_of(job: _jax.Job) -> _Service:
+def _service_of(job: _jax.JobInfo) -> _Service:
     """One for each start of the coordination service, with which the counting begins again."""
     return _Service(job)
 
@@ -117,10 +117,10 @@ def _service_of(job: _jax.Job) -> _Service:
 class _Service:
     """What the sets of processes that meet have agreed upon."""
 
-    def __init__(self, job: _jax.Job) -> None:
+    def __init__(self, job: _jax.JobInfo) -> None:
         self._all = tuple(range(job.num_processes))
-        self._words = Words(job)
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._words = KeyValues(job)
+        self._groups: dict[tuple[int, ...], _GroupExchange] = {}
 
     def said_by_first(self, value: Any) -> Any:
         return self._of(self._all).said_by_first(value)
@@ -135,17 +135,17 @@ class _Service:
     def meet(self, processes: tuple[int, ...]) -> None:
         self._of(processes).gathered(None, lambda _: None)
 
-    def _of(self, processes: tuple[int, ...]) -> _Group:
+    def _of(self, processes: tuple[int, ...]) -> _GroupExchange:
         if processes not in self._groups:
             name = "all" if processes == self._all else hashlib.sha256(repr(processes).encode()).hexdigest()[:16]
-            self._groups[processes] = _Group(name, processes, self._words)
+            self._groups[processes] = _GroupExchange(name, processes, self._words)
         return self._groups[processes]
 
 
-class _Group:
+class _GroupExchange:
     """Numbers what some processes say to each other, so that each key is used once, and removes what all have read."""
 
-    def __init__(self, name: str, processes: Sequence[int], words: Words) -> None:
+    def __init__(self, name: str, processes: Sequence[int], words: KeyValues) -> None:
         self._name, self._processes, self._words = name, processes, words
         self._first = processes[0]
         self._numbers = itertools.count()
@@ -180,12 +180,12 @@ class _Group:
         return f"agreed/{self._name}/{next(self._numbers)}"
 
 
-class Words:
+class KeyValues:
     """JSON values under names in the service that coordinates a job."""
 
-    def __init__(self, job: _jax.Job) -> None:
+    def __init__(self, job: _jax.JobInfo) -> None:
         """Nothing is said yet."""
-        self._client, self._roll, self.me = job.client, Roll(job), job.process
+        self._client, self._roll, self.me = job.client, RollCall(job), job.process
 
     def set(self, name: str, value: Any) -> None:
         """Say a value under a name that was not used before."""

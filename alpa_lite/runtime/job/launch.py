@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchResult:
     """How it went.
 
     codes    exit code of each process; 128 + n where signal n ended it
@@ -109,7 +109,7 @@ def launch(
     grace_seconds: float = GRACE_SECONDS,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
-) -> Launched:
+) -> LaunchResult:
     """Run a Python program as so many processes of one job; returns when all have ended.
 
     Args:
@@ -138,7 +138,7 @@ def launch(
             failed = job.wait()
         finally:
             job.end()
-    return Launched(codes=tuple(job.codes()), failed=failed)
+    return LaunchResult(codes=tuple(job.codes()), failed=failed)
 
 
 class _Job:

@@ -61,10 +61,10 @@ Awaited = Mapping[object, frozenset[int]]
 """Launches that are not done, by what names them, and the processes that take part in each."""
 
 
-class Roll:
+class RollCall:
     """What the processes of a job have said of their ends."""
 
-    def __init__(self, job: _jax.Job) -> None:
+    def __init__(self, job: _jax.JobInfo) -> None:
         """Nothing is said yet."""
         self._client, self.me, self.num_processes = job.client, job.process, job.num_processes
 
@@ -185,10 +185,10 @@ def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
     return {name: int(number) for name, number in found.items() if number.isdecimal()}
 
 
-def roll() -> Roll | None:
+def roll() -> RollCall | None:
     """Of the job; None where this process is the whole job."""
     job = _jax.job()
-    return None if job is None or job.num_processes == 1 else Roll(job)
+    return None if job is None or job.num_processes == 1 else RollCall(job)
 
 
 _left = threading.Event()
@@ -241,7 +241,7 @@ def take_leave(reason: str) -> None:
         _take_leave(here, reason)
 
 
-def _take_leave(here: Roll, reason: str) -> None:
+def _take_leave(here: RollCall, reason: str) -> None:
     here.say(f"{here.me}", reason)
     here.say(_FIRST, json.dumps([here.me, reason]), once=True)
     silent = here.silent(last=True)
@@ -267,7 +267,7 @@ def end_hung(reason: str) -> NoReturn:
         _end_hung(roll(), reason)
 
 
-def _end_hung(here: Roll | None, reason: str = "") -> NoReturn:
+def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
     """`reason`: of this process, if it is the one that found the hang."""
     if _watched.neighbours is not None:
         # Whoever found the hang, and whatever it is, those that are stopped are to write where they are too. It comes
@@ -287,7 +287,7 @@ def _end_hung(here: Roll | None, reason: str = "") -> NoReturn:
     os._exit(HUNG)
 
 
-def _tell_hang(here: Roll) -> None:
+def _tell_hang(here: RollCall) -> None:
     """The first process tells where all are, and ends when the others had time to."""
     if here.me:
         until = time.monotonic() + 2 * here.last_words_seconds()
@@ -341,16 +341,18 @@ def leaving(reason: str) -> Iterator[None]:
             here.take_back(f"{_LEAVING}{here.me}")
 
 
-def _finish(here: Roll, awaited: Callable[[], Awaited], until: float) -> None:
+def _finish(here: RollCall, awaited: Callable[[], Awaited], until: float) -> None:
     """Wait for what this process has launched: others may wait for its part."""
     while awaited() and _FIRST not in here.said() and time.monotonic() < until:
         time.sleep(0.05)
 
 
-class Vigil:
+class Heartbeat:
     """A thread that looks at what the others said; at its exit this process waits for them."""
 
-    def __init__(self, here: Roll, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS) -> None:
+    def __init__(
+        self, here: RollCall, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS
+    ) -> None:
         """`awaited`: by this process. `seconds`: so long it waits at its exit for that, and for the others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()

@@ -18,7 +18,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.job.launched import leave, summary
-from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Vigil, roll
+from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll
 
 HEARTBEAT_SECONDS = 20
 """JAX waits for 100 s."""
@@ -109,7 +109,7 @@ def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float,
             faulthandler.enable()  # where JAX aborts a process in which Python hangs, its stacks are told
     _leave_when_failing()
     if (here := roll()) is not None:
-        vigil = Vigil(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+        vigil = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
         vigil.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
 
 

@@ -27,7 +27,7 @@ import jax
 
 from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
-from alpa_lite.runtime.job.consensus import Words
+from alpa_lite.runtime.job.consensus import KeyValues
 
 LOOK_SECONDS = 0.5
 """How often a process looks whether another one got the signal."""
@@ -99,7 +99,7 @@ class Stopping:
         if callable(self._before):  # another listener, or the user's own
             self._before(number, frame)
 
-    def _watch(self, job: _jax.Job, name: str) -> None:
+    def _watch(self, job: _jax.JobInfo, name: str) -> None:
         """Until the signal has come to any process; then agree."""
         while not self._over.is_set():
             if self._told.wait(LOOK_SECONDS):
@@ -107,12 +107,12 @@ class Stopping:
             if self._told.is_set() or self._was_told(job, f"alpa_lite/{name}/told"):
                 with self._answering:
                     try:
-                        self._last = self._agree(job, Words(job), name)
+                        self._last = self._agree(job, KeyValues(job), name)
                     except Exception as error:
                         self._problem = str(error)
                 return
 
-    def _agree(self, job: _jax.Job, words: Words, name: str) -> int:
+    def _agree(self, job: _jax.JobInfo, words: KeyValues, name: str) -> int:
         """The number of the question that all answer with yes first."""
         words.set(f"{name}/asked/{job.process}", self._asked)
         if job.process:
@@ -121,11 +121,11 @@ class Stopping:
         words.set(f"{name}/last", last)
         return last
 
-    def _set(self, job: _jax.Job, key: str) -> None:
+    def _set(self, job: _jax.JobInfo, key: str) -> None:
         with suppress(jax.errors.JaxRuntimeError):
             job.client.key_value_set(key, json.dumps(job.process), True)
 
-    def _was_told(self, job: _jax.Job, key: str) -> bool:
+    def _was_told(self, job: _jax.JobInfo, key: str) -> bool:
         with suppress(jax.errors.JaxRuntimeError):
             job.client.key_value_try_get(key)
             return True

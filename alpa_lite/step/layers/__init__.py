@@ -9,7 +9,7 @@ from alpa_lite.step.layers.following import Layers as Layers
 from alpa_lite.step.layers.forward import make_layers as make_layers
 from alpa_lite.step.layers.forward import subdivided as subdivided
 from alpa_lite.step.layers.number import Cut as Cut
-from alpa_lite.step.layers.number import Equal as Equal
+from alpa_lite.step.layers.number import LayerBalance as LayerBalance
 from alpa_lite.step.layers.number import default_num_layers as default_num_layers
 from alpa_lite.step.layers.number import forward_loops as forward_loops
 from alpa_lite.step.layers.number import natural_cut as natural_cut

@@ -30,7 +30,14 @@ from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.rules.op_info import free_values
 from alpa_lite.step.layers.following import Layers, followed, readers_of
-from alpa_lite.step.layers.number import MAX_LAYERS, Equal, contractions, default_num_layers, flops_of, forward_loops
+from alpa_lite.step.layers.number import (
+    MAX_LAYERS,
+    LayerBalance,
+    contractions,
+    default_num_layers,
+    flops_of,
+    forward_loops,
+)
 
 RELAXATION = 0.25
 """By how much the allowed imbalance grows while no cut keeps it."""
@@ -191,7 +198,7 @@ def make_layers(
     num_layers: int | None = None,
     *,
     imbalance: float = 0.3,
-    equal: Equal = "flops",
+    equal: LayerBalance = "flops",
     shares: Sequence[float] = (),
 ) -> Layers:
     """Cluster the forward ops into `num_layers` layers and let all other ops follow.
@@ -245,7 +252,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
     return followed(step, of_op, layers.num_layers * count)
 
 
-def _weights(step: StepGraph, index: Mapping[int, int], equal: Equal) -> FloatArray:
+def _weights(step: StepGraph, index: Mapping[int, int], equal: LayerBalance) -> FloatArray:
     """What layers shall have equal shares of, by block."""
     flops = _flops_of_blocks(step.graph, index)
     if equal == "loops":  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer

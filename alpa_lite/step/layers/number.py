@@ -11,7 +11,7 @@ from alpa_lite.program.phases import Phase, StepGraph
 from alpa_lite.program.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 
-Equal = Literal["flops", "loops", "operators"]
+LayerBalance = Literal["flops", "loops", "operators"]
 """What layers have equal shares of: FLOPs, the loops over layers as they are written, or ops of the forward pass."""
 
 #: Contractions per layer that clustering aims at when the number of layers is free, where there are enough for as many
@@ -53,7 +53,7 @@ class Cut:
 
     loop_parts: int
     num_layers: int
-    equal: Equal = "flops"
+    equal: LayerBalance = "flops"
     imbalance: float = 0.3
 
     @staticmethod

@@ -48,7 +48,7 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
         same = tuple(Origin(step.graph, op.id) for op in step.graph.ops)
         return Rematerialised(step=step, of_op=tuple(of_op), origins={step.graph: same})
     looped = repeat_trips(step, of_op, remat)
-    writer = _Writer(looped.step, of_op, remat, looped.forward)
+    writer = _StepWriter(looped.step, of_op, remat, looped.forward)
     for op in looped.step.graph.ops:
         writer.write(op)
     made = writer.finished()
@@ -58,12 +58,12 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
+class _WrittenStep:
     step: StepGraph
     of_op: tuple[int | None, ...]
 
 
-class _Writer:
+class _StepWriter:
     """Writes a step again, with copies of forward ops before the backward ops that need them."""
 
     def __init__(
@@ -161,7 +161,7 @@ class _Writer:
         in_loop = producer is not None and self.step.phases[producer].in_loop
         return in_loop or self.step.batch_dims[value] is not None or not v.is_float
 
-    def finished(self) -> _Written:
+    def finished(self) -> _WrittenStep:
         """The step as it was written."""
         step = self.step
         graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
@@ -172,7 +172,7 @@ class _Writer:
             batch_dims=self.copier.table(lambda _: step.batch_dims),
             phases=tuple(self.phases),
         )
-        return _Written(step=written, of_op=tuple(self.layers))
+        return _WrittenStep(step=written, of_op=tuple(self.layers))
 
 
 def _constants(graph: Graph) -> frozenset[int]:

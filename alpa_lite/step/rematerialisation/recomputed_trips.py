@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.phases import Phase, Scope, StepGraph
+from alpa_lite.program.phases import BodyScope, Phase, StepGraph
 from alpa_lite.step.rematerialisation.copying import Copier, Origin, closure
 from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
 
@@ -34,7 +34,7 @@ class Looped:
 
 def repeat_trips(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Looped:
     """Rewrite the pairs of loops of each layer whose policy is not to keep everything."""
-    rewriter = _Rewriter(step)
+    rewriter = _LoopRewriter(step)
     for op in step.graph.ops:
         layer = of_op[op.id]
         if layer is None or remat[layer] is Remat.NONE or step.phases[op.id] is not Phase.BACKWARD:
@@ -92,7 +92,7 @@ class _Feed:
     slices: Mapping[int, int | None]
 
 
-class _Rewriter:
+class _LoopRewriter:
     """Rewrites pairs of loops one after the other; bodies that are shared by pairs that are alike stay shared."""
 
     def __init__(self, step: StepGraph) -> None:
@@ -275,7 +275,7 @@ class _Rewriter:
     def _registered(self, copier: Copier, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
         body = copier.finished(inputs, outputs)
         self.origins[body] = tuple(copier.origins)
-        self.scopes[body] = Scope(
+        self.scopes[body] = BodyScope(
             full_shapes=copier.table(lambda graph: self.scopes[graph].full_shapes),
             batch_dims=copier.table(lambda graph: self.scopes[graph].batch_dims),
         )

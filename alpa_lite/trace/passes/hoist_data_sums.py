@@ -21,7 +21,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, GraphWithEquations, without_dead_ops
 from alpa_lite.program.ir import Graph, Value
-from alpa_lite.program.phases import Part
+from alpa_lite.program.phases import LeafPart
 from alpa_lite.program.wiring import wiring_of
 from alpa_lite.trace.local_control_flow import run_control_flow
 from alpa_lite.trace.passes.split_stacked import PartedProgram
@@ -81,7 +81,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
+class RemainingStep:
     """A step at two batch sizes without what is computed ahead, which both take as their last inputs."""
 
     full: PartedProgram
@@ -91,7 +91,7 @@ class Rest:
 
 def computed_ahead(
     full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
-) -> Rest:
+) -> RemainingStep:
     """The step with some of its values as inputs, which follow from inputs `of_data` alone.
 
     `batch_leaves`: of each argument the dim that holds the batch.
@@ -105,11 +105,11 @@ def computed_ahead(
         leaves=tuple(full.input_parts[i].leaf for i in read),
     )
     first = len(batch_leaves) + len(full.program.constants)
-    parts = tuple(Part(leaf=first + i) for i in range(len(values)))
-    return Rest(full=_taking(full, values, parts), other=_taking(other, values, parts), ahead=ahead)
+    parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
+    return RemainingStep(full=_taking(full, values, parts), other=_taking(other, values, parts), ahead=ahead)
 
 
-def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[Part]) -> PartedProgram:
+def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:
     """The program with some values as its last inputs instead of computing them."""
     program, taken = parted.program, set(values)
     graph = program.graph
@@ -128,7 +128,7 @@ def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[Part])
     return replace(parted, program=rest, input_parts=(*parted.input_parts, *parts))
 
 
-def inputs_of_data(graph: Graph, input_parts: Sequence[Part], batch_leaves: Sequence[int | None]) -> frozenset[int]:
+def inputs_of_data(graph: Graph, input_parts: Sequence[LeafPart], batch_leaves: Sequence[int | None]) -> frozenset[int]:
     """Inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
     found = set[int]()
     for v, part in zip(graph.inputs, input_parts, strict=True):

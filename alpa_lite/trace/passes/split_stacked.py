@@ -33,7 +33,7 @@ from jax.extend.core import primitives
 from alpa_lite import _jax
 from alpa_lite.program.equations import Equation, GraphWithEquations, PlainParams, without_dead_ops
 from alpa_lite.program.ir import Graph, Op, Value
-from alpa_lite.program.phases import Part
+from alpa_lite.program.phases import LeafPart
 from alpa_lite.program.wiring import parts_of, wiring_of
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.op_info import op_class, rule_of_op
@@ -44,7 +44,7 @@ COMBINED = ("sum", "max", "min")
 _SHAPED = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
 
-class Standing(IntEnum):
+class Splittable(IntEnum):
     """Whether a value may be cut into parts, and whether it should."""
 
     WHOLE = 0
@@ -52,7 +52,7 @@ class Standing(IntEnum):
     PARTED = 2
 
 
-class Parting:
+class SplitAnalysis:
     """What of a program comes in parts.
 
     `of_samples`: values that are never cut, since samples are no layers. `num_parts`: how many parts to make
@@ -68,7 +68,7 @@ class Parting:
         lengths = {self.graph.values[v].shape[0] for v in self.seeds}
         #: Values as long as what comes in parts.
         self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths} - of_samples
-        self.known: dict[int, Standing] = {}
+        self.known: dict[int, Splittable] = {}
         self.part_equations: dict[tuple[object, ...], Equation | None] = {}
         reducing = ((op.id, self._leading_reduction(op)) for op in self.graph.ops)
         self.reducing = {op: factor for op, factor in reducing if factor is not None}
@@ -109,7 +109,7 @@ class Parting:
     def _split_inputs(self) -> set[int]:
         """The inputs that some part is asked of: by rows that are read, by outputs, by reductions."""
         graph = self.graph
-        queue = [v for v in (*self.seeds, *graph.outputs) if self.standing(v) is Standing.PARTED]
+        queue = [v for v in (*self.seeds, *graph.outputs) if self.standing(v) is Splittable.PARTED]
         queue += [v for op in self._reduced() for v in graph.ops[op].operands]
         found, seen = set[int](), set[int]()
         while queue:
@@ -124,40 +124,40 @@ class Parting:
                 queue += graph.ops[producer].operands
         return found
 
-    def standing(self, v: int) -> Standing:
+    def standing(self, v: int) -> Splittable:
         """Whether the value is cut; remembered."""
         if v not in self.known:
             found = self._standing(self.graph.values[v])
-            self.known[v] = Standing.PARTED if found and v in self.seeds else found
+            self.known[v] = Splittable.PARTED if found and v in self.seeds else found
         return self.known[v]
 
-    def _standing(self, value: Value) -> Standing:
+    def _standing(self, value: Value) -> Splittable:
         if value.id not in self.leading or value.dtype.startswith("key<"):
-            return Standing.WHOLE
+            return Splittable.WHOLE
         producer = self.graph.producer[value.id]
         if producer is None:
-            return Standing.FITS
+            return Splittable.FITS
         op = self.graph.ops[producer]
         if joins_rows(op):
             fits = {stop for _, stop in self.bounds(value.shape[0])} <= set(self.piece_ends(op))
-            return Standing.PARTED if fits else Standing.WHOLE
+            return Splittable.PARTED if fits else Splittable.WHOLE
         factor = self.row_factor(op, value.id)
         if factor is None or self.rule(op).kinds[factor] is not FactorKind.PASS:
-            return Standing.WHOLE
+            return Splittable.WHOLE
         return self._standing_of_operands(op, factor)
 
-    def _standing_of_operands(self, op: Op, factor: int) -> Standing:
+    def _standing_of_operands(self, op: Op, factor: int) -> Splittable:
         """The standing of what an op makes of its operands along a factor; one in parts takes whole ones along."""
-        found = [Standing.FITS]
+        found = [Splittable.FITS]
         for v, dims in zip(op.operands, self.rule(op).operands, strict=True):
             if any(factor in factors for factors in dims):
                 if dims[0] != (factor,) or any(factor in factors for factors in dims[1:]):
-                    return Standing.WHOLE
+                    return Splittable.WHOLE
                 found.append(self.standing(v))
         sizes = {stop - start for start, stop in self.bounds(self.rule(op).sizes[factor])}
         if any(self.part_equation(op, factor, rows) is None for rows in sizes):
-            return Standing.WHOLE
-        return Standing.PARTED if Standing.PARTED in found else min(found)
+            return Splittable.WHOLE
+        return Splittable.PARTED if Splittable.PARTED in found else min(found)
 
     def rule(self, op: Op) -> Rule:
         """The rule of an op."""
@@ -186,7 +186,7 @@ class Parting:
 
     def _reduced(self) -> dict[int, int]:
         pairs = self.reducing.items()
-        return {i: f for i, f in pairs if self._standing_of_operands(self.graph.ops[i], f) is Standing.PARTED}
+        return {i: f for i, f in pairs if self._standing_of_operands(self.graph.ops[i], f) is Splittable.PARTED}
 
     def piece_ends(self, op: Op) -> list[int]:
         """The last row + 1 of each operand in the result of an op that joins rows."""
@@ -267,8 +267,8 @@ class PartedProgram:
     """A program with parts of stacked arrays as inputs and outputs, and what each input and output is a part of."""
 
     program: GraphWithEquations
-    input_parts: tuple[Part, ...]
-    output_parts: tuple[Part, ...]
+    input_parts: tuple[LeafPart, ...]
+    output_parts: tuple[LeafPart, ...]
 
 
 def part_stacks(program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> PartedProgram:
@@ -276,7 +276,7 @@ def part_stacks(program: GraphWithEquations, of_samples: frozenset[int], num_par
 
     of_samples   inputs that hold the batch, and other values whose rows are samples; such are never cut
     """
-    return _Rewriter(Parting(program, of_samples, num_parts)).rewritten()
+    return _StackedRewriter(SplitAnalysis(program, of_samples, num_parts)).rewritten()
 
 
 class _Kind(NamedTuple):
@@ -286,8 +286,8 @@ class _Kind(NamedTuple):
     dtype: str
 
 
-class _Rewriter:
-    def __init__(self, parting: Parting) -> None:
+class _StackedRewriter:
+    def __init__(self, parting: SplitAnalysis) -> None:
         self.parting, self.program, self.graph = parting, parting.program, parting.graph
         self.plain = PlainParams()
         self.values: list[Value] = []
@@ -299,26 +299,26 @@ class _Rewriter:
     def rewritten(self) -> PartedProgram:
         """The program in parts; see `part_stacks`."""
         graph, split = self.graph, self.parting.split
-        inputs: list[tuple[int, Part]] = []
+        inputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]
             for j, rows in enumerate(self.parting.bounds(value.shape[0]) if v in split else ()):
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
                 part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
-                inputs.append((part, Part(leaf=number, rows=rows)))
+                inputs.append((part, LeafPart(leaf=number, rows=rows)))
             if v not in split:
                 self.whole[v] = self._new(value)
-                inputs.append((self.whole[v], Part(leaf=number)))
+                inputs.append((self.whole[v], LeafPart(leaf=number)))
         for op in graph.ops:
             self._rewrite(op)
-        outputs: list[tuple[int, Part]] = []
+        outputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.outputs):
-            if self.parting.standing(v) is Standing.PARTED:
+            if self.parting.standing(v) is Splittable.PARTED:
                 bounds = self.parting.bounds(graph.values[v].shape[0])
-                outputs += [(self._part(v, j), Part(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
+                outputs += [(self._part(v, j), LeafPart(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
             else:
-                outputs.append((self._whole(v), Part(leaf=number)))
+                outputs.append((self._whole(v), LeafPart(leaf=number)))
         made = Graph(
             values=tuple(self.values),
             ops=tuple(self.ops),
@@ -334,7 +334,7 @@ class _Rewriter:
 
     def _rewrite(self, op: Op) -> None:
         rows, factor = rows_read(self.graph, op), self.parting.reduced.get(op.id)
-        if rows is not None and self.parting.standing(op.operands[0]) is Standing.PARTED:
+        if rows is not None and self.parting.standing(op.operands[0]) is Splittable.PARTED:
             self.whole[op.results[0]] = self._rows_of(op.operands[0], rows, op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)

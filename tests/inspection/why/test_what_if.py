@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from alpa_lite.inspection.why.what_if import Candidate, Comparison, PinsCost, varied
+from alpa_lite.inspection.why.what_if import Candidate, ClusterComparison, PinsCost, varied
 
 
 def at(plan, seconds):
@@ -38,9 +38,9 @@ def test_the_fastest_is_the_measure(tensor_plan, pipeline_plan):
         Candidate(cluster=varied(tensor_plan.cluster, memory_bytes=1e6), plan=None, problem="Nothing fits."),
         Candidate(cluster=varied(tensor_plan.cluster, bandwidth_scale=2.0), plan=at(pipeline_plan, 1.0)),
     ]
-    found = Comparison(candidates=tuple(candidates))
+    found = ClusterComparison(candidates=tuple(candidates))
     assert found.fastest == candidates[2].plan
     text = str(found)
     assert "2.00×" in text and "none" in text and "Nothing fits." in text and max(map(len, text.splitlines())) <= 120
     assert [row["problem"] for row in found.to_json()["clusters"]] == [None, "Nothing fits.", None]
-    assert Comparison(candidates=tuple(candidates[1:2])).fastest is None
+    assert ClusterComparison(candidates=tuple(candidates[1:2])).fastest is None

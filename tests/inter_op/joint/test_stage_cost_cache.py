@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import alpa_lite as al
-from alpa_lite.inter_op.joint.stage_cost_cache import Steps
+from alpa_lite.inter_op.joint.stage_cost_cache import StageCostCache
 from alpa_lite.step.layers import make_layers
 from benchmarks.requests import request_of
 from tests.inter_op.test_stage_costs import chain_step
@@ -19,7 +19,7 @@ def test_layers_are_the_same_at_every_number_of_microbatches() -> None:
     weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
     traced = al.parallelize(chain_step).trace(weights, jax.ShapeDtypeStruct((1024, 2048), jnp.float32))
     request = request_of(traced, al.cluster("p3.16xlarge"))
-    steps = Steps(
+    steps = StageCostCache(
         request=request,
         num_layers=NUM_LAYERS,
         stages=(1,),

@@ -13,7 +13,7 @@ from alpa_lite.intra_op.solvers import (
     Elimination,
     IntegerProgram,
     Portfolio,
-    Progress,
+    SolveProgress,
     portfolio,
 )
 from alpa_lite.intra_op.solvers import (
@@ -94,7 +94,7 @@ def test_equal_parts_are_solved_once_and_all_parts_count():
 
 def test_the_caller_may_stop_at_any_time():
     problem = training_step(num_layers=8, num_strategies=16, limit_fraction=0.2)
-    reports: list[Progress] = []
+    reports: list[SolveProgress] = []
     control = Control(stop=lambda: len(reports) > 4, report=reports.append)
     solution = ROUNDS_ONLY.solve(problem, time_limit_seconds=1e6, control=control)
     assert len(reports) < 10

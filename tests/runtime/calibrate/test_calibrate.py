@@ -11,7 +11,7 @@ from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.calibrate.calibrate import Calibration, conclude, quick_cluster
 from alpa_lite.runtime.calibrate.fit import predicted_seconds
 from alpa_lite.runtime.calibrate.probes import Probe
-from alpa_lite.runtime.calibrate.timing import Program, Stopwatch
+from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram
 from cost_models import Cluster, Link, cluster_sources, load_cluster
 from tests.runtime.calibrate.test_fit import GUESS, TRUTH, measurements
 
@@ -27,7 +27,7 @@ def simulate(guess=GUESS, truth=TRUTH, *, alone=None, seed=0, noise=0.0):
             nonlocal now
             now += trips * seconds * float(np.exp(rng.normal(0, noise)))
 
-        return Program(name=name, run=run)
+        return TimedProgram(name=name, run=run)
 
     probes = [
         Probe(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from alpa_lite.runtime.calibrate.timing import Program, Stopwatch, num_samples, time_programs, typical_seconds
+from alpa_lite.runtime.calibrate.timing import Stopwatch, TimedProgram, num_samples, time_programs, typical_seconds
 
 
 class Machine:
@@ -20,7 +20,7 @@ class Machine:
             self.runs.append((name, trips))
             self.now += (self.overhead + trips * seconds) * self.disturb(self.now)
 
-        return Program(name=name, run=run)
+        return TimedProgram(name=name, run=run)
 
     def stopwatch(self, **options):
         return Stopwatch(clock=lambda: self.now, **options)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.program.phases import Part
+from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.exchange import Blanks
 from alpa_lite.runtime.execute.leaves import Leaves
 from alpa_lite.runtime.execute.placing import Alone
@@ -27,11 +27,11 @@ def _leaves(
     """One array in parts of so many rows on the given stages of two devices each, then a whole one."""
     meshes = [Mesh(np.array(devices[2 * i : 2 * i + 2]), ("x",)) for i in range(4)]
     ends = np.cumsum([0, *rows])
-    parts = [Part(leaf=0, rows=(int(a), int(b))) for a, b in pairwise(ends)]
+    parts = [LeafPart(leaf=0, rows=(int(a), int(b))) for a, b in pairwise(ends)]
     whole = NamedSharding(meshes[0], PartitionSpec())
     shardings = [*(NamedSharding(meshes[s], spec) for s in stages), whole]
     shapes = [(b - a, *SHAPE[1:]) for a, b in pairwise(ends.tolist())]
-    return Leaves([*parts, Part(leaf=1)], [*shapes, SHAPE[1:]], shardings, Alone(Blanks()), donated=donated)
+    return Leaves([*parts, LeafPart(leaf=1)], [*shapes, SHAPE[1:]], shardings, Alone(Blanks()), donated=donated)
 
 
 ARRAY = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -99,7 +99,7 @@ def test_a_block_that_is_as_its_stage_wants_it_is_not_given_up(devices: Any) -> 
     meshes = [Mesh(np.array(devices[2 * i : 2 * i + 2]), ("x",)) for i in range(2)]
     specs = PartitionSpec(None, "x"), PartitionSpec(None, None, "x")
     shardings = [NamedSharding(mesh, spec) for mesh, spec in zip(meshes, specs, strict=True)]
-    parts = [Part(leaf=0, rows=(0, 4)), Part(leaf=0, rows=(4, 8))]
+    parts = [LeafPart(leaf=0, rows=(0, 4)), LeafPart(leaf=0, rows=(4, 8))]
     leaves = Leaves(parts, [(4, 4, 6), (4, 4, 6)], shardings, Alone(Blanks()), donated=[True])
     array = jax.device_put(ARRAY, leaves.sharding(0))
     found = leaves.split([array])

@@ -17,14 +17,14 @@ from jax.sharding import Mesh, NamedSharding
 from alpa_lite.lower.emission import boundary_spec
 from alpa_lite.runtime.execute.crossing import Message
 from alpa_lite.runtime.execute.run_transfers import compile_transfer
-from alpa_lite.sharding.transfer import Layout, PlannedTransfer, plan_transfer
+from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
 from tests.sharding.test_transfer import layout, spec, transfers
 
 Y2, Y4, X2Y4, X2Y2 = {"x": 1, "y": 2}, {"x": 1, "y": 4}, {"x": 2, "y": 4}, {"x": 2, "y": 2}
 R, S0, S1 = spec("", "", ""), spec("y", "", ""), spec("", "y", "")
 
 
-def mesh_of(where: Layout) -> Mesh:
+def mesh_of(where: Placement) -> Mesh:
     chosen = np.array(jax.devices()[: where.submesh.devices[-1] + 1])[list(where.submesh.devices)]
     return Mesh(chosen.reshape(where.mesh.shape), where.mesh.axis_names)
 
@@ -44,12 +44,12 @@ def moved(planned: PlannedTransfer, array: Any, dtype: str | None = None) -> tup
     return result, sent
 
 
-def spec_of(where: Layout, rank: int) -> Any:
+def spec_of(where: Placement, rank: int) -> Any:
     """The spec of the array itself: that of keys has no dim for their words."""
     return spec(*("".join(axes) for axes in where.spec.dims[:rank]))
 
 
-def check(shape: tuple[int, ...], source: Layout, target: Layout, dtype: Any = np.float32, **options: Any) -> Any:
+def check(shape: tuple[int, ...], source: Placement, target: Placement, dtype: Any = np.float32, **options: Any) -> Any:
     array = np.arange(prod(shape)).reshape(shape).astype(dtype)
     planned = plan_transfer(shape, array.dtype.itemsize, source, target, devices_per_host=4, **options)
     result, sent = moved(planned, array)

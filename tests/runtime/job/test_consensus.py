@@ -131,7 +131,7 @@ def test_words_are_removed_when_all_have_read_them(kinds: list[str], pauses: lis
     problems: list[BaseException] = []
 
     def process(me: int) -> None:
-        service = _Service(_jax.Job(client=table, process=me, num_processes=3))
+        service = _Service(_jax.JobInfo(client=table, process=me, num_processes=3))
         try:
             for number, kind in enumerate(kinds):
                 time.sleep(0.0002 * pauses[(number * (me + 1)) % len(pauses)])

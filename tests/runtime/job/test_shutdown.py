@@ -17,7 +17,7 @@ from alpa_lite.runtime.checkpoint.shared_errors import in_words
 from alpa_lite.runtime.job import neighbours, shutdown
 from alpa_lite.runtime.job.activity import busy, doing, idle, where
 from alpa_lite.runtime.job.neighbours import Neighbours, place
-from alpa_lite.runtime.job.shutdown import STALE_SECONDS, STUCK_SECONDS, Roll, Vigil, came_to_end
+from alpa_lite.runtime.job.shutdown import STALE_SECONDS, STUCK_SECONDS, Heartbeat, RollCall, came_to_end
 
 
 class Service:
@@ -52,15 +52,15 @@ class Service:
 
 
 @pytest.fixture
-def rolls() -> list[Roll]:
+def rolls() -> list[RollCall]:
     """What three processes say and hear."""
     service: Any = Service()
-    return [Roll(_jax.Job(client=service, process=number, num_processes=3)) for number in range(3)]
+    return [RollCall(_jax.JobInfo(client=service, process=number, num_processes=3)) for number in range(3)]
 
 
-def test_launches_that_wait_for_one_that_has_ended_end_the_others(rolls: list[Roll]) -> None:
+def test_launches_that_wait_for_one_that_has_ended_end_the_others(rolls: list[RollCall]) -> None:
     launches = {"step 7": frozenset({0, 1}), "step 8": frozenset({0, 2})}
-    vigil = Vigil(rolls[0], lambda: launches)
+    vigil = Heartbeat(rolls[0], lambda: launches)
     assert not vigil.look(0.0)
     rolls[1].say("1", "exit code 3")
     assert not vigil.look(1.0) and not vigil.look(0.9 + STUCK_SECONDS)
@@ -68,9 +68,9 @@ def test_launches_that_wait_for_one_that_has_ended_end_the_others(rolls: list[Ro
     assert found.startswith("process 1 came to its end (exit code 3), but process 0 has launched steps")
 
 
-def test_one_that_has_ended_is_not_missed_by_what_moves_or_needs_it_not(rolls: list[Roll]) -> None:
+def test_one_that_has_ended_is_not_missed_by_what_moves_or_needs_it_not(rolls: list[RollCall]) -> None:
     launches = {0: frozenset({0, 2})}
-    vigil = Vigil(rolls[0], lambda: launches)
+    vigil = Heartbeat(rolls[0], lambda: launches)
     rolls[1].say("1", "")
     assert not any(vigil.look(now) for now in (0.0, 20.0, 40.0)), "process 1 takes no part in it"
     for number in range(1, 9):
@@ -81,8 +81,8 @@ def test_one_that_has_ended_is_not_missed_by_what_moves_or_needs_it_not(rolls: l
     assert not vigil.look(500.0)
 
 
-def test_one_that_leaves_is_missed_by_steps_and_no_more_when_it_stays(rolls: list[Roll]) -> None:
-    vigil = Vigil(rolls[0], lambda: {0: frozenset({0, 2})})
+def test_one_that_leaves_is_missed_by_steps_and_no_more_when_it_stays(rolls: list[RollCall]) -> None:
+    vigil = Heartbeat(rolls[0], lambda: {0: frozenset({0, 2})})
     rolls[2].say("leaving 2", "KeyError: 'x'")
     assert not rolls[0].ended(rolls[0].said()), "it still agrees with others that leave"
     assert not vigil.look(0.0)
@@ -91,14 +91,14 @@ def test_one_that_leaves_is_missed_by_steps_and_no_more_when_it_stays(rolls: lis
     assert not vigil.look(3 * STUCK_SECONDS)
 
 
-def test_a_failure_ends_all(rolls: list[Roll]) -> None:
-    vigil = Vigil(rolls[0], dict)
+def test_a_failure_ends_all(rolls: list[RollCall]) -> None:
+    vigil = Heartbeat(rolls[0], dict)
     rolls[2].say("first", '[2, "ValueError"]', once=True)
     rolls[1].say("first", '[1, "its consequence"]', once=True)
     assert vigil.look(0.0) and rolls[0].said()["first"] == '[2, "ValueError"]'
 
 
-def test_the_roll_tells_who_is_lost(rolls: list[Roll]) -> None:
+def test_the_roll_tells_who_is_lost(rolls: list[RollCall]) -> None:
     assert rolls[0].silent(0.1) == [], "nobody has said that he listens"
     for each in rolls:
         each.listen()
@@ -110,7 +110,7 @@ def test_the_roll_tells_who_is_lost(rolls: list[Roll]) -> None:
     assert rolls[2].silent(0.1) == [], "the first one does not answer: JAX ends all"
 
 
-def test_roll_calls_before_the_last_one_are_removed(rolls: list[Roll]) -> None:
+def test_roll_calls_before_the_last_one_are_removed(rolls: list[RollCall]) -> None:
     rolls[0].listen()
     for _ in range(5):
         assert rolls[0].silent(0.1) == []
@@ -119,11 +119,11 @@ def test_roll_calls_before_the_last_one_are_removed(rolls: list[Roll]) -> None:
 
 def test_last_words_take_longer_where_there_are_more() -> None:
     service: Any = Service()
-    few, many = (Roll(_jax.Job(client=service, process=0, num_processes=n)) for n in (2, 1000))
+    few, many = (RollCall(_jax.JobInfo(client=service, process=0, num_processes=n)) for n in (2, 1000))
     assert few.last_words_seconds() < 5 and 20 <= many.last_words_seconds() <= 60
 
 
-def test_one_that_is_busy_says_so_again_and_again(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_busy_says_so_again_and_again(rolls: list[RollCall], monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said long ago does not count: Python may not run there any more."""
     now = [100.0]
     monkeypatch.setattr(shutdown.time, "monotonic", lambda: now[0])
@@ -180,14 +180,14 @@ def test_a_neighbour_that_is_stopped_is_seen_and_told_to_go_on() -> None:
             other.kill()
 
 
-def _answer_soon(roll: Roll) -> None:
+def _answer_soon(roll: RollCall) -> None:
     while "call 1" not in (said := roll.said()):
         pass
     roll.answer(said)
 
 
-def test_at_its_exit_a_process_waits_for_the_others(rolls: list[Roll]) -> None:
-    vigils = [Vigil(each, dict, seconds=0.2) for each in rolls]
+def test_at_its_exit_a_process_waits_for_the_others(rolls: list[RollCall]) -> None:
+    vigils = [Heartbeat(each, dict, seconds=0.2) for each in rolls]
     assert vigils[0].wait_for_all() == "processes 1, 2 went on for 0 s after process 0 had come to its end"
     rolls[1].say("1", "")
     assert "process 1 went on" not in vigils[0].wait_for_all()
@@ -196,9 +196,9 @@ def test_at_its_exit_a_process_waits_for_the_others(rolls: list[Roll]) -> None:
     assert vigils[0].wait_for_all() == "another process failed", "those that fail have said that they end, too"
 
 
-def test_one_that_has_left_the_job_waits_for_nobody_at_its_exit(rolls: list[Roll]) -> None:
+def test_one_that_has_left_the_job_waits_for_nobody_at_its_exit(rolls: list[RollCall]) -> None:
     """As after `jax.distributed.shutdown()`: JAX knows of no job, as here."""
-    Vigil(rolls[0], lambda: {0: frozenset({0, 1})}, seconds=60.0)._at_exit()
+    Heartbeat(rolls[0], lambda: {0: frozenset({0, 1})}, seconds=60.0)._at_exit()
     assert rolls[0].said() == {}
 
 
