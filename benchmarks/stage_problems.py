@@ -97,15 +97,16 @@ def recorded_solves() -> Iterator[list[Solve]]:
 def plan_case(name: str) -> None:
     """Plan a case, in this process."""
     if name.startswith(_WRITTEN_OUT):
-        model = GPT(num_layers=int(name.removeprefix(_WRITTEN_OUT)), hidden=1024, num_heads=16, seq_len=1024)
+        model = GPT(num_layers=int(name.removeprefix(_WRITTEN_OUT)), hidden=512, num_heads=8, seq_len=256)
         weights = jax.eval_shape(model.init, jax.random.key(0))
-        tokens = jax.ShapeDtypeStruct((64, model.seq_len + 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((64, model.seq_len), jnp.int32)
 
-        def step(weights: Any, tokens: Any) -> tuple[Any, Any]:
-            loss, slopes = jax.value_and_grad(model.loss_fn)(weights, tokens)
+        def step(weights: Any, batch: Any) -> tuple[Any, Any]:
+            loss, slopes = jax.value_and_grad(model.loss_fn)(weights, batch)
             return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, slopes), loss
 
-        al.plan(step, weights, tokens, cluster=al.cluster("dgx-a100"), planner=al.planners.Zero())
+        batch = {"tokens": tokens, "targets": tokens}
+        al.plan(step, weights, batch, cluster=al.cluster("dgx-a100"), planner=al.planners.Zero(), cache=False)
         return
     case = CASES[name]
     al.plan(case.train_step(), *case.arguments(), cluster=case.cluster, cache=False)
