@@ -24,13 +24,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from alpa_lite.program.kernel import kernel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-kernel = njit(cache=True, nogil=True)
 
 
 class StageArrays(NamedTuple):

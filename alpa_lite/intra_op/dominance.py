@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
 from alpa_lite.intra_op.reductions import Workspace
+from alpa_lite.program.kernel import kernel
 
 _ROUNDING = 1e-13
 
@@ -59,7 +59,7 @@ def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:
     return least[:, None] - matrix[:, matrix.argmin(axis=1)].T
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _least_differences(
     matrix: FloatArray, worse: IntArray, better: IntArray, enough: FloatArray, found: FloatArray
 ) -> None:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from alpa_lite.program.kernel import kernel
 from alpa_lite.sharding.specs import Move, Spec, moves, sent_bytes_factor
 
 FloatArray = NDArray[np.float64]
@@ -201,7 +201,7 @@ class Walks:
         return found
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _search(
     start: IntArray, stop: IntArray, target: IntArray, cost: FloatArray, source: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -229,7 +229,7 @@ def _search(
     return order[:done].copy(), last
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _add_up(found: FloatArray, order: NDArray[np.int32], before: IntArray, seconds: FloatArray) -> None:
     for i in range(order.size):
         found[order[i]] = found[before[i]] + seconds[i]

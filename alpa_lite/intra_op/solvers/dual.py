@@ -32,8 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
-from alpa_lite.intra_op.solvers.flat_problem import Flat, kernel, usage_of
+from alpa_lite.intra_op.solvers.flat_problem import Flat, usage_of
 from alpa_lite.intra_op.solvers.solver import no_halt
+from alpa_lite.program.kernel import kernel
 
 _FIRST_STEP = 0.1
 _SHRINK = 0.7

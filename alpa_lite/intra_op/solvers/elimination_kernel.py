@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
-from alpa_lite.intra_op.solvers.flat_problem import kernel
+from alpa_lite.program.kernel import kernel
 
 
 class FlatTables(NamedTuple):

@@ -19,12 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
-
-kernel = njit(cache=True, nogil=True)
+from alpa_lite.program.kernel import kernel
 
 
 class Flat(NamedTuple):

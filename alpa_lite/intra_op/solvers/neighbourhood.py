@@ -28,8 +28,9 @@ from typing import NamedTuple
 import numpy as np
 
 from alpa_lite.intra_op.problem import FloatArray, IntArray
-from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, kernel, overrun_of, usage_of, with_rows
+from alpa_lite.intra_op.solvers.flat_problem import Flat, add_usage, cost_of, overrun_of, usage_of, with_rows
 from alpa_lite.intra_op.solvers.solver import no_halt
+from alpa_lite.program.kernel import kernel
 
 _MAX_BLOCK = 100
 _MAX_TREES = 3
