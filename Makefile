@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.13 python3.12; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: .venv demo test lint format docs dist clean
+.PHONY: .venv demo test test-all lint format docs dist clean
 
 .venv: $(STAMP)
 
@@ -22,8 +22,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/alpa-lite demo
 
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
+
+# What `make test` leaves out comes after it.
+test-all: test
+	$(PYTEST) -m "slow and not long"
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.sampling import mark_slow_cases
+
 NUM_DEVICES = 8
 MAX_MAPS = 20_000
 """A third of the memory maps that Linux allows a process. Each program that XLA compiles takes several, and where they
@@ -50,6 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave cases out of the quick run, unless single tests are named on the command line."""
+    if not any("::" in argument for argument in config.args):
+        mark_slow_cases(items, pytest.mark.slow)
 
 
 settings.register_profile(

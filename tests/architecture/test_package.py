@@ -120,7 +120,7 @@ def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_doctor_quickstart_demo_and_bench_pass_in_an_empty_environment(empty_environment: Path, tmp_path: Path) -> None:
     """Needs a package index that pip reaches."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -17,7 +17,7 @@ from tests.mutations import damaged, mutated
 PINS = "state/params/head: [null, model]\nlayers/0/w: [[replica, data], null]\nboth: &x [null]\nthere: *x\n"
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 def test_any_change_is_a_sentence_or_pins(count: int, tmp_path: Path) -> None:
     path = tmp_path / "pins.yaml"
 

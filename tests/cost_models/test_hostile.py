@@ -21,7 +21,7 @@ REAL: list[dict[str, Any]] = [
     *(json.loads((FILES / f"{name}.json").read_text()) for name in known_clusters()[:8]),
     load_cluster("p3.16xlarge").to_json(),
 ]
-FUZZ = pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
+FUZZ = pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 
 
 @FUZZ

@@ -163,10 +163,10 @@ def alone(text: str, folder: Path, victim: int) -> tuple[list[int], list[str], f
     ("how", "when"),
     [
         ("raise KeyError('mine')", "between steps"),
-        pytest.param("raise KeyError('mine')", "before the plan", marks=pytest.mark.slow),
-        pytest.param("sys.exit(3)", "between steps", marks=pytest.mark.slow),
-        pytest.param("sys.exit(0)", "between steps", marks=pytest.mark.slow),
-        pytest.param("sys.exit('no data')", "before the plan", marks=pytest.mark.slow),
+        pytest.param("raise KeyError('mine')", "before the plan", marks=pytest.mark.long),
+        pytest.param("sys.exit(3)", "between steps", marks=pytest.mark.long),
+        pytest.param("sys.exit(0)", "between steps", marks=pytest.mark.long),
+        pytest.param("sys.exit('no data')", "before the plan", marks=pytest.mark.long),
     ],
 )
 def test_one_that_fails_or_leaves_without_a_launcher_is_named_by_all(how: str, when: str, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_one_that_fails_or_leaves_without_a_launcher_is_named_by_all(how: str, w
     assert all(each.lower().count(text.lower()) for each, text in zip(printed, told, strict=True)), printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["begin", "write"])
 def test_one_that_is_lost_during_a_save_is_named_and_space_is_not_looked_for(how: str, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")

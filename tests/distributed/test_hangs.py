@@ -56,13 +56,13 @@ def ended(how: str, victim: int, folder: Path) -> tuple[list[int], list[str], fl
     ("how", "victim", "place"),
     [
         ("sleeps", 1, "sleeps"),
-        pytest.param("sleeps", 0, "sleeps", marks=pytest.mark.slow),
-        pytest.param("sleeps before the plan", 1, "sleeps", marks=pytest.mark.slow),
-        pytest.param("loops", 0, "loops", marks=pytest.mark.slow),
+        pytest.param("sleeps", 0, "sleeps", marks=pytest.mark.long),
+        pytest.param("sleeps before the plan", 1, "sleeps", marks=pytest.mark.long),
+        pytest.param("loops", 0, "loops", marks=pytest.mark.long),
         ("is stopped", 1, "is_stopped"),
         ("is stopped, seen late", 1, "is_stopped"),
-        pytest.param("is stopped", 0, "is_stopped", marks=pytest.mark.slow),
-        pytest.param("gathers", 1, "gathers", marks=pytest.mark.slow),
+        pytest.param("is stopped", 0, "is_stopped", marks=pytest.mark.long),
+        pytest.param("gathers", 1, "gathers", marks=pytest.mark.long),
     ],
 )
 def test_a_hang_ends_all_and_tells_where_they_are(how: str, victim: int, place: str, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_hang_ends_all_and_tells_where_they_are(how: str, victim: int, place: 
             assert line[2].startswith("has done" if number == victim else "waits for")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_python_does_not_run_the_others_say_so_and_jax_ends_it(tmp_path: Path) -> None:
     codes, printed, seconds = ended("keeps the lock", 1, tmp_path)
     assert codes == [HUNG, -signal.SIGABRT, HUNG] and seconds < LONGEST_SECONDS, (codes, printed)
@@ -93,7 +93,7 @@ def test_where_python_does_not_run_the_others_say_so_and_jax_ends_it(tmp_path: P
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [("compiles", 1), pytest.param("compiles", 0, marks=pytest.mark.slow), ("plans", 0)],
+    [("compiles", 1), pytest.param("compiles", 0, marks=pytest.mark.long), ("plans", 0)],
 )
 def test_work_that_takes_longer_than_the_patience_is_no_hang(how: str, victim: int, tmp_path: Path) -> None:
     codes, printed, _ = ended(how, victim, tmp_path)
@@ -102,7 +102,7 @@ def test_work_that_takes_longer_than_the_patience_is_no_hang(how: str, victim: i
     assert AT < STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["sleeps", "is stopped", "keeps the lock"])
 def test_under_the_launcher_the_exit_code_is_that_of_a_hang(how: str) -> None:
     done = run(3, 1, "-m", "tests.distributed.hangs", how, "1", timeout=240)

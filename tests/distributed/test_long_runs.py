@@ -32,7 +32,7 @@ def test_steps_of_a_job_hold_nothing() -> None:
         assert rows[-1]["keys"] <= rows[0]["keys"] + 1, rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_saves_of_a_job_leave_no_words() -> None:
     pytest.importorskip("orbax.checkpoint")
     for rows in answers(run(2, 1, "-m", "tests.distributed.long_runs", "saves", "20")).values():
@@ -52,7 +52,7 @@ def test_steps_of_one_process_hold_nothing() -> None:
     assert_constant(alone("alone", "1000"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shapes_hold_their_executables_and_no_threads_or_descriptors() -> None:
     """About as much memory as `jax.jit` holds for each."""
     mine, jits = alone("shapes", "40"), alone("jit-shapes", "40")

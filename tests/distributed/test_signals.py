@@ -42,13 +42,13 @@ def told(how: str, victims: list[int], folder: Path) -> tuple[list[int], list[st
     return codes, [path.read_text() for path in printed]
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_sigterm_ends_a_job_that_never_asks(victim: int, tmp_path: Path) -> None:
     codes, printed = told("never", [victim], tmp_path)
     assert codes[victim] == -signal.SIGTERM and all(codes), (codes, printed)
 
 
-@pytest.mark.parametrize("victims", [[1], *(pytest.param(each, marks=pytest.mark.slow) for each in ([0], [2, 1, 0]))])
+@pytest.mark.parametrize("victims", [[1], *(pytest.param(each, marks=pytest.mark.long) for each in ([0], [2, 1, 0]))])
 def test_those_that_ask_stop_after_the_same_step(victims: list[int], tmp_path: Path) -> None:
     """Whichever got the signal, and though one is far ahead of the others."""
     pytest.importorskip("orbax.checkpoint")
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     [
         ("default", "interrupted", 9),
         ("best", "plan interrupted", 0),
-        pytest.param("raise", "interrupted", 0, marks=pytest.mark.slow),
+        pytest.param("raise", "interrupted", 0, marks=pytest.mark.long),
     ],
 )
 def test_ctrl_c_in_a_script(on_interrupt: str, answer: str, code: int, tmp_path: Path, default_interrupt: Any) -> None:

@@ -108,7 +108,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[flo
     return found
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.long)])
 def test_killed_at_random_the_run_is_what_it_would_have_been(kills: int, tmp_path: Path) -> None:
     num_steps, rng = 10 * kills, random.Random(kills)
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
@@ -150,7 +150,7 @@ def test_fewer_or_more_processes_take_over(uninterrupted: dict[int, set[float]],
     np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_signal_to_one_process_stops_all_after_the_same_step(
     which: int, uninterrupted: dict[int, set[float]], tmp_path: Path
@@ -165,7 +165,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
     assert trajectory(tmp_path) == uninterrupted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_stands_still_for_a_while_is_waited_for(
     uninterrupted: dict[int, set[float]], tmp_path: Path
 ) -> None:
@@ -182,9 +182,9 @@ def test_a_process_that_stands_still_for_a_while_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    "victim", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+    "victim", [1, pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_without_a_launcher_the_others_end_and_tell_who_is_lost(
     how: signal.Signals, victim: int, tmp_path: Path
 ) -> None:

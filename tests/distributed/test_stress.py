@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.launched import run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("processes", "devices"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
 def test_overlapping_groups_in_one_order(processes: int, devices: int, seed: int) -> None:

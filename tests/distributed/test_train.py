@@ -31,7 +31,7 @@ def trained(processes: int, devices: int, model: str, *plans: str) -> list[Any]:
     return found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_inside_processes_and_one_stage_over_all() -> None:
     pipeline, spmd = trained(2, 2, "gpt_plain", "a stage per process:blocks", "fsdp")
     assert pipeline["stages"] == ["devices 0..1", "devices 2..3"] and pipeline["sent_bytes"] > 0
@@ -45,7 +45,7 @@ def test_stages_that_span_processes_and_uneven_ones(model: str) -> None:
     assert uneven["stages"] == ["devices 0..3", "devices 4..4", "devices 5..5"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "gpt_stacked"])
 @pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2), (3, 2)])
 def test_everywhere(processes: int, devices: int, model: str) -> None:

@@ -40,7 +40,7 @@ SLOW = [("cnn", "auto", 4), ("gpt", "data_parallel", 4), ("gpt", "zero_2", 1), (
 
 
 @pytest.mark.parametrize(
-    ("model", "planner", "num_microbatches"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    ("model", "planner", "num_microbatches"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW)]
 )
 def test_the_collectives_that_run_are_those_of_the_plan(
     model: str, planner: str, num_microbatches: int, devices: Any

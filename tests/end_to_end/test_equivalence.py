@@ -74,7 +74,7 @@ def test_five_steps_give_the_same_loss_gradients_and_state(case: Case, devices: 
     _check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in FULL if c not in QUICK], ids=lambda case: "-".join(map(str, case)))
 def test_five_steps_give_the_same_loss_gradients_and_state_everywhere(case: Case, devices: Any) -> None:
     _check(case)
@@ -158,7 +158,7 @@ ADAM: list[Any] = [
     *[("mlp", planner, 4, "mean", "adamw+clip") for planner in ("auto", "fsdp", "pipeline_2", "hybrid")],
     ("mlp", "zero_2", 1, "sum", "adamw"),
     ("gpt", "zero_2", 4, "mean", "adamw"),
-    *[pytest.param(case, marks=pytest.mark.slow) for case in ADAM_SLOW],
+    *[pytest.param(case, marks=pytest.mark.long) for case in ADAM_SLOW],
 ]
 
 

@@ -57,7 +57,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in SLOW)],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_five_steps_give_the_same_loss_gradients_and_state(case: tuple[str, int, int, int, str], devices: Any) -> None:
@@ -82,7 +82,7 @@ def test_stages_run_on_the_devices_that_the_schedule_deals_them(devices: Any) ->
     assert ran == [(stage, b) for stage in (0, 4) for b in range(4)]
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
 def test_the_collectives_that_run_are_those_of_the_plan(model: str, devices: Any) -> None:
     compiled = _compiled(Training(model=model, optimizer="momentum+clip"), _interleaved(2, 2, model=2), 4)
     assert handed_over(compiled) == emitted(compiled) == planned(compiled.plan)

@@ -46,7 +46,7 @@ def test_manual_plans_run_as_planned(planner: str, model: str, devices: Any) -> 
     _check(planner, model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_whole_table(planner: str, model: str, devices: Any) -> None:

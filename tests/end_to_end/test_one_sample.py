@@ -54,8 +54,8 @@ TWO_STAGES = Hybrid(pipeline=2, data=1, model=2, context=2)
     ("recompute", "planner"),
     [
         ("full", TWO_STAGES),
-        pytest.param("selective", TWO_STAGES, marks=pytest.mark.slow),
-        pytest.param("none", PLANNERS["megatron"], marks=pytest.mark.slow),
+        pytest.param("selective", TWO_STAGES, marks=pytest.mark.long),
+        pytest.param("none", PLANNERS["megatron"], marks=pytest.mark.long),
     ],
 )
 def test_a_transformer_in_micro_batches_of_one_sample(recompute: Recompute, planner: Planner, devices: Any) -> None:
@@ -99,7 +99,7 @@ CONTEXT = Hybrid(data=1, model=2, context=4)
 
 
 @pytest.mark.parametrize(
-    ("recompute", "planner"), [("full", CONTEXT), pytest.param("selective", TWO_STAGES, marks=pytest.mark.slow)]
+    ("recompute", "planner"), [("full", CONTEXT), pytest.param("selective", TWO_STAGES, marks=pytest.mark.long)]
 )
 def test_a_batch_of_one_sample(recompute: Recompute, planner: Planner, devices: Any) -> None:
     step, args = _training(_transformer(recompute), 1, jax.random.key(1))

@@ -34,7 +34,7 @@ def test_what_is_no_sum_over_samples_runs_without_micro_batches(name: str, devic
     _check(name, "hybrid", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("planner", ["data_parallel", "megatron", "fsdp", "pipeline_2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_under_every_kind_of_plan(name: str, planner: str, devices: Any) -> None:

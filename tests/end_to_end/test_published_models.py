@@ -38,7 +38,7 @@ def test_steps_equal_jit(case: tuple[str, str, int], devices: Any) -> None:
     _check(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in TABLE if c not in QUICK], ids=lambda case: "-".join(map(str, case)))
 def test_steps_equal_jit_everywhere(case: tuple[str, str, int], devices: Any) -> None:
     _check(*case)

@@ -37,7 +37,7 @@ CASES = [
     ("mlp", "gpipe", "full", 4),
     ("mlp", "hybrid", "selective", 1),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.long)
         for case in [
             ("gpt", "hybrid", "full", 4),
             ("gpt_scan", "data_parallel", "full", 4),

@@ -79,7 +79,7 @@ def test_all_planners(name: str, planner: str, tmp_path: Path) -> None:
         _check(EXTREMES[name], cluster, planner, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_very_many_parameters(planner: str, tmp_path: Path) -> None:
     _check(VERY_MANY, CLUSTERS["eight devices"], planner, tmp_path)

@@ -157,7 +157,7 @@ def test_the_process_knows_its_age():
     assert 0.0 <= seconds_since_start() < 24 * 3600
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("ending", ["json", "json.gz"])
 def test_any_damage_is_a_sentence_or_a_problem(ending: str, count: int, tmp_path: Path):
     path = tmp_path / f"problem.{ending}"

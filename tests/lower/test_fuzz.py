@@ -43,7 +43,7 @@ def test_drawn_calls_agree_on_blocks(primitive, devices):
     check(primitive, devices, EXAMPLES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("primitive", sorted(CALLS))
 def test_many_drawn_calls_agree_on_blocks(primitive, devices):
     check(primitive, devices, MANY)

@@ -113,7 +113,7 @@ def test_loops_have_placements_for_each_body_and_operand() -> None:
         _refused(_with_ops(plan, {**ops, number: wrong}), made, r"is placed|cannot read")
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [1, pytest.param(60, marks=pytest.mark.long)])
 def test_made_up_plans_that_fit_run_as_the_step(runs: int) -> None:
     """Placements are changed at random; whatever is not refused computes what `jax.jit` does."""
     training, chance, done = Training(model="mlp", num_steps=1), random.Random(runs), 0

@@ -86,7 +86,7 @@ def _plans(count: int) -> Any:
     return st.sampled_from(REAL if count > 100 else FEW)
 
 
-FUZZ = pytest.mark.parametrize("count", [40, pytest.param(3000, marks=pytest.mark.slow)])
+FUZZ = pytest.mark.parametrize("count", [40, pytest.param(3000, marks=pytest.mark.long)])
 
 
 @FUZZ
@@ -131,7 +131,7 @@ def test_changes_that_look_right_are_a_sentence_or_a_plan(count: int) -> None:
     assert seen["lowered"] and seen["refused before it was read"] and seen["refused before it was lowered"]
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 def test_any_damage_of_a_file_is_a_sentence(count: int, tmp_path: Path) -> None:
     """Flipped, lost and added bytes: the checksum says so, or it is no JSON any more."""
     path = tmp_path / "plan.json"

@@ -92,7 +92,7 @@ def _shapes_of(family: str) -> Any:
     return replace(WIDE, experts=experts, **sizes), 64
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["GPT", "MoE", "Wide-ResNet"])
 def test_the_search_is_never_behind_the_best_grid(family: str) -> None:
     model, samples = _shapes_of(family)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULE = '''
+MODULE = """
 from typing import NamedTuple
 
 from alpa_lite.program.kernel import kernel
@@ -26,7 +26,7 @@ def total(pair: {name}) -> int:
 
 
 PAIR = {name}(1, 2)
-'''
+"""
 
 
 def test_a_class_in_a_signature_may_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_rules_of_drawn_calls_agree_with_shardy(primitive):
     compare(primitive, EXAMPLES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("primitive", COMPARED)
 def test_rules_of_many_drawn_calls_agree_with_shardy(primitive):
     compare(primitive, MANY)

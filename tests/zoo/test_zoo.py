@@ -1,6 +1,6 @@
 """Real training programs equal `jax.jit` under every kind of plan, after two steps and in every leaf.
 
-By default some programs of each family run under one planner each, and the planners take turns. The slow tests run all
+By default some programs of each family run under one planner each, and the planners take turns. The long tests run all
 pairs, and two micro-batches: a step that is no sum over its samples must then be refused, in a sentence and by no other
 error.
 """
@@ -33,7 +33,7 @@ DEFAULT = (
     "host_callback printing decode_one_token generate_in_fori_loop half_precision_with_loss_scale "
     "operation_while_of_each_sample"
 ).split()
-"""One or a few programs of each family; the rest is for the slow tests."""
+"""One or a few programs of each family; the rest is for the long tests."""
 REFUSALS = (al.errors.NonAdditiveError, al.errors.BatchError, al.errors.TraceError)
 
 
@@ -59,14 +59,14 @@ def test_program(name: str, planner: str, devices: Any) -> None:
     check(name, planner, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("planner", TURNS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_under_every_kind_of_plan(name: str, planner: str, devices: Any) -> None:
     check(name, planner, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("planner", TURNS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_in_micro_batches_is_equal_or_refused(name: str, planner: str, devices: Any) -> None:

@@ -462,7 +462,7 @@ class Runs:
         self.process.wait(20)
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_goes_on_from_the_last_complete_checkpoint(kills: int, tmp_path: Path) -> None:
     runs, chance = Runs(tmp_path), random.Random(kills)
     try:

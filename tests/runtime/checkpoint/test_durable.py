@@ -142,7 +142,7 @@ def test_the_model_would_see_it(what: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["going back", "the same step again", "only the newest"])
-@pytest.mark.parametrize("code", [pytest.param(5, marks=pytest.mark.slow), 28])
+@pytest.mark.parametrize("code", [pytest.param(5, marks=pytest.mark.long), 28])
 def test_whichever_operation_fails_nothing_complete_is_lost(name: str, code: int, tmp_path: Path) -> None:
     keep, run = RUNS[name]
     last = 4 if name == "going back" else len(run)

@@ -99,7 +99,7 @@ def test_one_process_restores_what_two_saved(said: tuple[Path, list[dict[str, An
     assert (jax.random.key_data(state["keys"]) == global_values()["keys"]).all() and state["epoch"] == 5
 
 
-@pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_what_goes_wrong_on_one_process_is_told_on_all_and_holds_up_nobody(fails: int, tmp_path: Path) -> None:
     planned("mlp", "hybrid").last_plan.save(tmp_path / "plan.json")
     found = _run_two(tmp_path / "run", fails=fails)

@@ -126,7 +126,7 @@ def test_sixteen_devices_with_no_settings_do_not_hang() -> None:
     assert "steps of 64 micro-batches" in _stressed(64, 2, None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [None, 64])
 def test_sixteen_devices_do_not_hang_in_many_steps(threads: int | None) -> None:
     assert "steps of 64 micro-batches" in _stressed(64, 40, threads)

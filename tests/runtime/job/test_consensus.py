@@ -44,7 +44,7 @@ def test_one_process_agrees_with_itself():
     assert agreed_data([1, "a"]) == [1, "a"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_describe_the_same_cluster(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
