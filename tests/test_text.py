@@ -2,7 +2,17 @@
 
 import pytest
 
-from alpa_lite import text
+from alpa_lite.text import (
+    read_bytes,
+    short_source,
+    short_sources,
+    show_about,
+    show_bytes,
+    show_count,
+    show_numbers,
+    show_range,
+    show_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +27,7 @@ from alpa_lite import text
     ],
 )
 def test_bytes(size, text):
-    assert text.show_bytes(size) == text
+    assert show_bytes(size) == text
 
 
 @pytest.mark.parametrize(
@@ -25,7 +35,7 @@ def test_bytes(size, text):
     [(0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.99999, "1.00 s"), (3e-6, "3.00 µs"), (2e-8, "0.02 µs")],
 )
 def test_seconds(seconds, text):
-    assert text.show_seconds(seconds) == text
+    assert show_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -33,14 +43,14 @@ def test_seconds(seconds, text):
     [(0.1, "1 s"), (7.4, "7 s"), (43.2, "45 s"), (58.0, "1 min"), (89.0, "1 min"), (100.0, "2 min"), (1e4, "167 min")],
 )
 def test_estimates_are_coarse(seconds, text):
-    assert text.show_about(seconds) == text
+    assert show_about(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"), [([], ""), ([3], "3"), ([2, 0, 1], "0–2"), ([0, 1, 4, 6, 7], "0–1, 4, 6–7")]
 )
 def test_numbers(numbers, text):
-    assert text.show_numbers(numbers) == text
+    assert show_numbers(numbers) == text
 
 
 @pytest.mark.parametrize(
@@ -54,13 +64,13 @@ def test_numbers(numbers, text):
     ],
 )
 def test_short_source(source, text):
-    assert text.short_source(source) == text
+    assert short_source(source) == text
 
 
 def test_count_and_range():
-    assert text.show_count(1, "micro-batch") == "1 micro-batch"
-    assert text.show_count(2, "micro-batch") == "2 micro-batches"
-    assert (text.show_range(2, 2), text.show_range(2, 5)) == ("2", "2–5")
+    assert show_count(1, "micro-batch") == "1 micro-batch"
+    assert show_count(2, "micro-batch") == "2 micro-batches"
+    assert (show_range(2, 2), show_range(2, 5)) == ("2", "2–5")
 
 
 @pytest.mark.parametrize(
@@ -68,15 +78,15 @@ def test_count_and_range():
     [("40GB", 4e10), ("40 GiB", 40 * 2.0**30), ("1.5kB", 1500), ("512m", 5.12e8), ("16000", 16000), ("1e9", 1e9)],
 )
 def test_sizes_are_read(text, expected):
-    assert text.read_bytes(text) == expected
+    assert read_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "40 parsecs", "-"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError):
-        text.read_bytes(text)
+        read_bytes(text)
 
 
 def test_places_within_a_text():
     text = "when dot at /long/way/models/gpt.py:12:3 (mlp.<locals>.f) runs on float32[2,3]"
-    assert text.short_sources(text) == "when dot at models/gpt.py:12 runs on float32[2,3]"
+    assert short_sources(text) == "when dot at models/gpt.py:12 runs on float32[2,3]"
