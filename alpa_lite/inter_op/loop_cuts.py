@@ -182,8 +182,14 @@ def _reads_rows_apart(step: StepGraph, layers: Layers) -> bool:
 
 def _layers_of(graph: Graph, layers: Layers, op: Op) -> set[int]:
     """The layers that run an op; of one that is repeated, those of its readers."""
-    home = layers.of_op[op.id]
-    if home is not None:
-        return {home}
-    readers = (graph.ops[c] for r in op.results for c in graph.consumers[r])
-    return set[int]().union(*(_layers_of(graph, layers, reader) for reader in readers))
+    found, seen, waiting = set[int](), {op.id}, [op]
+    while waiting:
+        op = waiting.pop()
+        home = layers.of_op[op.id]
+        if home is not None:
+            found.add(home)
+            continue
+        readers = {c for r in op.results for c in graph.consumers[r]} - seen
+        seen |= readers
+        waiting += (graph.ops[c] for c in readers)
+    return found

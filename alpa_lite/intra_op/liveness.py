@@ -271,10 +271,14 @@ class _LiveScope:
     def _readers(self, value: int) -> list[int]:
         """The ops that read a value, through those that rename it."""
         found: list[int] = []
-        for c in self.graph.consumers[value]:
-            if c in self.here:
-                named = self._renamed(c, value)
-                found += [reader for r in named for reader in self._readers(r)] if named else [c]
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            for c in self.graph.consumers[value]:
+                if c in self.here:
+                    named = self._renamed(c, value)
+                    waiting += named
+                    found += [] if named else [c]
         return found
 
     def _renamed(self, op_id: int, value: int) -> Sequence[int]:

@@ -104,24 +104,31 @@ class PartialSums:
         """True for an addition in the update of nothing but sums that came out of the loop (the uses of a weight)."""
         if scope > 0 or op.primitive not in ADDITIONS or self.in_loop(scope, op):
             return False
-        return all(self._is_pending(v) for v in op.operands)
+        return self._pending.issuperset(op.operands)
 
-    def _is_pending(self, v: int) -> bool:
-        """True for a sum of the loop, or what is linear in such alone, that one op of this stage reads and no more."""
-        graph = self.view.graph
-        producer = graph.producer[v]
-        if producer is None or v in self.view.leaves or len(graph.consumers[v]) != 1:
-            return False
-        op = graph.ops[producer]
-        if v in self.crossing or self.adds_sums(0, op):
-            return True
-        linear = () if op.bodies else rule_of_op(graph, producer).linear
-        return len(linear) == 1 and len(linear[0]) == 1 and self._is_pending(op.operands[linear[0][0]])
+    @cached_property
+    def _pending(self) -> frozenset[int]:
+        """Sums of the loop, and what is linear in such alone, that one op of this stage reads and no more.
+
+        Operands come before results in a program, so that one pass decides, however long a chain of additions is.
+        """
+        graph, leaves = self.view.graph, self.view.leaves
+        pending: set[int] = set()
+        for op in graph.ops:
+            if pending.isdisjoint(op.operands):
+                candidates = self.crossing.intersection(op.results)
+            else:
+                added = op.primitive in ADDITIONS and not self.in_loop(0, op) and pending.issuperset(op.operands)
+                linear = () if op.bodies else rule_of_op(graph, op.id).linear
+                alone = len(linear) == 1 and len(linear[0]) == 1 and op.operands[linear[0][0]] in pending
+                candidates = op.results if added or alone else self.crossing.intersection(op.results)
+            pending.update(v for v in candidates if v not in leaves and len(graph.consumers[v]) == 1)
+        return frozenset(pending)
 
     def feeds_sums(self, v: int) -> bool:
         """True for a sum of the loop that reaches an addition of sums by ops that are linear in it alone."""
         graph = self.view.graph
-        while self._is_pending(v):
+        while v in self._pending:
             op = graph.ops[graph.consumers[v][0]]
             if self.adds_sums(0, op):
                 return True

@@ -141,13 +141,12 @@ def free_ops(graph: Graph) -> frozenset[int]:
 
 def is_zero(graph: Graph, value: int) -> bool:
     """True when a value is known to be all zeros."""
-    v = graph.values[value]
-    if v.literal is not None:
-        return v.literal == 0
-    producer = graph.producer[value]
-    if producer is None:
-        return False
-    op = graph.ops[producer]
-    return op.primitive in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(
-        graph, op.operands[0]
-    )
+    while graph.values[value].literal is None:
+        producer = graph.producer[value]
+        if producer is None:
+            return False
+        op = graph.ops[producer]
+        if op.primitive not in ("broadcast_in_dim", "convert_element_type", "copy", "reshape"):
+            return False
+        value = op.operands[0]
+    return graph.values[value].literal == 0
