@@ -1,6 +1,6 @@
-"""What users call: `parallelize`, `plan`, `check`, and each step between a function and its execution.
+"""The functions that users call: `parallelize`, `plan`, `check`, and each step between a function and its execution.
 
-Comes in: a train step, a cluster and options (`options`). Goes out: values that lead from one to the next: traced,
-planned, lowered, compiled (`parallelize`); plans are cached (`plan_cache`) and shared by the processes of a job (`job`).
-Read `parallelize` first.
+Input: a train step, a cluster and options (`options`). Output: the values of the pipeline, each made from the one
+before: traced, planned, lowered, compiled (`parallelize`). Plans are cached (`plan_cache`) and shared by the processes
+of a job (`job`). Read `parallelize` first.
 """

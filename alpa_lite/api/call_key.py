@@ -1,9 +1,9 @@
-"""What a compiled step is kept under: all that `jax.jit` tells calls apart by, and in words what differs between two.
+"""The key of a compiled step: everything by which `jax.jit` tells calls apart, and the difference of two keys in words.
 
 structure      the pytree of the dynamic arguments
 static         static arguments with their types: 1, True and 1.0 are equal, but are three values
 leaves         shape, dtype and weak type of each array
-configuration  what of JAX's configuration decides how a function is traced (64 bits, precision, meshes, …)
+configuration  the settings of JAX that decide how a function is traced (64 bits, precision, meshes, …)
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from alpa_lite.errors import TraceError
 from alpa_lite.trace.trace import argument_name, aval_of, leaf_name
 
 Static = tuple[tuple[int, type, Any], ...]
-"""Number, type and value of each static argument."""
+"""Position, type and value of each static argument."""
 
 _LONGEST = 60
-"""Characters of a value in a line of the log."""
+"""The greatest number of characters of a value in a log line."""
 
 _MOST = 6
-"""Differences in a line of the log."""
+"""The greatest number of differences in a log line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallKey:
-    """See the module."""
+    """The key of a call; the module describes the fields."""
 
     structure: Any
     static: Static
@@ -39,28 +39,30 @@ class CallKey:
     configuration: tuple[tuple[str, Any], ...]
 
     def has_same_arrays(self, other: CallKey) -> bool:
-        """Whether the arguments have the same structure, shapes and dtypes, whatever else differs."""
+        """Whether the arguments of both calls have the same structure, shapes and dtypes, whatever else differs."""
         mine, others = ([leaf[:2] for leaf in key.leaves] for key in (self, other))
         return self.structure == other.structure and mine == others
 
 
 def static_values(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> Static:
-    """The static arguments as they are compared. Raises `TraceError` for one that has no hash."""
+    """Return the static arguments in the form in which calls are compared. Raises `TraceError` for one without a hash."""
     found = tuple([(i, type(args[i]), args[i]) for i in numbers])
     for i in numbers:
         try:
             hash(args[i])
         except TypeError as error:
             raise TraceError(
-                f"{argument_name(fun, i)} is a static argument, by whose value compiled steps are kept, but the "
-                f"{type(args[i]).__name__} given has no hash. Pass a value that has one (a tuple, a frozen dataclass), "
-                "or take the argument out of static_argnums."
+                f"{argument_name(fun, i)} is a static argument, whose value is part of the key of a compiled step, but "
+                f"the {type(args[i]).__name__} given has no hash. Pass a value that has one (a tuple, a frozen "
+                "dataclass), or take the argument out of static_argnums."
             ) from error
     return found
 
 
 def form_of(leaf: Any) -> Any:
-    """What stands for an argument where calls are compared quickly; of arrays of JAX it is their aval."""
+    """Return a value by which two arguments are compared quickly: the aval of a JAX array, else shape and dtype or
+    type.
+    """
     if isinstance(leaf, jax.Array):
         return leaf.aval
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
@@ -69,7 +71,7 @@ def form_of(leaf: Any) -> Any:
 def key_of_call(
     fun: Callable[..., Any], structure: Any, static: Static, leaves: Sequence[Any], configuration: tuple[Any, ...]
 ) -> CallKey:
-    """The key of a call. Raises `TraceError` for an argument that is no array."""
+    """Return the key of a call. Raises `TraceError` for an argument that is not an array."""
     return CallKey(
         structure=structure,
         static=static,
@@ -90,7 +92,7 @@ def _names(fun: Callable[..., Any], structure: Any) -> list[str]:
 
 
 def difference(fun: Callable[..., Any], old: CallKey, new: CallKey) -> str:
-    """In one line what differs between two calls: arguments, static values, JAX's configuration."""
+    """Describe in one line what differs between two calls: arguments, static values, JAX's configuration."""
     found: list[str] = []
     for before, after in zip(_described(fun, old), _described(fun, new), strict=True):
         for name in dict.fromkeys([*before, *after]):
@@ -104,7 +106,7 @@ def difference(fun: Callable[..., Any], old: CallKey, new: CallKey) -> str:
 
 
 def _described(fun: Callable[..., Any], key: CallKey) -> list[dict[str, str]]:
-    """Arrays, static arguments and the configuration of a call: descriptions by name."""
+    """Describe a call as three mappings by name: arrays, static arguments, configuration."""
     arrays = zip(_names(fun, key.structure), key.leaves, strict=True)
     return [
         {name: f"{dtype}{list(shape)}{' with a weak type' if weak else ''}" for name, (shape, dtype, weak) in arrays},

@@ -1,4 +1,4 @@
-"""`check`: does a step by its plan give what `jax.jit` gives, on the devices of this process."""
+"""`check`: compare a step that runs by its plan with `jax.jit`, on the devices of this process."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ def check(
     cache: Cache | None = None,
     **kwargs: Any,
 ) -> CheckReport:
-    """Run `step(*args, **kwargs)` under a plan and under `jax.jit`, and compare every output.
+    """Run `step(*args, **kwargs)` by a plan and under `jax.jit`, and compare every output.
 
-    An output is fine when it is off by no more than 32 rounding steps (8 in float16, bfloat16 or below). One step is as
-    much as the output changes under `jax.jit` when each float input moves up or down by one unit in the last place, and
-    at least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal,
-    unless `jax.jit` itself changes them then. Dtypes, shapes and the structure of the outputs must agree; NaN equals
-    NaN.
+    An output agrees if it differs by no more than 32 rounding steps (8 in float16, bfloat16 or below). A rounding step
+    is
+    the change of the output under `jax.jit` when each float input moves up or down by one unit in the last place, but
+    at
+    least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal, unless
+    `jax.jit` itself changes them under that perturbation. Dtypes, shapes and the structure of the outputs must agree;
+    NaN equals NaN.
 
-    The step runs once under the plan and some six times under `jax.jit`, on one device, on copies of the arguments:
-    nothing that the caller holds is touched, donated arguments included. Do it at small size.
+    The step runs once by the plan and about six times under `jax.jit`, on one device, on copies of the arguments: the
+    caller's arrays are left alone, donated arguments included. Use small sizes.
 
     Args:
-        step: a function, or one that `parallelize` decorated: what is not given here counts as given there.
-        args: its arguments. For a `jax.ShapeDtypeStruct` values are drawn, always the same: normal floats 0.1 wide,
-            integers of 0 and 1, booleans, and random keys.
+        step: a function, or one that `parallelize` decorated, whose options then apply where none is given here.
+        args: the arguments of the step. A `jax.ShapeDtypeStruct` is replaced by reproducible random values: normal
+            floats of standard deviation 0.1, integers 0 and 1, booleans, and random keys.
         planner: as for `parallelize`; a `Plan` is replayed.
         num_microbatches: a number that divides the batch, or "auto".
-        cluster: to plan for; it must have as many devices as this process. Default: the devices of this process.
+        cluster: the cluster to plan for, with as many devices as this process. Default: the devices of this process.
         batch_argnums: as for `parallelize`.
         static_argnums: as for `parallelize`.
         donate_argnums: as for `parallelize`.
@@ -63,10 +65,10 @@ def check(
         kwargs: keyword arguments of the step.
 
     Returns:
-        The report, a table when it is printed.
+        The report, which prints as a table.
 
     Raises:
-        CheckError: an output differs; the sentence names the worst ones, and `error.report` is the report.
+        CheckError: an output differs; the message names the worst ones, and `error.report` is the report.
         ExecutionError: the cluster has another number of devices, or this process is one of several.
         AlpaLiteError: the step cannot be traced or planned.
     """
@@ -87,7 +89,7 @@ def check(
 def check_step(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> CheckReport:
-    """`check` with the options as a mapping, in which None stands for one that is not given."""
+    """Run `check` with the options as a mapping; None means that an option is not given."""
     check_one_process()
     decorated = isinstance(step, ParallelFunction)
     named = {name: value for name, value in given.items() if value is not None}
@@ -100,7 +102,7 @@ def check_step(
 
 
 def _check_runs_here(cluster: Cluster | None) -> None:
-    """Raise `ExecutionError` for a cluster of another number of devices than this process has."""
+    """Raise `ExecutionError` if the cluster has another number of devices than this process."""
     here = len(jax.devices())
     if cluster is not None and cluster.num_devices != here:
         raise ExecutionError(

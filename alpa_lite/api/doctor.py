@@ -1,6 +1,7 @@
-"""Is this machine ready: versions, devices, the solver, flags that hurt, virtual CPU devices, and a self-test.
+"""Report whether this machine is ready: versions, devices, solver, harmful settings, virtual CPU devices, self-test.
 
-A self-test of some seconds: plan a small step for a described cluster, run it on this machine, compare with jit.
+The self-test takes some seconds: it plans a small step for a described cluster, runs a step on this machine, and
+compares the result with `jax.jit`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, path_for
 from alpa_lite.runtime.calibrate.local_cluster import local_cluster
 
 LIMIT_SECONDS = 10.0
-"""How long a step may hang before the test fails."""
+"""Seconds without progress after which the self-test takes a step to hang, and fails."""
 
 _TOLERANCE = 1e-4
 _WIDTH = 64
@@ -38,7 +39,13 @@ _WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """What was tried, and how long it took; `error` is empty when all of it worked."""
+    """The result of the self-test.
+
+    planned    the planning that worked, in words
+    ran        the execution that worked, in words
+    seconds    the time of the whole test, in seconds
+    error      the failure in a sentence; empty if everything worked
+    """
 
     planned: str
     ran: str
@@ -50,7 +57,7 @@ class SelfTest:
 
 
 def self_test() -> SelfTest:
-    """Plan and run; a failure of any kind is what it reports."""
+    """Plan a step and run one; a failure of any kind is reported, not raised."""
     start, parts = time.perf_counter(), {"planned": "", "ran": ""}
     error = ""
     try:
@@ -77,14 +84,14 @@ def _arguments(make: Callable[[tuple[int, int]], Any], num_samples: int) -> tupl
 
 
 def _planned() -> str:
-    """The search, on shapes alone."""
+    """Plan from shapes alone, with the full search."""
     shapes = _arguments(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), 64)
     plan = make_plan(_step, *shapes, cluster=cluster("p3.16xlarge"), cache=False)
     return f"plans a step for {plan.cluster.num_devices} described devices"
 
 
 def _ran() -> str:
-    """One step on all devices of this process."""
+    """Run one step on all devices of this process and compare it with `jax.jit`."""
     devices = jax.devices()
     described = replace(cluster("p3.16xlarge", num_hosts=1), name="these devices", devices_per_host=len(devices))
     rng = np.random.default_rng(0)
@@ -107,10 +114,17 @@ _TERMINATE_STUCK = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found. `solver_error` is empty when the solver works; `advice` holds what to change, in sentences.
+    """The findings about this machine.
 
-    `calibration` says where the description of these devices comes from, `compilation_cache` where JAX
-    keeps executables. `self_test` is None where it was left out.
+    versions             version of Python and of each package, by name
+    devices              platform and kind of each JAX device
+    solver_seconds       the time that HiGHS takes for a tiny integer program, in seconds
+    solver_error         the solver's failure in a sentence; empty if it works
+    settings             the relevant environment variables that are set
+    calibration          where the description of these devices comes from
+    compilation_cache    where JAX stores executables
+    advice               sentences that say what to change
+    self_test            the result of the self-test; None if it was skipped
     """
 
     versions: dict[str, str]
@@ -125,7 +139,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether planning works here, and running where that was tested."""
+        """Whether planning works here, and running too if that was tested."""
         return not self.solver_error and not (self.self_test is not None and self.self_test.error)
 
     def __str__(self) -> str:
@@ -143,14 +157,14 @@ class Diagnosis:
         return render([], [table]) + "\n\n" + render(self.advice or ("All is well.",))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {**asdict(self), "healthy": self.healthy}
 
 
 def diagnose(*, test: bool = True) -> Diagnosis:
-    """Look at this process: its packages, its devices (this starts JAX), the solver and the environment.
+    """Examine this process: its packages, its devices (this starts JAX), the solver and the environment.
 
-    `test`: also plan and run a small step, which takes some seconds.
+    test: whether to plan and run a small step as well, which takes some seconds.
     """
     devices = tuple(f"{device.platform} {device.device_kind}" for device in jax.devices())
     start = time.perf_counter()
@@ -186,14 +200,14 @@ _HARMFUL_CONFIG: Mapping[str, tuple[Sequence[object], str]] = {
     ),
     "jax_transfer_guard": (
         ("disallow", "disallow_explicit", "log", "log_explicit"),
-        "moving arrays is refused or told",
+        "transfers of arrays are refused or logged",
     ),
 }
-"""Options of JAX that hurt: their values that do, and how."""
+"""Harmful options of JAX: the values that do harm, and the effect."""
 
 _HARMFUL_FLAGS: Mapping[str, str] = {
     "--xla_backend_optimization_level=0": "code is not optimised",
-    "--xla_disable_hlo_passes": "code is not optimised as it should be",
+    "--xla_disable_hlo_passes": "some optimisations are missing",
     "--xla_dump_to": "every program is written to disk",
     "--xla_gpu_deterministic_ops=true": "faster kernels are left out",
     "--xla_gpu_exclude_nondeterministic_ops=true": "faster kernels are left out",
@@ -201,7 +215,7 @@ _HARMFUL_FLAGS: Mapping[str, str] = {
     "--xla_gpu_enable_latency_hiding_scheduler=false": "collectives are not hidden behind work",
     "--xla_cpu_multi_thread_eigen=false": "each program runs on one core",
 }
-"""Flags in XLA_FLAGS that hurt, and how."""
+"""Harmful flags in XLA_FLAGS, and the effect of each."""
 
 _HARMFUL_VARIABLES: Mapping[str, tuple[str, str]] = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every array is allocated by the driver, which is slow"),
@@ -209,13 +223,13 @@ _HARMFUL_VARIABLES: Mapping[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for each kernel"),
     "NCCL_P2P_DISABLE": ("1", "devices of a host exchange data through its memory"),
 }
-"""Environment variables that hurt: their value that does, and how."""
+"""Harmful environment variables: the value that does harm, and its effect."""
 
 
 def flag_advice(environment: Mapping[str, str], config: Mapping[str, object]) -> tuple[str, ...]:
-    """Settings of JAX, of XLA and of the environment that cost time or memory, each with how and what to do."""
+    """Return one sentence for each setting of JAX, of XLA and of the environment that costs time or memory."""
     found = [
-        f"{name} is {config[name]!r}: {how}. Leave it out unless you are after a fault."
+        f"{name} is {config[name]!r}: {how}. Remove it unless you are debugging."
         for name, (values, how) in _HARMFUL_CONFIG.items()
         if config.get(name) in values
     ]
@@ -229,7 +243,7 @@ def flag_advice(environment: Mapping[str, str], config: Mapping[str, object]) ->
 
 
 def compilation_cache() -> str:
-    """Where JAX keeps compiled executables for the next start, or how to have it do so."""
+    """Say where JAX stores compiled executables for the next start, or how to make it store them."""
     folder = _jax.compilation_cache_folder()
     if not folder:
         return "off; jax.config.update('jax_compilation_cache_dir', folder) before the first step turns it on"
@@ -238,7 +252,7 @@ def compilation_cache() -> str:
 
 
 def calibration_found() -> tuple[str, str]:
-    """Where `local_cluster()` takes these devices' description from, and what is wrong with it (mostly empty)."""
+    """Return the source of the description that `local_cluster()` gives, and what is wrong with it (mostly empty)."""
     path = path_for(fingerprint(jax.devices()))
     if not path.exists():
         return f"none, devices are measured quickly; `alpa-lite calibrate` writes {path}", ""
@@ -250,7 +264,7 @@ def calibration_found() -> tuple[str, str]:
 
 
 def solver_error() -> str:
-    """Solve max x + 2y with x + y <= 1.5 in whole numbers; empty when the answer is right, else what went wrong."""
+    """Solve max x + 2y with x + y <= 1.5 in whole numbers; return "" if the answer is right, else the failure."""
     remedy = "Reinstall the solver: pip install --force-reinstall highspy 'pulp<4'."
     try:
         problem = pulp.LpProblem("doctor", pulp.LpMaximize)
@@ -265,10 +279,10 @@ def solver_error() -> str:
 
 
 def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
-    """Environment variables for `num_devices` virtual CPU devices that cannot hang; set them before JAX starts.
+    """Return environment variables for `num_devices` virtual CPU devices that cannot hang; set them before JAX starts.
 
-    XLA's CPU client must have more threads than device tasks in flight (NPROC), and a collective that is stuck all
-    the same ends the process with a message instead of waiting for ever.
+    XLA's CPU client must have more threads than device tasks in flight (NPROC), and a collective that is stuck
+    nevertheless ends the process with a message instead of waiting for ever.
     """
     return {
         "JAX_PLATFORMS": "cpu",
@@ -278,10 +292,10 @@ def virtual_cpu_environment(num_devices: int) -> dict[str, str]:
 
 
 def steady_memory_environment() -> dict[str, str]:
-    """Environment variables under which timings on CPU compare plans, not what the C library does with freed memory.
+    """Return environment variables under which the C library's memory management does not disturb timings on CPU.
 
-    glibc gives large arrays back to the system and pages them in again at the next step, which costs a step of tens of
-    milliseconds up to half of its time, more or less by chance. Other C libraries do not read these variables.
+    glibc returns large arrays to the system and pages them in again at the next step. In a step of tens of milliseconds
+    this takes up to half of the time, and varies by chance. Other C libraries do not read these variables.
     """
     return {
         "MALLOC_ARENA_MAX": "1",
@@ -291,12 +305,12 @@ def steady_memory_environment() -> dict[str, str]:
 
 
 def virtual_environment(num_devices: int) -> dict[str, str]:
-    """This environment, with so many virtual CPU devices and steady timings: for a new process."""
+    """Return this process's environment with `num_devices` virtual CPU devices and steady timings, for a new process."""
     return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
 
 
 def device_advice(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What to change about the devices: how to get virtual ones, and settings under which they cannot hang."""
+    """Return sentences on how to get virtual devices, and on settings under which they cannot hang."""
     if not all(device.startswith("cpu") for device in devices):
         return ()
     wanted = virtual_cpu_environment(max(8, len(devices)))

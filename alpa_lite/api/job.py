@@ -1,10 +1,12 @@
-"""One plan for all processes of a job: the first one plans, the others take its plan.
+"""One plan for all processes of a job: process 0 plans, the others take its plan.
 
-    before    all must have traced the same step, with the same options and versions        `_facts`
-    while     plans that the first one wants to measure are run by all                       `_leading`, `_following`
-    after     the others have the first one's plan, or raise the error that it raised
+    before    all processes must have traced the same step, with the same options and versions     `_facts`
+    during    plans that process 0 wants to measure are run by all processes                       `_leading`,
+              `_following`
+    after     the others have the plan of process 0, or raise the error that it raised
 
-A plan that depends on the clock (a search that is cut short) would not come out alike twice.
+Planning on each process would be simpler, but a search with a time limit depends on the clock, so two processes could
+get different plans.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ _PACKAGES = ("alpa_lite", "jax", "jaxlib")
 
 
 def planned_together(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
-    """`plan_cache.planned` on the first process, for all of them.
+    """Run `plan_cache.planned` on process 0, and return its answer on all processes.
 
     Raises:
-        MismatchError: the processes want plans for different steps; on all of them.
-        AlpaLiteError: what the first process raised; on all of them.
+        MismatchError: the processes want plans for different steps; raised on all of them.
+        AlpaLiteError: the error that process 0 raised; raised on all of them.
     """
     if jax.process_count() == 1:
         return planned(planner, request, kept)
@@ -45,7 +47,7 @@ def planned_together(planner: Planner, request: PlanRequest, kept: Cache) -> Ans
 
 
 def check_same_program(plan: Plan, program: Program, donated: object) -> None:
-    """Raise `MismatchError` on all processes unless they are about to run the same plan of the same step."""
+    """Raise `MismatchError` on all processes unless they are about to run the same program of the same plan."""
     if jax.process_count() > 1:
         facts = {"plan": _digest(json.dumps(plan.to_json())), "program": _digest(str(program))}
         same_everywhere({**_versions(), **facts, "donated arguments": str(donated)})

@@ -1,4 +1,4 @@
-"""The options of `parallelize`, checked, and what is made of the values that users give for them."""
+"""The options of `parallelize`, and the checks and conversions of the values that users give for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Chosen = TypeVar("Chosen", bound=str)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `parallelize`; see there."""
+    """The checked options of `parallelize`, which documents them."""
 
     cluster: Cluster | None = None
     planner: Planner = field(default_factory=Auto)
@@ -58,7 +58,7 @@ class Options:
         on_interrupt: OnInterrupt = "raise",
         check: bool = False,
     ) -> Options:
-        """The options as users give them. Raises `PlanError` for one that has no such value."""
+        """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
             cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
             planner=planner_of(planner),
@@ -77,20 +77,20 @@ class Options:
 
 
 def planner_of(value: Planner | Plan | None) -> Planner:
-    """The planner that was given, `Auto` where none was; a saved plan is replayed."""
+    """Return the given planner: `Auto` for None, and one that replays the plan for a saved plan."""
     if isinstance(value, Plan):
         return Replay(saved=value)
     return value if value is not None else Auto()
 
 
 def cluster_of(value: Cluster | str | None) -> Cluster:
-    """The cluster that was given, or its name; the devices of this process where none was."""
+    """Return the given cluster, or the one of that name; for None, the devices of this process."""
     named = load_cluster(value) if isinstance(value, str) else value
     return named if named is not None else local_cluster()
 
 
 def check_microbatches(value: int | str) -> int | str:
-    """A number of micro-batches that a step can run, or "auto". Raises `PlanError` for anything else."""
+    """Return a number of micro-batches from 1 to `MOST_MICROBATCHES`, or "auto". Raises `PlanError` for anything else."""
     if value == "auto":
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_MICROBATCHES:
@@ -115,5 +115,5 @@ def _patience(seconds: float | None) -> float | None:
 
 
 def as_numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    """One number or several, as a tuple."""
+    """Return one argument number or several as a tuple."""
     return (value,) if isinstance(value, int) else tuple(value)

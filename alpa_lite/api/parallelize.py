@@ -2,10 +2,10 @@
 
     parallelize(fn).trace(*args)  ->  TracedFunction      shapes, pytrees, batch
                    .plan(...)     ->  PlannedFunction     a Plan for a cluster
-                   .lower()       ->  LoweredFunction     a Program
+                   .lower()       ->  LoweredFunction     a Program of instructions
                    .compile()     ->  CompiledFunction    executables on devices; call it like fn
 
-Each value prints itself. Calling the decorated function does all of it on the first call with new shapes.
+Each value prints itself. The first call of the decorated function with new shapes runs the whole pipeline.
 """
 
 from __future__ import annotations
@@ -63,14 +63,19 @@ _logger = logging.getLogger("alpa_lite")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedFunction:
-    """A step traced for one set of shapes."""
+    """A step traced for one set of argument shapes."""
 
     traced: Traced
     options: Options
     _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
 
     def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, likely: bool = False) -> TracedStep:
-        """The step cut into phases, remembered; see `split_step`."""
+        """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
+
+        loop_parts: the number of parts into which the loop over layers is split; 0 leaves it whole.
+        likely: whether a step extrapolated from other numbers of micro-batches will do; an exact one is returned if
+            there is one already.
+        """
         key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
         if key not in self._steps:
             with self.options.progress.during("split"), self._telling_batch():
@@ -85,7 +90,9 @@ class TracedFunction:
 
     @contextmanager
     def _telling_batch(self) -> Iterator[None]:
-        """What goes wrong with micro-batches may be due to the batch that was assumed: the sentence then tells it."""
+        """Add the batch to the message of an error about micro-batches, where the batch was assumed and may be the
+        cause.
+        """
         try:
             yield
         except (NonAdditiveError, BatchError) as error:
@@ -101,7 +108,13 @@ class TracedFunction:
         num_microbatches: int | str | None = None,
         cache: Cache | None = None,
     ) -> PlannedFunction:
-        """Plan for a cluster; whatever is not given comes from `parallelize`. A `Plan` as planner is replayed."""
+        """Plan for a cluster. Options that are not given here are those of `parallelize`; a `Plan` as planner is
+        replayed.
+
+        Raises:
+            PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
+            TraceError: the number of micro-batches does not divide the batch.
+        """
         target = cluster_of(cluster if cluster is not None else self.options.cluster)
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
@@ -115,7 +128,7 @@ class TracedFunction:
 
     @property
     def batch(self) -> BatchDims | None:
-        """Which arguments hold the batch, and whether that was assumed; None where none was found."""
+        """The arguments that hold the batch, and whether they were assumed; None if the step has no batch."""
         traced = self.traced
         if traced.batch_size is None:
             return None
@@ -145,7 +158,7 @@ class TracedFunction:
         )
 
     def _measured_seconds(self, plan: Plan) -> float:
-        """Of a step by a plan, run on the devices of this process."""
+        """Run the step by a plan on the devices of this process and return the seconds that it takes."""
         compiled = PlannedFunction(function=self, last_plan=plan).lower().compile()
         return step_seconds(compiled.executor, self.traced.leaves, compiled.step.inputs)
 
@@ -156,14 +169,19 @@ class TracedFunction:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedFunction:
-    """A traced step and a plan for it; `cached`: whether it was made before and kept (`solver.seconds` are of then)."""
+    """A traced step and a plan for it.
+
+    function     the traced step
+    last_plan    the plan
+    cached       whether the plan comes from the plan cache; `last_plan.solver.seconds` is then the time of that search
+    """
 
     function: TracedFunction
     last_plan: Plan
     cached: bool = False
 
     def lower(self) -> LoweredFunction:
-        """The program of the plan. Raises `MismatchError` when the plan belongs to another step."""
+        """Lower the plan to a program of instructions. Raises `MismatchError` if the plan belongs to another step."""
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
         with busy("lowering"), self.function.options.progress.during("lower"):
@@ -178,18 +196,18 @@ class PlannedFunction:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoweredFunction:
-    """A plan as instructions."""
+    """A plan lowered to a program of instructions."""
 
     planned: PlannedFunction
     step: TracedStep
     program: Program
 
     def simulate(self) -> SimulatedStep:
-        """The program on the cost model of the plan's cluster: when each instruction runs, and what devices hold."""
+        """Simulate the program with the cost model of the plan's cluster: instruction times and the memory of devices."""
         return simulate_program(self.program, self.planned.last_plan, self.step.step)
 
     def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
-        """Executables on the devices of this process (default: `jax.devices()`)."""
+        """Compile executables for the devices of this process (default: `jax.devices()`)."""
         traced = self.planned.function.traced
         options = self.planned.function.options
         check_same_program(self.planned.last_plan, self.program, traced.donated)
@@ -213,13 +231,16 @@ class LoweredFunction:
 
 
 class ParallelFunction:
-    """What `parallelize` returns: call it like the function; `trace` goes step by step; `last_plan` tells the plan.
+    """The callable that `parallelize` returns: call it like the function, or go through the pipeline with `trace`.
 
-    `last_check` is the report of the last comparison with `jax.jit`, with `parallelize(check=True)`; None before one.
+    fun           the plain function
+    options       the checked options of `parallelize`
+    last_plan     the plan of the last call; None before the first
+    last_check    the report of the last comparison with `jax.jit` (`parallelize(check=True)`); None before the first
     """
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
-        """See `parallelize`."""
+        """Wrap a function; see `parallelize`."""
         functools.update_wrapper(self, fun)
         self.fun = fun
         self.options = options
@@ -231,7 +252,7 @@ class ParallelFunction:
         self._last_key: CallKey | None = None
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
-        """Trace for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        """Trace the function for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         options = self.options
         with busy("tracing"), options.progress.during("trace"):
             traced = trace(
@@ -245,9 +266,9 @@ class ParallelFunction:
         return TracedFunction(traced=traced, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; the first call of its kind (see `call_key`) traces, plans, lowers and compiles.
+        """Run one step; the first call with a new key (see `call_key`) traces, plans, lowers and compiles.
 
-        Raises `TraceError` where JAX is tracing another function, and for shapes in the place of arrays.
+        Raises `TraceError` while JAX is tracing another function, and for shapes given in place of arrays.
         """
         refuse_tracing(self.__name__)
         configuration = _jax.configuration()
@@ -269,7 +290,7 @@ class ParallelFunction:
         return compiled.run_flat(leaves, None)
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledFunction:
-        """The compiled function for arguments of this kind; shapes will do."""
+        """Return the compiled function for these arguments, without running it; `jax.ShapeDtypeStruct`s will do."""
         refuse_tracing(self.__name__)
         tree, static = self._dynamic(args, kwargs)
         leaves, structure = jax.tree.flatten(tree)
@@ -277,7 +298,7 @@ class ParallelFunction:
         return self._compiled_for(key, args, kwargs)
 
     def _compiled_for(self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledFunction:
-        """Found by its key, or made now."""
+        """Return the compiled function of a key, compiling it if it is new."""
         if key not in self._compiled:
             if self._last_key is not None:
                 told = difference(self.fun, self._last_key, key)
@@ -293,7 +314,10 @@ class ParallelFunction:
         return self._compiled[key]
 
     def _planned(self, key: CallKey, traced: TracedFunction) -> PlannedFunction:
-        """By the plan of another call with the same shapes, if it fits (weak types, for one, change no plan)."""
+        """Plan for a new key, with the plan of an earlier call of the same shapes and dtypes if it fits.
+
+        Weak types, for example, change the key but not the plan.
+        """
         for other, compiled in self._compiled.items():
             if key.has_same_arrays(other):
                 with suppress(AlpaLiteError):  # whatever does not fit is planned anew, and told then
@@ -301,7 +325,7 @@ class ParallelFunction:
         return traced.plan()
 
     def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Static]:
-        """The dynamic arguments as one pytree, and the static ones."""
+        """Return the dynamic arguments as one pytree, and the static ones."""
         if not self.options.static_argnums:
             return flatten_arguments(args, kwargs, ()), ()
         numbers = sorted({argument_number(i, len(args)) for i in as_numbers(self.options.static_argnums)})
@@ -328,32 +352,36 @@ def parallelize(
     """Decorate a plain JAX train step so that it runs in parallel.
 
     Args:
-        fun: the step: a function of arrays and pytrees of arrays. Left out, as in `@parallelize(cluster=…)`, what
-            comes back is the decorator.
-        cluster: a cluster (or its name) to plan for; default: the devices of this process.
-        planner: how to plan; default `planners.Auto()`; a `Plan` is replayed.
+        fun: the step: a function of arrays and pytrees of arrays. If it is left out, as in `@parallelize(cluster=…)`,
+            a decorator is returned.
+        cluster: the cluster to plan for, or its name; default: the devices of this process.
+        planner: the planner; default `planners.Auto()`. A `Plan` is replayed.
         num_microbatches: a number that divides the batch, or "auto".
         donate_argnums: arguments whose buffers may be reused, as in `jax.jit`.
-        static_argnums: arguments that are no arrays, as in `jax.jit`.
+        static_argnums: arguments that are not arrays, as in `jax.jit`.
         batch_argnums: the arguments that hold the batch, by position, name or path ("state/carry"), with the batch as
-            their leading dim; a mapping gives another dim. Found by itself in most steps.
-        on_non_additive: what to do about a step that is no sum over its samples, as with batch norm, when it is to run
-            in micro-batches: "refuse", or "mean_of_means": the mean of what they give by themselves.
+            their leading dim; a mapping gives another dim. Most steps do not need it: the batch is detected.
+        on_non_additive: the treatment of a step that is not a sum over its samples, as with batch norm, when it is to
+            run in micro-batches: "refuse" raises an error, "mean_of_means" takes the mean of the micro-batches'
+            results.
         progress: called with a line of text at each step of planning and compiling; or a `Progress`, whose followers
             are also told the phases and how much work is left.
-        cache: whether plans are kept, and taken again where all that they depend on is the same; or in which folder.
-        watchdog_seconds: a step of which nothing has ended for so long hangs; None waits for ever. A process of the
-            job that plans or compiles in the meantime is waited for.
-        on_hang: what a hang does: "end" writes the stacks of all processes and their last instructions, and ends the
-            job with exit code 124; "raise" raises `HangError`, which names the instruction that it waits for, with the
-            next call; "auto" ends jobs of several processes that joined by `initialize`, and raises otherwise.
-        on_interrupt: what Ctrl-C does to the search of `planners.Auto`: "raise" stops it and raises
+        cache: whether plans are cached and reused when everything they depend on is the same; or the cache's folder.
+        watchdog_seconds: a step in which no task ends for this many seconds is taken to hang; None waits for ever.
+            Processes of the job that plan or compile in the meantime are waited for.
+        on_hang: the reaction to a hang: "end" writes the stacks of all processes and their last instructions, and ends
+            the job with exit code 124; "raise" raises `HangError`, which names the instruction that hangs, at the next
+            call; "auto" ends jobs of several processes that joined by `initialize`, and raises otherwise.
+        on_interrupt: the effect of Ctrl-C on the search of `planners.Auto`: "raise" stops it and raises
             `KeyboardInterrupt`; "best" goes on with the best plan so far.
-        check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments, before it
-            runs on these; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
+        check: whether each newly compiled step is compared with `jax.jit` on copies of its first arguments before its
+            first run; see `alpa_lite.check`. `ParallelFunction.last_check` is the report.
 
     Returns:
-        A `ParallelFunction`, which is called like `fun`. It raises `AlpaLiteError`s, in sentences, when it is called.
+        A `ParallelFunction`, which is called like `fun`. Its calls raise `AlpaLiteError`s.
+
+    Raises:
+        PlanError: an option has a value that is not allowed.
     """
     if fun is None:
         return functools.partial(
@@ -406,14 +434,14 @@ def plan(
 ) -> Plan:
     """Plan `fun(*args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`s. The options are those of `parallelize`.
 
-    Nothing runs on a device, but for two cases: without a `cluster` this machine's devices are measured, unless
+    Nothing runs on a device, with two exceptions: without a `cluster` this machine's devices are measured, unless
     `calibrate` did so before; and `Auto(measure_top=k)` runs the plans that it chooses from, on arguments of zeros.
 
-    `fun` may be decorated already; the options given here count, not those of the decorator.
+    If `fun` is decorated already, the options given here apply, not those of the decorator.
 
     Raises:
         TraceError: the function cannot be traced, or micro-batches do not divide its batch.
-        PlanError: no plan can be made; `InfeasibleError` where nothing fits into memory.
+        PlanError: no plan can be made; `InfeasibleError` if no plan fits into device memory.
     """
     function = parallelize(
         fun.fun if isinstance(fun, ParallelFunction) else fun,
@@ -431,14 +459,15 @@ def plan(
 
 
 def cluster(name: str, *, num_hosts: int | None = None) -> Cluster:
-    """A cluster by name (`alpa_lite.cluster("p3.16xlarge:2")`) or from a JSON file.
+    """Return a cluster by name (`alpa_lite.cluster("p3.16xlarge:2")`) or from a JSON file.
 
     Args:
-        name: a cluster that ships with the package, or the path of a `.json` file; ":N" after it says how many hosts.
-        num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
+        name: a cluster that ships with the package, or the path of a `.json` file; ":N" after it gives the number of
+            hosts.
+        num_hosts: the number of hosts; None takes the number of the description (1 in all that ship).
 
     Raises:
-        ClusterError: an unknown name (the sentence lists those that are close), or a file that describes no cluster,
-            two numbers of hosts.
+        ClusterError: the name is unknown (the message lists close ones), the file describes no cluster, or two
+            numbers of hosts were given.
     """
     return load_cluster(name, num_hosts=num_hosts)

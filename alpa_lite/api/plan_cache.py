@@ -1,16 +1,16 @@
-"""Plans that were made before, kept in files under all that they depend on.
+"""A cache of plans in files, each under a digest of everything that the plan depends on.
 
     key      sha256 of the step, the arguments' names, the cluster, the planner with its options, the cost model, the
-             number of micro-batches, the versions of what plans, and its own source                       `key_of`
-    value    the plan as `Plan.save` writes it, after its key; it must belong to the step that asks         `planned`
-    folder   the user's caches, bounded in size; what was not asked for longest goes first             `_make_room`
+             number of micro-batches, the versions of the planning packages, and their own source          `key_of`
+    value    the plan as `Plan.save` writes it, after its key; it is verified against the step             `planned`
+    folder   the user's cache folder, bounded in size; the least recently used plans are removed first     `_make_room`
 
-A file counts as one of the cache if it has the name and the first bytes that this module writes and belongs to the
-user; all others are neither read nor removed.
+A file belongs to the cache if it has the name and the first bytes that this module writes and is owned by the user; all
+others are neither read nor removed.
 
-What has no content to compare (planners and cost models of the user's, rules that the user registered) is planned each
-time. So are plans that are chosen by running them, and those that were interrupted. A cache that cannot be read or
-written is none; it is never an error.
+Planners, cost models and rules of the user have no content that could be compared, so their plans are made each time.
+The same holds for plans that are chosen by running them, and interrupted searches are not stored. A cache that cannot
+be read or written is treated as empty; it never raises an error.
 """
 
 from __future__ import annotations
@@ -46,46 +46,46 @@ from alpa_lite.rules.registry import only_own_rules
 from alpa_lite.runtime.calibrate.device_fingerprint import cache_folder, make_private
 
 VARIABLE = "ALPA_LITE_CACHE"
-"""The environment variable that gives another folder, or "off"; options of functions go before it."""
+"""The environment variable that gives another folder, or "off"; the `cache` options of functions override it."""
 
 MAX_BYTES = 256 * 2**20
-"""What the files of a folder may take together."""
+"""The greatest total size of the plan files of a folder, in bytes."""
 
 _MARK, _KEY, _WORDS = "kept", "key", "a plan that alpa_lite keeps"
-"""The first two entries of a file: what it is, and of which key."""
+"""The first two entries of a file: the mark of this cache, and the key."""
 
 _SUFFIX = ".json"
 _NAME = re.compile(r"[0-9a-f]{64}(\.json|\.\w{8}\.tmp)")
-_KEY_BYTES = 256  # more than the first two entries take
+_KEY_BYTES = 256  # enough for the first two entries, so that a scan of the folder reads no whole plan
 
 _OWN = ("alpa_lite", "cost_models")
 _PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba", "pulp", "networkx")
 
 Cache = bool | str | Path
-"""Whether plans are kept, and taken again where all that they depend on is the same; or in which folder."""
+"""Whether plans are cached and reused when everything they depend on is the same; or the folder of the cache."""
 
 
 class _NoContentError(Exception):
-    """Something that cannot be told from another by its content."""
+    """A value has no content by which it could be compared with another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, and whether it was made before."""
+    """A plan, and whether it comes from the cache."""
 
     plan: Plan
     cached: bool
 
 
 def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
-    """The plan of a planner, if possible one that was made before. Raises what the planner raises."""
+    """Return the plan of a planner, from the cache if it is there. Raises what the planner raises."""
     folder = folder_of(kept)
     key = key_of(planner, request) if folder is not None else None
     if folder is None or key is None:
         return Answer(plan=_made(planner, request), cached=False)
     known = _load(folder, key, request)
     if known is not None:
-        request.progress(f"from the cache: this plan took {known.solver.seconds:.1f} s to find")
+        request.progress(f"from the cache: the search for this plan took {known.solver.seconds:.1f} s")
         return Answer(plan=known, cached=True)
     plan = _made(planner, request)
     if plan.solver.status != INTERRUPTED:
@@ -94,7 +94,12 @@ def planned(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
 
 
 def _made(planner: Planner, request: PlanRequest) -> Plan:
-    """A new plan, for the step as it is traced at the plan's number of micro-batches, whatever others were like."""
+    """Make a new plan for the step as it is traced at the plan's number of micro-batches.
+
+    The search first reads extrapolated steps, which are much cheaper than tracing one step per number of micro-batches.
+    If the exact step at the chosen number differs from the extrapolated one, it is planned again with all of them
+    traced.
+    """
     likely = request.likely_step_at
     if likely is not None and not _measures(planner):
         plan = planner.plan(replace(request, step_at=likely))
@@ -106,12 +111,12 @@ def _made(planner: Planner, request: PlanRequest) -> Plan:
 
 
 def _measures(planner: Planner) -> bool:
-    """Whether plans are run before one is chosen."""
+    """Whether the planner runs plans before it chooses one."""
     return isinstance(planner, Auto) and planner.measure_top > 0
 
 
 def folder_of(kept: Cache) -> Path | None:
-    """Where plans are kept; None for nowhere."""
+    """Return the folder of the cache; None if plans are not cached."""
     if not isinstance(kept, bool):
         return Path(kept)
     wanted = os.environ.get(VARIABLE, "")
@@ -121,7 +126,7 @@ def folder_of(kept: Cache) -> Path | None:
 
 
 def key_of(planner: Planner, request: PlanRequest) -> str | None:
-    """The digest of all that a plan depends on; None where that has no content."""
+    """Return the digest of everything that a plan depends on; None if a part has no content to compare."""
     if isinstance(planner, Replay) or _measures(planner) or not only_own_rules():
         return None
     asked = (request.function, request.num_arguments, request.batch_size, request.num_microbatches, request.advise)
@@ -137,7 +142,7 @@ def key_of(planner: Planner, request: PlanRequest) -> str | None:
 
 
 def content_digest(value: Any) -> str:
-    """The beginning of a digest that equal values share; empty where there is no content to compare."""
+    """Return the first 12 hex digits of a digest that equal values share; "" if a value has no content to compare."""
     try:
         return hashlib.sha256(json.dumps(_content(value)).encode()).hexdigest()[:12]
     except _NoContentError:
@@ -145,7 +150,7 @@ def content_digest(value: Any) -> str:
 
 
 def _content(value: Any) -> Any:
-    """Data that equal values share, and others do not. Raises `_NoContentError` for what is not known well enough."""
+    """Return data that are equal for equal values only. Raises `_NoContentError` for types of other packages."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -170,7 +175,7 @@ def _content(value: Any) -> Any:
 
 
 def _add_step(digest: Any, step: StepGraph) -> None:
-    """All of a step; the lines of its source too, since plans name them."""
+    """Add a step to a digest: its structure, and its names and source lines too, since plans mention them."""
     digest.update(fingerprint(step).encode())
     parts = (step.full_shapes, step.batch_dims, step.input_parts, step.output_parts, sorted(step.aliases.items()))
     digest.update(repr((parts, sorted(step.runs.items()), step.batch_problem)).encode())
@@ -189,7 +194,7 @@ def _add_step(digest: Any, step: StepGraph) -> None:
 
 @cache
 def own_digest() -> str:
-    """The source of what plans, and the versions of what it plans with: nothing is left of a plan after an upgrade."""
+    """Return the digest of the planning source and of the versions it plans with: an upgrade invalidates all plans."""
     versions = [("python", platform.python_version()), *((name, metadata.version(name)) for name in _PACKAGES)]
     digest = hashlib.sha256(repr(versions).encode())
     root = Path(__file__).parents[2]
@@ -199,7 +204,7 @@ def own_digest() -> str:
 
 
 def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
-    """The plan that is kept under a key, if it belongs to the step; noted as asked for."""
+    """Return the plan stored under a key if it fits the step, and mark it as used; None otherwise."""
     path = folder / f"{key}{_SUFFIX}"
     try:
         data = codec.from_text(_own_text(path, codec.MAX_BYTES + 1) or b"", path)
@@ -214,7 +219,7 @@ def _load(folder: Path, key: str, request: PlanRequest) -> Plan | None:
 
 
 def _store(folder: Path, key: str, plan: Plan) -> None:
-    """Write a plan so that others see all of it or nothing, and let old ones go."""
+    """Write a plan atomically, so that other processes never see part of it, and remove old plans."""
     with suppress(OSError, PlanError):
         text = codec.to_text({_MARK: _WORDS, _KEY: key, **plan.to_json()})
         make_private(folder)
@@ -230,27 +235,29 @@ def _store(folder: Path, key: str, plan: Plan) -> None:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the plans that were not asked for longest, where all take more than `MAX_BYTES`.
+    """Remove the least recently used plans while all plans together take more than `MAX_BYTES`.
 
-    Whatever else is in the folder does not count and is not touched.
+    Other files in the folder do not count and are not touched.
     """
     left = MAX_BYTES
     found = [(path, path.stat()) for path in folder.iterdir() if _is_ours(path)]
     for path, known in sorted(found, key=lambda each: each[1].st_mtime, reverse=True):
         left -= known.st_size
+        # Checked again right before the removal: the file may have been replaced since the folder was listed.
         if left < 0 and _is_ours(path):
             path.unlink()
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this cache wrote a file: for its name and first bytes, no other program did."""
+    """Whether this cache wrote a file, judged by its name and first bytes, which no other program writes."""
     with suppress(OSError):
         return _NAME.fullmatch(path.name) is not None and _own_text(path, _KEY_BYTES) is not None
     return False
 
 
 def _own_text(path: Path, size: int) -> bytes | None:
-    """The first `size` bytes of a file that this cache wrote for this user; None for another. Raises `OSError`."""
+    """Return the first `size` bytes of a file that this cache wrote for this user; None otherwise. Raises `OSError`."""
+    # The folder may be shared with others: links are not followed, and opening a named pipe must not block.
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(number, "rb") as file:
         known = os.fstat(number)
@@ -261,5 +268,5 @@ def _own_text(path: Path, size: int) -> bytes | None:
 
 
 def _beginning(key: str) -> bytes:
-    """The first bytes of the file of a key, as `to_text` writes them."""
+    """Return the first bytes of the file of a key, as `to_text` writes them."""
     return json.dumps({_MARK: _WORDS, _KEY: key})[:-1].encode()
