@@ -45,7 +45,7 @@ class CallKey:
 
 
 def static_values(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> Static:
-    """Return the static arguments in the form in which calls are compared. Raises `TraceError` for one without a hash."""
+    """Return the static arguments as calls compare them. Raises `TraceError` for one without a hash."""
     found = tuple([(i, type(args[i]), args[i]) for i in numbers])
     for i in numbers:
         try:

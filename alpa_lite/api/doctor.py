@@ -305,7 +305,7 @@ def steady_memory_environment() -> dict[str, str]:
 
 
 def virtual_environment(num_devices: int) -> dict[str, str]:
-    """Return this process's environment with `num_devices` virtual CPU devices and steady timings, for a new process."""
+    """Return this process's environment with `num_devices` virtual CPU devices and steady timings."""
     return {**os.environ, **virtual_cpu_environment(num_devices), **steady_memory_environment()}
 
 

@@ -90,7 +90,7 @@ def cluster_of(value: Cluster | str | None) -> Cluster:
 
 
 def check_microbatches(value: int | str) -> int | str:
-    """Return a number of micro-batches from 1 to `MOST_MICROBATCHES`, or "auto". Raises `PlanError` for anything else."""
+    """Check a number of micro-batches: 1 to `MOST_MICROBATCHES`, or "auto". Raises `PlanError` for anything else."""
     if value == "auto":
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_MICROBATCHES:

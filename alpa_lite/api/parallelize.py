@@ -203,7 +203,7 @@ class LoweredFunction:
     program: Program
 
     def simulate(self) -> SimulatedStep:
-        """Simulate the program with the cost model of the plan's cluster: instruction times and the memory of devices."""
+        """Simulate the program on the cost model of the plan's cluster: times and memory of its instructions."""
         return simulate_program(self.program, self.planned.last_plan, self.step.step)
 
     def compile(self, *, devices: Sequence[Any] | None = None) -> CompiledFunction:
