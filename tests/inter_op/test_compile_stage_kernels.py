@@ -6,7 +6,7 @@ def test_kernels_compile_ahead():
     """In a process of its own, where nothing else has compiled them; one run serves tables of any size."""
     program = """
 import numpy as np
-from alpa_lite.inter_op import kernels, stage_kernels
+from alpa_lite.inter_op import compile_stage_kernels as kernels, stage_kernels
 from benchmarks.search import random_table
 kernels.compile_kernels()
 called = (stage_kernels.cheapest_of, stage_kernels.fill, stage_kernels.trace)
