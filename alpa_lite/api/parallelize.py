@@ -78,7 +78,7 @@ class TracedFunction:
         """
         key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
         if key not in self._steps:
-            with self.options.progress.during("split"), self._telling_batch():
+            with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
                 self._steps[key] = split_step(
                     self.traced,
                     num_microbatches,
@@ -119,7 +119,7 @@ class TracedFunction:
         chosen = planner_of(planner) if planner is not None else self.options.planner
         wanted = self.options.num_microbatches if num_microbatches is None else num_microbatches
         request = self._request(target, check_microbatches(wanted))
-        with busy("planning"):
+        with _jax.no_mesh(), busy("planning"):
             answer = planned_together(chosen, request, self.options.cache if cache is None else cache)
         plan = replace(answer.plan, request=request, batch=self.batch)
         if plan.batch is not None and plan.batch.assumed:
@@ -184,7 +184,7 @@ class PlannedFunction:
         """Lower the plan to a program of instructions. Raises `MismatchError` if the plan belongs to another step."""
         plan = self.last_plan
         step = self.function.step(plan.num_microbatches, loop_parts=plan.loop_parts)
-        with busy("lowering"), self.function.options.progress.during("lower"):
+        with _jax.no_mesh(), busy("lowering"), self.function.options.progress.during("lower"):
             plan.verify(step.step)
             step = as_planned(step, plan)
             check_fits(plan, step.step)
@@ -211,7 +211,7 @@ class LoweredFunction:
         traced = self.planned.function.traced
         options = self.planned.function.options
         check_same_program(self.planned.last_plan, self.program, traced.donated)
-        with busy("compiling"), options.progress.during("compile"):
+        with _jax.no_mesh(), busy("compiling"), options.progress.during("compile"):
             executor = Executor(
                 self.program,
                 self.planned.last_plan,

@@ -58,6 +58,7 @@ class Traced:
     static_argnums: tuple[int, ...]
     jaxpr: Any
     _flat: Callable[..., Any] = field(repr=False)
+    _mesh: Any = field(default=None, repr=False, compare=False)
     _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def at_batch_size(self, size: int) -> Any:
@@ -70,7 +71,7 @@ class Traced:
                 for leaf, dim in zip(self.leaves, self.batch_leaves, strict=True)
             ]
             try:
-                self._cache[size] = jax.make_jaxpr(self._flat)(*avals)
+                self._cache[size] = plain_jaxpr(self._flat, avals, self._mesh)
             except TraceError:
                 raise
             except Exception as error:  # the user's function may raise anything at a size that it was not written for
@@ -123,7 +124,8 @@ def trace(
         box["empty"] = [_has_no_bytes(leaf) for _, leaf in out_paths]
         return [np.zeros(leaf.shape, bool) if _has_no_bytes(leaf) else leaf for _, leaf in out_paths]
 
-    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    mesh = _jax.context_mesh()
+    jaxpr = plain_jaxpr(flat, leaves, mesh)
     out_leaves = tuple(_struct(aval) for aval in jaxpr.out_avals)
     donate = {argument_number(i, len(args)) for i in _as_tuple(donate_argnums)}
     owner = tuple(_owner(path) for path, _ in paths)
@@ -150,11 +152,21 @@ def trace(
         static_argnums=tuple(sorted(static)),
         jaxpr=jaxpr,
         _flat=flat,
+        _mesh=mesh,
     )
     if batch_argnums is not None:
         return _with_batch(traced, by_name(arguments, batch_argnums))
     trees = any(not jax.tree_util.all_leaves([{**positional, **keywords}[key]]) for key in state)
     return _with_assumed_batch(traced, arguments, has_state=trees)
+
+
+def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any) -> Any:
+    """Return the jaxpr of a function, traced under the mesh that the user has set, without this and other meshes.
+
+    What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
+    """
+    with _jax.under_mesh(mesh):
+        return _jax.without_meshes(jax.make_jaxpr(flat)(*avals))
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
@@ -183,7 +195,7 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
         return first
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        return traced.jaxpr if list(avals) == list(traced.leaves) else jax.make_jaxpr(traced._flat)(*avals)
+        return traced.jaxpr if list(avals) == list(traced.leaves) else plain_jaxpr(traced._flat, avals, traced._mesh)
 
     return _with_batch(traced, by_trial(arguments, retrace, traced.aliases))
 

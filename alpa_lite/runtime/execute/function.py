@@ -58,7 +58,8 @@ class CompiledFunction:
             virtual CPU devices do, whose overlapping tasks take each other's time.
         """
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
-        return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
+        with _jax.no_mesh():
+            return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
 
     def allocated(self) -> tuple[Allocated, ...]:
         """What XLA allocates on a device of each stage at most, by its account of the executables; nothing runs."""
@@ -74,20 +75,23 @@ class CompiledFunction:
         if gone:
             raise ExecutionError(self._given_away(leaves))  # XLA may end the process
         try:
-            outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
+            # The programs are those of the plan's meshes, whatever mesh the caller has set.
+            with _jax.no_mesh():
+                outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
+                for number, finish in self._finished:
+                    outputs[number] = finish(outputs[number])
         except _jax.InvalidNumbersError as error:
             raise FloatingPointError(
                 f"{self.traced.name}: {' '.join(map(str, error.args))} among the results (jax_debug_nans or "
                 f"jax_debug_infs is on). Call {self.traced.name}.fun with these arguments to see the operation."
             ) from error
-        for number, finish in self._finished:
-            outputs[number] = finish(outputs[number])
         self._apart.note(leaves, outputs)
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The positional arguments on their planned devices (state stays there from then on)."""
-        leaves = self.executor.place_inputs(self._leaves(args, kwargs))
+        with _jax.no_mesh():
+            leaves = self.executor.place_inputs(self._leaves(args, kwargs))
         positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
         return tuple(positional.get(i, arg) for i, arg in enumerate(args))
 
@@ -266,7 +270,8 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
             leaves = jax.tree.leaves(init_fn(*inputs))
             return [leaves[i] for i in mine]
 
-        built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*_on(mesh, args))
+        with _jax.no_mesh():
+            built = jax.jit(part, out_shardings=[flat[i] for i in mine])(*_on(mesh, args))
         for i, array in zip(mine, built, strict=True):
             result[i] = array
     return jax.tree.unflatten(structure, result)

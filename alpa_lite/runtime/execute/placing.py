@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
@@ -188,8 +188,16 @@ def rows_of(array: Any, windows: Windows, number: int) -> Any:
     """A run of rows: of NumPy's arrays a view, of others a copy by one program for all starts."""
     first, dim = windows.start + number * windows.size, windows.dim
     if isinstance(array, jax.Array):
-        return _cut(array, np.int32(first), windows.size, dim)
+        return _cut(_untyped(array), np.int32(first), windows.size, dim)
     return np.asarray(array)[(*[slice(None)] * dim, slice(first, first + windows.size))]
+
+
+def _untyped(array: Any) -> Any:
+    """The array without axes of explicit type in its sharding, which would forbid slices that the axes do not divide."""
+    mesh = getattr(array.sharding, "mesh", None)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return array
+    return _of_blocks(array.shape, array.dtype, on_plain_mesh(array.sharding), _jax.blocks(array))
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -45,10 +45,10 @@ def rounds_only(**options: object) -> Portfolio:
 def test_kernels_compile_ahead():
     """In a process of its own, where nothing else has compiled them."""
     program = """
-from alpa_lite.intra_op.solvers import dual, flat, kernels, neighbourhood
-kernels.compile_kernels()
+from alpa_lite.intra_op.solvers import compile_kernels, dual, flat_problem, neighbourhood
+compile_kernels.compile_kernels()
 called = (dual._pass, dual._price, dual._prefix_sums, dual._bounds_by_strategy, neighbourhood._search,
-          flat.add_usage, flat.usage_of, flat.cost_of)
+          flat_problem.add_usage, flat_problem.usage_of, flat_problem.cost_of)
 print([each.__name__ for each in called if not each.signatures])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
