@@ -26,9 +26,14 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from cost_models.text import printable
+
+try:
+    from jax._src.lax.parallel import psum_p
+except ImportError:  # private: it may move
+    psum_p: Any = None
 
 try:
     from jax._src.api_util import InternalFloatingPointError as InvalidNumbersError
@@ -252,85 +257,7 @@ def under_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
     return no_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
-def without_meshes(jaxpr: Any) -> Any:
-    """Return a closed jaxpr without the meshes that the user's function names.
-
-    Constraints and reshardings, which compute nothing, go; types of values and parameters of equations no longer
-    name a mesh. Functions under `shard_map` stay as they are.
-    """
-    with no_mesh():
-        return _MeshRemover().closed(jaxpr)
-
-
-_CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-
-
-class _MeshRemover:
-    """Rewrites jaxprs; one that several equations hold is rewritten once, and stays one."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
-
-    def closed(self, jaxpr: Any) -> Any:
-        """Rewrite a closed jaxpr; it comes back as it is where it names no mesh."""
-        opened = open_jaxpr(jaxpr)
-        rewritten = self.opened(opened)
-        if rewritten is opened:
-            return jaxpr
-        return rewritten if opened is jaxpr else jaxpr.replace(jaxpr=rewritten)
-
-    def opened(self, jaxpr: Any) -> Any:
-        """Rewrite an open jaxpr."""
-        if id(jaxpr) not in self._known:
-            # The jaxpr is held as well, so that its id stays its own.
-            self._known[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
-        return self._known[id(jaxpr)][1]
-
-    def _rewrite(self, jaxpr: Any) -> Any:
-        now: dict[Any, Any] = {}
-        changed = False
-
-        def renamed(atom: Any) -> Any:
-            nonlocal changed
-            if isinstance(atom, Literal):
-                return atom
-            if atom not in now:
-                aval = _on_no_mesh(atom.aval)
-                now[atom] = atom if aval is atom.aval else type(atom)(aval)
-                changed |= now[atom] is not atom
-            return now[atom]
-
-        constvars, invars = [renamed(v) for v in jaxpr.constvars], [renamed(v) for v in jaxpr.invars]
-        equations: list[Any] = []
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _CONSTRAINTS:
-                now[eqn.outvars[0]], changed = renamed(eqn.invars[0]), True
-                continue
-            operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
-            params = eqn.params if eqn.primitive.name == "shard_map" else self._params(eqn.params)
-            context = _context_without_mesh(eqn.ctx)
-            same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
-            equations.append(eqn if same else eqn.replace(invars=operands, outvars=results, params=params, ctx=context))
-            changed |= not same
-        if not changed:
-            return jaxpr
-        outvars = [renamed(v) for v in jaxpr.outvars]
-        return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
-
-    def _params(self, params: dict[str, Any]) -> dict[str, Any]:
-        found = {name: self._param(value) for name, value in params.items()}
-        return params if all(found[name] is value for name, value in params.items()) else found
-
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, NamedSharding):
-            return None
-        if isinstance(value, tuple):
-            found = tuple(self._param(each) for each in value)
-            return value if all(a is b for a, b in zip(found, value, strict=True)) else found
-        return self.closed(value) if hasattr(value, "eqns") else value
-
-
-def _context_without_mesh(context: Any) -> Any:
+def context_without_mesh(context: Any) -> Any:
     """Return what JAX sets while it runs an equation, without the mesh."""
     mesh = getattr(context, "cur_abstract_mesh", None)
     if mesh is None or mesh.empty:
@@ -343,14 +270,6 @@ def _context_without_mesh(context: Any) -> Any:
         context.remove_size_one_mesh_axis,
         metadata,
     )
-
-
-def _on_no_mesh(aval: Any) -> Any:
-    """Return the type of a value without the mesh in it."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or getattr(sharding, "mesh", None) is None or sharding.mesh.empty:
-        return aval
-    return aval.update(sharding=None)
 
 
 def is_tracing() -> bool:

@@ -27,6 +27,7 @@ from alpa_lite.trace.batch import (
     resized,
     without_state,
 )
+from alpa_lite.trace.passes.drop_meshes import without_meshes
 from cost_models.text import printable
 
 
@@ -166,7 +167,7 @@ def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any) -> An
     What the user's code says of meshes is read where it runs, under that mesh; a plan lays out the arrays anew.
     """
     with _jax.under_mesh(mesh):
-        return _jax.without_meshes(jax.make_jaxpr(flat)(*avals))
+        return without_meshes(jax.make_jaxpr(flat)(*avals))
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:

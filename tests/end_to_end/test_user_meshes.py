@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite as al
-from alpa_lite import _jax
+from alpa_lite.trace.passes.drop_meshes import without_meshes
 
 PLANNERS = {"data_parallel": al.planners.DataParallel(), "pipeline": al.planners.Pipeline(num_stages=2)}
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) / 3
@@ -91,9 +91,9 @@ def test_no_mesh_is_left_in_a_program(devices: Any) -> None:
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         traced = jax.make_jaxpr(training(lambda x: jax.sharding.reshard(x, P("data", None))))(WEIGHTS, BATCH)
     assert "data" in str(traced)
-    plain = _jax.without_meshes(traced)
+    plain = without_meshes(traced)
     assert "data" not in str(plain) and "reshard" not in str(plain)
-    assert _jax.without_meshes(plain) is plain
+    assert without_meshes(plain) is plain
     np.testing.assert_allclose(jax.core.eval_jaxpr(plain.jaxpr, plain.consts, WEIGHTS, BATCH)[1], 0.05, atol=0.5)
 
 
@@ -109,3 +109,74 @@ def test_donated_state_may_lie_on_the_mesh_of_the_user(devices: Any) -> None:
         )
         got = jax.device_get(parallel(weights, batch))
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def over_devices(names: dict[str, int]) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(*names.values()), tuple(names))
+
+
+def sums(x: Any, w: Any) -> Any:
+    return jnp.tanh(jax.lax.psum(x @ w, "a")) * (1 + jax.lax.axis_index("a"))
+
+
+def gathered(x: Any, w: Any) -> Any:
+    return jax.lax.all_gather(x, "a", axis=0, tiled=True)[::2][: x.shape[0]] @ w
+
+
+def scattered(x: Any, w: Any) -> Any:
+    parts = jnp.tile(x @ w, (jax.lax.axis_size("a"), 1))
+    return jax.lax.psum_scatter(parts, "a", scatter_dimension=0, tiled=True)
+
+
+def exchanged(x: Any, w: Any) -> Any:
+    parts = jax.lax.all_to_all(jnp.tile(x, (1, jax.lax.axis_size("a"))), "a", split_axis=1, concat_axis=0, tiled=True)
+    return jnp.sum(parts.reshape(-1, *x.shape), 0) @ w
+
+
+def ring(x: Any, w: Any) -> Any:
+    """What ring attention does: blocks go round while each device works at the one that it has."""
+    n = jax.lax.axis_size("a")
+
+    def turn(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        total, block = carry
+        total = total + jnp.tanh(x @ block.T) @ block @ w
+        return (total, jax.lax.ppermute(block, "a", [(i, (i + 1) % n) for i in range(n)])), None
+
+    return jax.lax.scan(turn, (jnp.zeros_like(x), x), length=n)[0][0]
+
+
+@pytest.mark.parametrize("sizes", [{"a": 8}, {"a": 2, "b": 4}, {"b": 4, "a": 2}])
+@pytest.mark.parametrize("body", [sums, gathered, scattered, exchanged, ring])
+def test_a_shard_map_of_the_step(body: Any, sizes: dict[str, int], devices: Any) -> None:
+    mesh = over_devices(sizes)
+    axes = tuple(sizes)
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes), P()), out_specs=P(axes), check_vma=False)
+            return jnp.mean(mapped(jnp.tanh(batch @ weights), weights) ** 2)
+
+        value, slope = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * slope, value
+
+    check(step, PLANNERS["data_parallel"])
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_shard_map_whose_types_tell_what_varies(planner: str, devices: Any) -> None:
+    mesh = over_devices({"a": 4, "b": 2})
+
+    def step(weights: Any, batch: Any) -> Any:
+        def product(x: Any, w: Any) -> Any:
+            return jax.lax.psum(jnp.tanh(x @ w), "b")
+
+        def loss(weights: Any) -> Any:
+            mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("a", "b"), P("b", None)), out_specs=P("a", None))
+            return jnp.mean(mapped(jnp.tanh(batch @ weights), weights) ** 2)
+
+        value, slope = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * slope, value
+
+    check(step, PLANNERS[planner])
+    plan = al.plan(step, WEIGHTS, BATCH, cluster="p3.16xlarge", planner=PLANNERS[planner], cache=False)
+    assert not plan.opaque
