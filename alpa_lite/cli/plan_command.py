@@ -1,4 +1,4 @@
-"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and see what pins cost."""
+"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and show the cost of pins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cost_models.cluster import Cluster, known_clusters
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What a command line asks for: the step, how it is to be planned, and who tells how far that is."""
+    """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
     step: Any
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Asked:
     console: Console
 
     def planned(self, cluster: Cluster | None, planner: al.planners.Planner | al.Plan | None = None) -> PlannedFunction:
-        """The plan for a cluster (None: this machine), by the planner that was named or another."""
+        """Plan for a cluster (None: this machine's devices), by the named planner unless another one is given."""
         with planning_progress(self.console) as progress:
             function = al.parallelize(
                 self.step,
@@ -52,7 +52,7 @@ class _Asked:
 
 
 def run_plan(given: argparse.Namespace) -> int:
-    """What `alpa_lite.plan` does. Ctrl-C ends it with the best plan so far, if there is one."""
+    """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
     check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
@@ -100,7 +100,7 @@ def _plan_with_pins(given: argparse.Namespace, asked: _Asked, cluster: Cluster |
 
 
 def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str) -> al.planners.Planner:
-    """The planner with the pins of a file. Raises `PlanError` for one that takes none."""
+    """Return the planner with the pins of a file. Raises `PlanError` for a planner that takes no pins."""
     if isinstance(planner, (al.planners.Auto, al.planners.OnMesh)):
         return replace(planner, pins=file.pins)
     taking = [known for known, kind in PLANNERS.items() if "pins" in options_of(kind)]
@@ -126,7 +126,7 @@ def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluste
 
 
 def _clusters(given: argparse.Namespace) -> list[Cluster]:
-    """The clusters that were named, changed as was asked for; none for this machine as it is."""
+    """Return the named clusters with the changes that were asked for; an empty list means this machine unchanged."""
     changes = {"memory_bytes": given.memory, "bandwidth_scale": given.bandwidth_scale}
     if given.cluster:
         return [varied(al.cluster(name, num_hosts=given.num_hosts), **changes) for name in given.cluster]
@@ -142,7 +142,10 @@ def _save(given: argparse.Namespace, plan: al.Plan) -> None:
 
 
 def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
-    """The planner of that name with `name=value` options, or the plan of a file. Raises `PlanError` for others."""
+    """Return the planner of that name with `name=value` options, or the plan of a `.json` file, which is replayed.
+
+    Raises `PlanError` for an unknown name or option.
+    """
     if name.endswith(".json"):
         return al.Plan.load(name)
     return planner_by_name(name, options)
@@ -162,7 +165,7 @@ def _memory(text: str) -> float:
 
 
 def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """`--planner` and `--option`."""
+    """Add `--planner` and `--option`."""
     planner = parser.add_argument(
         "--planner",
         default=default,
@@ -176,7 +179,7 @@ def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """`--num-microbatches`."""
+    """Add `--num-microbatches`."""
     count = parser.add_argument(
         "--num-microbatches", type=_count_or_auto, default=default, metavar="N", help='a number, or "auto"'
     )
@@ -210,7 +213,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_planner(parser, "auto")
     parser.add_argument(
-        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints what that costs as well"
+        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
     )
     add_microbatches(parser, "auto")
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")
