@@ -133,7 +133,7 @@ def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | N
 
 
 def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
-    """Group arguments with one spec whose paths differ only in numbers, in the order in which the paths first appear."""
+    """Group arguments with one spec whose paths differ only in numbers, in order of first appearance of the path."""
     listed = tuple(arguments)
     alike: dict[tuple[str, ...], int] = {}
     groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
