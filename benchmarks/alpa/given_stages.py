@@ -39,10 +39,10 @@ FORCED_BATCH = Restriction(
     parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
-"""What Alpa's integer program may choose where the batch dim is forced on the first axis."""
+"""The choices of Alpa's integer program where the batch dim is forced on the first axis."""
 
 FORCED_BATCH_AS_RUN = replace(FORCED_BATCH, optimizer=BatchSplit.MUST)
-"""The same with optimizer state in parts, as Alpa ran it."""
+"""The same with sharded optimizer state, as Alpa ran it."""
 
 FREE_AS_RUN = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.MODEL},
@@ -50,7 +50,7 @@ FREE_AS_RUN = Restriction(
     parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
-"""Any sharding on the meshes of a `GivenStage`, as Alpa ran it: no sum is left scattered but gradients."""
+"""Any sharding on the meshes of a `GivenStage`, as Alpa ran it: only gradient sums may be left scattered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class GivenStage:
     """A stage as it is published.
 
     Attributes:
-        layers: of the clusters that the model is cut into.
-        hosts, devices_per_host: of its submesh.
+        layers: number of the model's layer clusters in it.
+        hosts, devices_per_host: size of its submesh.
         data, model: sizes of the logical mesh.
     """
 
@@ -70,7 +70,7 @@ class GivenStage:
     model: int
 
     def mesh(self, *, force_batch: bool) -> LogicalMesh:
-        """Its logical mesh; without a forced batch dim an axis of one device is left out."""
+        """Return its logical mesh; without a forced batch dim, an axis of one device is left out."""
         if force_batch or min(self.data, self.model) > 1:
             return LogicalMesh(axis_names=("data", "model"), shape=(self.data, self.model))
         return LogicalMesh(axis_names=("x",), shape=(self.data * self.model,))
@@ -81,12 +81,12 @@ class GivenStage:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenStages(Planner):
-    """The given stages, in order.
+    """Plan with the given stages, in order.
 
-    by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
-    force_batch: the first axis of each mesh splits the batch and the second never does.
-    as_alpa_ran: with what the module says of that; else messages travel beside kernels, and gradients and, without a
-        forced batch, other sums may be left scattered.
+    by_loops: whether the layers are the loops of the model as it is written; else clusters of about equal FLOPs.
+    force_batch: whether the first axis of each mesh splits the batch and the second never does.
+    as_alpa_ran: whether execution has the limits that the module describes; else messages overlap with kernels, and
+        gradients and, without a forced batch, other sums may be left scattered.
     """
 
     stages: tuple[GivenStage, ...]
@@ -97,18 +97,18 @@ class GivenStages(Planner):
 
     @property
     def name(self) -> str:
-        """`4 + 4 on 2×4`-like."""
+        """A name such as `4 + 4 on 2×4`."""
         if len(set(self.stages)) == 1 and len(self.stages) > 1:
             return f"{len(self.stages)} stages: {self.stages[0]}"
         return ", ".join(map(str, self.stages))
 
     @property
     def num_layers(self) -> int:
-        """Clusters of all stages."""
+        """The number of layer clusters of all stages."""
         return sum(stage.layers for stage in self.stages)
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` where a stage does not fit into memory."""
+        """Return the plan. Raises `InfeasibleError` if a stage does not fit into memory."""
         started = time.perf_counter()
         step = request.best_step((), loop_parts=0)
         layers = self._layers(step)
@@ -138,7 +138,7 @@ class GivenStages(Planner):
     def _waiting_seconds(
         self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
     ) -> float:
-        """What a step takes longer where both ends of a message wait for it."""
+        """Return the additional seconds of a step in which both ends of a message wait for it."""
         messages = inflows_between(request, step, layers, placed)
         tasks = self.schedule.tasks(len(placed), step.num_microbatches)
         forward = [stage.solution.forward_seconds for stage in placed]
@@ -180,9 +180,10 @@ class GivenStages(Planner):
 
 
 def summing_seconds(plan: Plan) -> float:
-    """What a step takes longer where gradients are all-reduced: twice a reduce_scatter, on the stage with the most.
+    """Return the additional seconds of a step that all-reduces gradients, on the stage where they are greatest.
 
-    Those that are scattered in each micro-batch for want of memory are left as they are.
+    An all-reduce takes twice a reduce_scatter. Gradients that are scattered in each micro-batch to save memory are not
+    counted.
     """
     longer = [0.0] * len(plan.stages)
     for use in plan.prediction.collectives:

@@ -78,7 +78,7 @@ _ROUNDING = 1 + 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement about what was measured, whether the predictions agree, and the figures."""
+    """A statement about the measurements, whether the predictions agree, and the figures."""
 
     text: str
     holds: bool
@@ -96,7 +96,7 @@ class _Predicted:
 
 
 def orderings(say: Callable[[str], None]) -> Iterator[Claim]:
-    """All of them, one after the other."""
+    """Yield all claims, one after the other."""
     yield from _meshes(say)
     yield from _shardings(say)
     yield from _stages(say)
@@ -156,7 +156,7 @@ def _stages(say: Callable[[str], None]) -> Iterator[Claim]:
 
 
 def restricted(case: Case, way: Way) -> FixedPlan:
-    """The search of a case under a restriction."""
+    """Return the search of a case under a restriction."""
     layers = num_layers(case.id)
     by_operators = way == "equal operators"
     planner = Auto(
@@ -172,7 +172,7 @@ def restricted(case: Case, way: Way) -> FixedPlan:
 
 
 def claims_of_stages(name: str, measured: Mapping[Way, float], found: Mapping[Way, Price]) -> Iterator[Claim]:
-    """The first way beside each of the others: whether it gains anything, and how much."""
+    """Compare the first variant with each of the others: whether it gains anything, and how much."""
     first, *others = measured
     for way in others:
         gain = measured[first] / measured[way]

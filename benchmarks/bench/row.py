@@ -1,4 +1,4 @@
-"""What is known of one plan, and where it was found out: a line of JSON."""
+"""All figures of one plan, and the environment in which they were obtained: a line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "highspy", "optax")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where a row comes from. `git`: the commit of this repository, with "+" where files differ from it; or empty."""
+    """The origin of a row. `git` is the commit of this repository, with "+" if files differ from it, or ""."""
 
     git: str
     versions: dict[str, str]
@@ -69,11 +69,11 @@ class Row:
 
     @property
     def step_seconds(self) -> float | None:
-        """Measured, or predicted where nothing was."""
+        """Measured seconds, or predicted ones if nothing was measured."""
         return self.predicted_step_seconds if self.measured_step_seconds is None else self.measured_step_seconds
 
     def measured(self, samples: Sequence[float], same_as: str = "") -> Row:
-        """The row with what was measured: seconds by round."""
+        """Return the row with measurements: seconds by round."""
         low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else list(samples) * 3
         return replace(
             self,
@@ -85,12 +85,12 @@ class Row:
 
 
 def json_line(row: Row, environment: Environment) -> str:
-    """One line; `row_of_line` gives the row back."""
+    """Return one line of JSON, from which `row_of_line` restores the row."""
     return json.dumps({**asdict(row), **asdict(environment)})
 
 
 def row_of_line(line: str) -> Row:
-    """The row of a line of JSON."""
+    """Return the row of a line of JSON."""
     data: dict[str, Any] = json.loads(line)
     for name in ("measured_quartiles", "measured_samples"):
         data[name] = tuple(data[name]) if data[name] is not None else None
@@ -98,7 +98,7 @@ def row_of_line(line: str) -> Row:
 
 
 def here(device: str = "") -> Environment:
-    """This process: versions, machine and, if it runs from a checkout, the commit."""
+    """Return this process's environment: versions, machine and, if it runs from a checkout, the commit."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

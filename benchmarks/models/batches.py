@@ -22,7 +22,7 @@ class Model(Protocol):
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         ...
 
     def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:

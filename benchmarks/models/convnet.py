@@ -67,11 +67,14 @@ class ConvNet:
         return {name: [layer(shape) for shape in some] for name, some in shapes.items()}
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return sum(prod(shape) + shape[-1] for some in self._shapes().values() for shape in some)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
+        """
         return {
             "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), jnp.float32),
             "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -79,7 +82,7 @@ class ConvNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(

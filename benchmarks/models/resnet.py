@@ -91,7 +91,10 @@ class ResNet:
         return sum(prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
+        """
         return {
             "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), self.dtype),
             "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -99,7 +102,7 @@ class ResNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -115,7 +118,7 @@ class ResNet:
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (the model draws nothing); here so that all models are called alike.
+            key: unused (the model draws nothing); all models have the same signature.
             reduction: of the loss over the images.
         """
         del key

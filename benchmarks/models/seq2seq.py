@@ -52,12 +52,15 @@ class Translator:
         return jax.tree.unflatten(structure, drawn)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return count(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: integer ``source`` and float ``source_weights`` (1, or 0 for padding) ``[batch,
-        source_len]``; integer ``inputs`` and ``targets`` and float ``weights`` ``[batch, target_len]``."""
+        """Return the arrays of a batch as shapes.
+
+        Integer ``source`` and float ``source_weights`` (1, or 0 for padding) ``[batch,
+        source_len]``; integer ``inputs`` and ``targets`` and float ``weights`` ``[batch, target_len]``.
+        """
         source, target = (batch_size, self.source_len), (batch_size, self.target_len)
         return {
             "source": jax.ShapeDtypeStruct(source, jnp.int32),
@@ -69,7 +72,7 @@ class Translator:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"source": self.source_vocab, "inputs": self.target_vocab, "targets": self.target_vocab}
 
     def loss_fn(
@@ -85,7 +88,7 @@ class Translator:
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); here so that all models are called alike.
+            key: unused (nothing is drawn); all models have the same signature.
             reduction: over the words that count.
         """
         del key

@@ -149,7 +149,7 @@ class Transformer:
         return draw(key, self._shapes(), self.param_dtype, self.num_segments)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return count(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -171,7 +171,7 @@ class Transformer:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {
             **dict.fromkeys(("tokens", "targets", "inputs"), self.vocab_size),
             **dict.fromkeys(("types", "follows"), 2),

@@ -56,7 +56,7 @@ class UNet:
         return jax.tree.unflatten(structure, convolutions)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         shapes = jax.tree.leaves(self._shapes(), is_leaf=lambda node: isinstance(node, tuple))
         return sum(prod(shape) + shape[-1] for shape in shapes)
 
@@ -66,8 +66,11 @@ class UNet:
         return self._sizes()[-1]
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, in_channels]``; integer ``labels`` and
-        float ``weights`` ``[batch, label_size, label_size]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, in_channels]``; integer ``labels`` and
+        float ``weights`` ``[batch, label_size, label_size]``.
+        """
         labels = (batch_size, self.label_size, self.label_size)
         images = (batch_size, self.image_size, self.image_size, self.in_channels)
         return {
@@ -78,7 +81,7 @@ class UNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -94,7 +97,7 @@ class UNet:
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); here so that all models are called alike.
+            key: unused (nothing is drawn); all models have the same signature.
             reduction: over all pixels of the batch.
         """
         del key

@@ -15,7 +15,7 @@ Shapes = Any
 
 
 def count(shapes: Shapes) -> int:
-    """Number of weights."""
+    """Return the number of weights."""
     return sum(prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=_is_shape))
 
 

@@ -292,7 +292,7 @@ def timeline_section(
     makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
     if abs(makespan - step) > _CLOSE * step:
         body += (
-            f"<p>The predicted step of {show_seconds(step)} also includes the time hosts take to start programs and wait "
+            f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
             f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
         )
     if simulated and measured:
