@@ -145,7 +145,7 @@ def wide_resnet(channels: int, width_factor: int) -> ResNet:
     return ResNet(channels=channels, width_factor=width_factor, num_classes=1024, norm_batch=1, recompute=True)
 
 
-#: Size: parameters in billions, devices, micro-batches of the plan that was found, model.
+#: Size: parameters in billions, devices, micro-batches of the published plan, model.
 _GPT = {
     "350M": (0.355, 1, 512, gpt(1024, 24, 16)),
     "760M": (0.759, 2, 128, gpt(1536, 24, 16)),

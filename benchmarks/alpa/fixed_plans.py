@@ -1,4 +1,4 @@
-"""The plans that Alpa's evaluation found or compared with, and the TFLOPS per device that it measured of them.
+"""The plans of Alpa's evaluation, its own and those it was compared with, and their measured TFLOPS per device.
 
 Zheng et al., OSDI 2022, figures 7 and 13 and the suites and results of alpa-projects/alpa, branch osdi22_artifact. What
 was not measured, or is a projection from smaller batches, has no figure here.

@@ -27,7 +27,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One planner on one model and cluster; None: not known. Seconds are those of a step, bytes those of a device.
+    """One planner on one model and cluster; None: unknown. Seconds are per step, bytes per device.
 
     Attributes:
         searched: whether the planner searches, as opposed to a manual plan; `auto`: and leaves nothing out.

@@ -126,7 +126,7 @@ class ConvNet:
         return x
 
     def _shapes(self) -> dict[str, list[tuple[int, ...]]]:
-        """Shapes of the weights; biases are as long as the last dim."""
+        """Return the shapes of the weights; biases are as long as the last dim."""
         width, size, convolutions = 3, self.image_size, list[tuple[int, ...]]()
         for layer in self.convolutions:
             convolutions.append((layer.size, layer.size, width, layer.channels))
@@ -138,7 +138,7 @@ class ConvNet:
 
 
 def alexnet(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_classes: int = 1000) -> ConvNet:
-    """AlexNet in one column; `width` is that of the first convolution, which the others follow."""
+    """Return AlexNet in one column; the other widths are in proportion to `width`, the first convolution's."""
     return ConvNet(
         convolutions=(
             Convolution(channels=width, size=11, stride=4, padding=2, pools=True),
@@ -155,7 +155,7 @@ def alexnet(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_cl
 
 
 def vgg16(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_classes: int = 1000) -> ConvNet:
-    """VGG-16; `width` is that of the first two convolutions, which the others follow."""
+    """Return VGG-16; the other widths are in proportion to `width`, the first two convolutions'."""
     blocks = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
     return ConvNet(
         convolutions=tuple(

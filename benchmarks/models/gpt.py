@@ -198,7 +198,7 @@ class GPT:
 
 
 def stack_layers(params: Params) -> Params:
-    """Turn unrolled weights into those of the same model with `scan_layers`."""
+    """Convert unrolled weights to the weights of the same model with `scan_layers`."""
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 

@@ -137,7 +137,7 @@ class ResNet:
         return jnp.mean(x, axis=(1, 2)) @ weights["dense"]["w"] + weights["dense"]["b"]
 
     def _stem(self, unit: Callable[..., jax.Array], images: jax.Array, weights: Params) -> jax.Array:
-        """A convolution and a maximum, each with stride 2: ``[batch, h, w, 3] -> [batch, h/4, w/4, channels]``."""
+        """Apply convolution and max pooling, stride 2 each: ``[batch, h, w, 3] -> [batch, h/4, w/4, channels]``."""
         x = unit(images, weights, stride=2, active=True)
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
@@ -160,7 +160,7 @@ class ResNet:
         return jax.nn.relu(x) if active else x
 
     def _normalise(self, x: jax.Array) -> jax.Array:
-        """To mean 0 and variance 1 per channel over `norm_batch` images, in float32: ``[batch, h, w, c] -> same``."""
+        """Normalise each channel over `norm_batch` images, to mean 0 and variance 1 in float32: ``[batch, h, w, c]``."""
         shape = x.shape
         x32 = x.astype(jnp.float32)
         axes = (0, 1, 2)

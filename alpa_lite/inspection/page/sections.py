@@ -187,7 +187,7 @@ def summary_section(plan: Plan) -> Section:
     batch = "".join(f"<p>{escape(line)}</p>" for line in more)
     cards = "".join(_cards(plan))
     legend = "".join(_legend(plan))
-    # A few hosts leave room for the stages beside them.
+    # A few hosts leave room for the stages to their right.
     wide = " wide" if plan.cluster.num_hosts > _MANY_HOSTS else ""
     body = (
         f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
