@@ -1,17 +1,17 @@
 """Predicted against measured collectives: `python -m benchmarks.collective_times --measurements FILE.csv`.
 
-The file has one measurement per row, with the columns of nccl-tests and where it was taken:
+The file has one measurement per row, with the columns of nccl-tests and its origin:
 
-    source, kind, hardware, nodes, gpus_per_node, n_ranks, inter_link, collective, size_bytes,
-    time_us, algbw_GBps, busbw_GBps, efficiency, notes
+source, kind, hardware, nodes, gpus_per_node, n_ranks, inter_link, collective, size_bytes,
+time_us, algbw_GBps, busbw_GBps, efficiency, notes
 
-    bus bandwidth       f * size / seconds; f = 2(n-1)/n all_reduce, 1 send, else (n-1)/n
-    algorithm bandwidth size / seconds (of `psum`, JAX micro-benchmarks print bus bandwidth in its place)
-    ratio               predicted over measured seconds; of an efficiency row, measured over predicted efficiency
+bus bandwidth       f * size / seconds; f = 2(n-1)/n all_reduce, 1 send, else (n-1)/n
+algorithm bandwidth size / seconds (for `psum`, JAX micro-benchmarks print bus bandwidth in its place)
+ratio               predicted over measured seconds; of an efficiency row, measured over predicted efficiency
 
-An efficiency is the time at data-sheet bandwidth, without latency, over the time; the rows give no time. Which cluster
-stands for a row follows from the hardware it names and the network that its link states; rows that say that they were
-misconfigured, or do not say enough, are skipped and counted.
+An efficiency is the time at data-sheet bandwidth, without latency, over the measured time; these rows have no time. The
+cluster of a row follows from the hardware it names and the network that its link states. Rows that are marked as
+misconfigured, or that state too little, are skipped and counted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Seconds of planning one step of Llama 3 8B on 8 hosts of 8 devices, part by part: `python -m benchmarks.llama_plan`.
 
 trace      JAX traces the step at two batch sizes, and the traces become a graph with phases
-layers     the layers of the graph, and what their one stage reads, makes and keeps alive
+layers     the layers of the graph, and the values that their one stage reads, makes and keeps alive
 build      strategies, resharding matrices, usages: the intra-op problem
 solve      the solver, to a gap of 1 %; simplify, its exact reductions, is also timed alone and without the limit
-price      decoding the solution, and pricing it as it will be emitted
+price      decoding the solution, and pricing the program that it emits
 
 The mesh is 8 × 8. As in the search, its first axis splits the batch and may split state, and its second everything
-else; with --free-axes both may do anything.
+else; with --free-axes both axes are unrestricted.
 """
 
 from __future__ import annotations

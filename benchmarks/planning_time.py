@@ -1,15 +1,15 @@
 """Seconds from a train step to its plan: `python -m benchmarks.planning_time --case gpt-39B --json`.
 
-The step is traced with shapes, cut into micro-batches, layers and stages, and the search runs as `al.plan` runs it.
-With --no-cache nothing is known beforehand; else a plan that was made before is taken again. Not counted are imports;
-of this project's own kernels, which numba compiles once after it is installed, the first run of all does count the
-compilation. With --json the last line is one object:
+The step is traced with shapes, split into micro-batches, layers and stages, and the search runs as in `al.plan`. With
+--no-cache the plan cache is not used. Imports are not counted; the first run after installation includes the
+compilation
+of this project's own kernels by numba. With --json the last line is one object:
 
-    seconds       from the function to the plan
-    gap           of the solver (`plan.solver.gap`)
-    phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), manual
-                  (the classic plans), layers (cut and seen on one device), survey, stages (the search for them),
-                  refine, simulate (schedules), rest; none counts those within it
+seconds       from the function to the plan
+gap           of the solver (`plan.solver.gap`)
+phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), manual
+              (the classic plans), layers (clustered and priced on one device), survey, stages (the search for them),
+              refine, simulate (schedules), rest; none includes a nested phase
 
 Without --case two tables show how the time grows with the layers and with the devices, each row in its own process.
 """

@@ -1,17 +1,17 @@
-"""What does it take to bring an array from one submesh to another? `python -m benchmarks.resharding [--json]`.
+"""The cost of moving an array between submeshes: `python -m benchmarks.resharding [--json]`.
 
 Nine pairs of specs on an array of 2 GiB, between submeshes of hosts with four V100s and 10 Gbit/s each, as in the
 benchmark of Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023 (arXiv 2211.05322). The
-pairs are those of the benchmark suite in Alpa's public repository, in which the last-but-one is the same as the one
-before. Each is planned twice:
+pairs are those of the benchmark suite in Alpa's public repository, whose last-but-one equals the one before it. Each is
+planned twice:
 
-    naive   every receiver gets its whole block from some sender       (`plan_transfer(..., direct_bytes=inf)`)
-    once    every element crosses once, and receivers gather           (`plan_transfer(..., direct_bytes=0)`)
+naive   every receiver gets its whole block from some sender       (`plan_transfer(..., direct_bytes=inf)`)
+once    every element crosses once, and receivers gather           (`plan_transfer(..., direct_bytes=0)`)
 
-Bytes are those that go from one submesh to the other, seconds those of `pricing.transfer_seconds`, gathers included.
-Where there are devices enough, an array with 1/N of the second dim (`--scale N`) is transferred both ways, checked, and
-the bytes are counted that devices hand to others. Virtual CPU devices share a processor: their times mean nothing and
-are not taken.
+Bytes are those sent from one submesh to the other, seconds those of `pricing.transfer_seconds`, gathers included. With
+enough devices, an array with 1/N of the second dim (`--scale N`) is transferred by both plans and checked, and the
+bytes
+sent between devices are counted. Virtual CPU devices share a processor, so times would mean nothing and are not taken.
 """
 
 from __future__ import annotations

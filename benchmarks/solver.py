@@ -1,14 +1,15 @@
-"""The intra-op solver on files with problems: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
+"""Benchmark the intra-op solver on problem files: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
 
-    (nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, whether the limit was kept
-                    (5 % and 2 s more, reading included), seconds to the first feasible choices, the longest time
-                    without a look at the clock, peak memory
-    --reductions    what each kind of reduction leaves of an instance
-    --ablation      the portfolio without one of its parts, at equal time
-    --stages        the problems that planners give to the solver: longest solve and step (`benchmarks.stage_problems`)
+(nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, whether the limit was respected
+                (5 % and 2 s tolerance, reading included), seconds to the first feasible choices, the longest time
+                between two checks of the clock, peak memory
+--reductions    the size of an instance after each kind of reduction
+--ablation      the portfolio without one of its parts, at equal time
+--stages        the problems that planners give to the solver: longest solve and step (`benchmarks.stage_problems`)
 
 Every run is a process of its own. A table of best known costs has the columns name, best_known_cost and
-timeout_seconds; an instance's name is what its file's name ends with. The instances of the ASPLOS/EuroSys 2025 contest
+timeout_seconds; an instance's name is the last part of its file's name. The instances of the ASPLOS/EuroSys 2025
+contest
 are at github.com/google/iopddl.
 """
 

@@ -1,9 +1,9 @@
 """The problems that planners give to the intra-op solver: `python -m benchmarks.stage_problems [--case ID ...]`.
 
-Each case is planned in a process of its own, without workers, and one row tells of all problems that its search
-solves: how many, the largest, the longest solve, whether all ended within their limits (5 % and 2 s more), and the
-longest time without a look at the clock. Cases are those of the evaluation (`benchmarks.alpa.cases`) with `Auto`, and
-``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
+Each case is planned in a process of its own, without workers, and one row summarises all problems that its search
+solves: their number, the largest, the longest solve, whether all ended within their limits (5 % and 2 s tolerance), and
+the longest time between two checks of the clock. Cases are those of the evaluation (`benchmarks.alpa.cases`) with
+`Auto`, and ``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The models of Alpa's evaluation with their clusters and batches, and two larger ones, as train steps to plan.
 
 Sizes: Zheng et al., OSDI 2022, and the suites of the benchmarks in alpa-projects/alpa, branch osdi22_artifact.
-Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. How they trained:
-
-- GPT and MoE in float16 with an output projection of its own, all layers computed again, no dropout; GPT with Adam, MoE
-  with Adafactor, both on float32 copies of the weights. Experts stand in every second layer; each token visits two.
-- Wide-ResNet in float32 with SGD and momentum, the stem and all blocks computed again. "13B" is of depth 50 and factor
-  32, as its measurements report its parameters; the suites name another network of about that size too.
-
-GPT-175B is that of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
+Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. The training:
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Plans as Alpa publishes them: how many layers each stage has, which devices, and their logical mesh.
+"""Plans as Alpa publishes them: the number of layers of each stage, its devices, and their logical mesh.
 
-A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it. Where a batch
-dim is forced on the first axis, it is held to about what Alpa's could choose (`FORCED_BATCH`): the first splits the
-batch, and may split state; the second splits weights by their own dims. Alpa's knew no all_to_all on two axes, and its
-objective was communication alone: it gained nothing from norms and the like on parts of what a sum gives. Without a
-forced batch a mesh is used freely (`inter_op.stage_costs.free_restriction`).
+A stage is (layers, hosts × devices per host, dp × mp). The integer program makes the other decisions within it. Where a
+batch dim is forced on the first axis, it is restricted to approximately the choices of Alpa's program (`FORCED_BATCH`):
+the first axis splits the batch, and may split state; the second splits weights by their own dims. Alpa's program had no
+all_to_all over two axes, and its objective was communication only: it gained nothing from computing norms and the like
+on the parts of a scattered sum. Without a forced batch, the use of a mesh is free
+(`inter_op.stage_costs.free_restriction`).
 
-As Alpa ran them, plans differ in three ways (sources of alpa-projects/alpa). Its runtime ran instructions in order, so
-both ends of a message waited for it. Its integer program knew all_reduce alone for sums. Afterwards optimizer state was
-split wherever it could be, and the reduce_scatter of gradients that this allows came out as an all_reduce with
+As Alpa ran them, plans differ in three aspects (sources of alpa-projects/alpa). Its runtime executed instructions in
+order, so both ends of a message waited for it. Its integer program had only all_reduce for sums. Afterwards optimizer
+state was split wherever possible, and the reduce_scatter of gradients that this allows became an all_reduce with
 micro-batches, before updated weights were gathered.
 """
 

@@ -1,13 +1,14 @@
-"""Which of several plans is faster, and which runs out of memory: what Alpa's ablations measured, and what we predict.
+"""Which of several plans is faster, and which runs out of memory: Alpa's ablations against our predictions.
 
-Sharding within one host, one micro-batch (Zheng et al., OSDI 2022, figure 8): the logical meshes of one model, and data
-parallelism and ZeRO beside the search. Its integer program knew no limit of memory, so runs are planned without one,
-and those whose predicted peak exceeds the memory of a device are said to run out. Pipelines (figure 9): what the search
-loses where stages must have equally many layers or devices, or layers equally many operators. Figures as in
+Sharding within one host, one micro-batch (Zheng et al., OSDI 2022, figure 8): the logical meshes of one model, data
+parallelism, ZeRO, and the search. Alpa's integer program had no memory limit, so runs are planned without one, and
+those
+whose predicted peak exceeds the memory of a device are predicted to run out. Pipelines (figure 9): the loss of the
+search if stages must have equally many layers or devices, or layers equally many operators. Figures as in
 alpa-projects/alpa, branch osdi22_artifact; None: out of memory.
 
-Pipelines are searched as Alpa did: as many layers, 1F1B, and nothing computed again but what the model does. Layers of
-equally many operators are those of the model without loops.
+Pipelines are searched as Alpa did: with as many layers, 1F1B, and only the model's own recomputation. Layers of equally
+many operators are layers of the model without loops.
 """
 
 from __future__ import annotations

@@ -30,14 +30,15 @@ class Row:
     """One planner on one model and cluster; None: unknown. Seconds are per step, bytes per device.
 
     Attributes:
-        searched: whether the planner searches, as opposed to a manual plan; `auto`: and leaves nothing out.
-        reason: why there are no figures, a sentence; else empty.
+        searched: whether the planner searches, as opposed to a manual plan; `auto`: whether it is the full search.
+        reason: the reason why there are no figures, a sentence; else "".
         plan: the logical meshes of its stages.
-        same_as: the planner before that found the same plan, whose measurement this is too.
-        communication_seconds, idle_seconds: in the simulated program, averaged over devices: kept from work by
-            communication, and waiting for other stages. The rest of `simulated_step_seconds` they work.
-        measured_step_seconds: median over the rounds; `measured_quartiles` and `measured_samples` by round beside it.
-        allocated_peak_bytes: what XLA allocates for the compiled program, of the fullest device.
+        same_as: an earlier planner with the same plan, whose measurement is used; else "".
+        communication_seconds, idle_seconds: in the simulated program, averaged over devices: time blocked by
+        communication,
+            and waiting for other stages. The rest of `simulated_step_seconds` is computation.
+        measured_step_seconds: median over the rounds, with `measured_quartiles`; `measured_samples` are the rounds.
+        allocated_peak_bytes: XLA's allocation for the compiled program on the fullest device.
     """
 
     model: str

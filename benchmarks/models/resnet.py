@@ -160,7 +160,7 @@ class ResNet:
         return jax.nn.relu(x) if active else x
 
     def _normalise(self, x: jax.Array) -> jax.Array:
-        """Normalise each channel over `norm_batch` images, to mean 0 and variance 1 in float32: ``[batch, h, w, c]``."""
+        """Normalise each channel over `norm_batch` images, to mean 0 and variance 1 in float32."""
         shape = x.shape
         x32 = x.astype(jnp.float32)
         axes = (0, 1, 2)

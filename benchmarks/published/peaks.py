@@ -1,12 +1,13 @@
 """Predicted peak memory against peaks that were measured on GPUs: the intra-operator ablation of Alpa.
 
-The measurements are those of Zheng et al., OSDI 2022, figure 8: alpa-projects/alpa, branch osdi22_artifact,
+The measurements are from Zheng et al., OSDI 2022, figure 8: alpa-projects/alpa, branch osdi22_artifact,
 osdi22_artifact/results_intra_ablation_ref.tsv, in GiB (`GB = 1 << 30` in benchmark/alpa/exp_intra_ablation.py, which
-has the sizes of the models too). One micro-batch on V100s of one host. What decides on memory beside that
-(benchmark/alpa/benchmark_one_case_*.py): no dropout, an output projection of its own; Adam with float32 copies of
-float16 weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
+also has the sizes of the models). One micro-batch on V100s of one host. Other settings that decide on memory
+(benchmark/alpa/benchmark_one_case_*.py): no dropout, an untied output projection; Adam with float32 copies of float16
+weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
 
-Rows whose sharding Alpa searched are predicted with the logical mesh that it found and with our search on it; runs that
+Rows whose sharding Alpa searched are predicted with the logical mesh of Alpa's plan and with our search on it; runs
+that
 shard the largest dim, and those that repeat another, are left out.
 """
 
