@@ -2,6 +2,13 @@
 
 Sizes: Zheng et al., OSDI 2022, and the suites of the benchmarks in alpa-projects/alpa, branch osdi22_artifact.
 Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. The training:
+
+- GPT and MoE in float16 with an untied output projection, full recomputation, no dropout; GPT with Adam, MoE with
+  Adafactor, both on float32 copies of the weights. Every second layer has experts; each token visits two.
+- Wide-ResNet in float32 with SGD and momentum, with recomputation of the stem and all blocks. "13B" has depth 50 and
+  factor 32, as its measurements report its parameters; the suites also have another network of about this size.
+
+GPT-175B is the model of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
 """
 
 from __future__ import annotations
