@@ -3,11 +3,9 @@
 The 21 models of Zheng et al. (OSDI 2022) on 1 to 64 V100s: the plans of our search, the plans that Alpa published, the
 plans of the systems that it was compared with, and the best of a grid of manual plans, all priced by one cost model on
 the described cluster. Published measurements are listed next to them (`benchmarks.alpa.fixed_plans`). Plans are
-compared
-with each other as XLA ran them at the time; a prediction that is compared with a measurement of other software assumes
-that software's execution. TFLOPS per device include recomputation, as in the paper (`benchmarks.alpa.flops`). The
-output
-ends with the paper's claims that the predictions confirm, and those that they do not.
+compared with each other as XLA ran them at the time; a prediction that is compared with a measurement of other software
+assumes that software's execution. TFLOPS per device include recomputation, as in the paper (`benchmarks.alpa.flops`).
+The output ends with the paper's claims that the predictions confirm, and those that they do not.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The step is traced with shapes, split into micro-batches, layers and stages, and the search runs as in `al.plan`. With
 --no-cache the plan cache is not used. Imports are not counted; the first run after installation includes the
-compilation
-of this project's own kernels by numba. With --json the last line is one object:
+compilation of this project's own kernels by numba. With --json the last line is one object:
 
 seconds       from the function to the plan
 gap           of the solver (`plan.solver.gap`)

@@ -10,8 +10,8 @@ once    every element crosses once, and receivers gather           (`plan_transf
 
 Bytes are those sent from one submesh to the other, seconds those of `pricing.transfer_seconds`, gathers included. With
 enough devices, an array with 1/N of the second dim (`--scale N`) is transferred by both plans and checked, and the
-bytes
-sent between devices are counted. Virtual CPU devices share a processor, so times would mean nothing and are not taken.
+bytes sent between devices are counted. Virtual CPU devices share a processor, so times would mean nothing and are not
+taken.
 """
 
 from __future__ import annotations

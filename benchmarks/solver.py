@@ -9,8 +9,7 @@
 
 Every run is a process of its own. A table of best known costs has the columns name, best_known_cost and
 timeout_seconds; an instance's name is the last part of its file's name. The instances of the ASPLOS/EuroSys 2025
-contest
-are at github.com/google/iopddl.
+contest are at github.com/google/iopddl.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     alpa-lite completion fish | source                     # in config.fish
 
 The scripts are generated from the parser of the commands, so that no option is missing (`words_of`). For a value
-without
-suggestions, files are proposed.
+without suggestions, files are proposed.
 """
 
 from __future__ import annotations

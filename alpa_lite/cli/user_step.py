@@ -20,8 +20,7 @@ def load_example(name: str, *, decorated: bool = False) -> tuple[Callable[..., A
     """Call the function that `module:function` or `file.py:function` names.
 
     Returns the train step, its arguments and its keyword arguments. A step that `parallelize` decorated is returned as
-    the
-    plain function, unless `decorated` keeps its options.
+    the plain function, unless `decorated` keeps its options.
 
     Raises:
         PlanError: there is no such function, or it returns something else.

@@ -2,9 +2,8 @@
 
 Sharding within one host, one micro-batch (Zheng et al., OSDI 2022, figure 8): the logical meshes of one model, data
 parallelism, ZeRO, and the search. Alpa's integer program had no memory limit, so runs are planned without one, and
-those
-whose predicted peak exceeds the memory of a device are predicted to run out. Pipelines (figure 9): the loss of the
-search if stages must have equally many layers or devices, or layers equally many operators. Figures as in
+those whose predicted peak exceeds the memory of a device are predicted to run out. Pipelines (figure 9): the loss of
+the search if stages must have equally many layers or devices, or layers equally many operators. Figures as in
 alpa-projects/alpa, branch osdi22_artifact; None: out of memory.
 
 Pipelines are searched as Alpa did: with as many layers, 1F1B, and only the model's own recomputation. Layers of equally

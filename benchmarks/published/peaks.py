@@ -7,8 +7,7 @@ also has the sizes of the models). One micro-batch on V100s of one host. Other s
 weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
 
 Rows whose sharding Alpa searched are predicted with the logical mesh of Alpa's plan and with our search on it; runs
-that
-shard the largest dim, and those that repeat another, are left out.
+that shard the largest dim, and those that repeat another, are left out.
 """
 
 from __future__ import annotations

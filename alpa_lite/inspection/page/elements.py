@@ -1,8 +1,7 @@
 """The parts that all pages share: the style, the frame of a page, tables, and the colours of stages and tasks.
 
 Each colour is a pair, for light and for dark paper; white text is readable on all of them. Neighbouring stages differ
-in
-hue and in lightness, so that they can be distinguished with impaired colour vision and in black and white.
+in hue and in lightness, so that they can be distinguished with impaired colour vision and in black and white.
 """
 
 from __future__ import annotations

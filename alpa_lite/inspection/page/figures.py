@@ -5,8 +5,7 @@ submesh_figure     hosts and devices in the colours of their stages, above the l
 memory_figure      the memory of a device of each submesh during the step, and its capacity
 
 Each returns a new `matplotlib.figure.Figure`: nothing is shown and no backend is chosen. matplotlib is an optional
-extra,
-`pip install 'alpa_lite[viz]'`.
+extra, `pip install 'alpa_lite[viz]'`.
 """
 
 from __future__ import annotations

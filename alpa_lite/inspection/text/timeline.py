@@ -81,8 +81,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
 
     Every task pays one dispatch, as in the plan's own prediction. A plan stores only the sum of its transfers, so each
     boundary between stages gets an equal share. Therefore with three stages or more the makespan can differ a little
-    from
-    `plan.prediction.step_seconds`, which also includes the wait for the last host.
+    from `plan.prediction.step_seconds`, which also includes the wait for the last host.
     """
     stages, count = plan.stages, plan.num_microbatches
     dispatch = dispatch_seconds(plan.cluster)
@@ -128,8 +127,7 @@ def chrome_trace(
     """Return spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
     A predicted step has a row per submesh. Spans that overlap, as transfers may, are put on further rows of the same
-    name,
-    since viewers read overlapping spans of one row as nested calls.
+    name, since viewers read overlapping spans of one row as nested calls.
 
     process    the name of the group of rows
     number     the id of the group, from 1 on: Perfetto takes 0 for none. Traces with different numbers are joined by

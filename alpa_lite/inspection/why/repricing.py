@@ -129,9 +129,8 @@ class Repricing:
     def solve_all(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
         """Solve stages under restrictions; a solution without a choice means that the stage does not fit.
 
-        Where stages no longer agree on the spec of a stacked argument, the last restricted stage's specs are also tried
-        on
-        all of them (or the other stages' specs on those that change), and used if that is better.
+        If the stages then no longer agree on the spec of a stacked argument, the changed stages are solved once more
+        with the specs of the last unchanged stage (or of the last stage, if all change); the better result counts.
         """
         found = self._solve_each(stages)
         after = self._as_placed(stages, found)
@@ -171,6 +170,7 @@ class Repricing:
         for key, numbers in alike.items():
             known = self._solved.setdefault(key, [])
             ordered = sorted(numbers, key=lambda n: (stages[n][0].in_flight, -stages[n][0].limit_bytes))
+            # Two solves are enough for equal stages: one for the loosest limit, one for the tightest, which fits all.
             for number in ordered:
                 stage = stages[number][0]
                 fitting = next((each for each in known if each.answers(stage)), None)
