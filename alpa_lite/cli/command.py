@@ -201,7 +201,7 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path} cannot be written: {reason}. Give a file in an existing folder.") from error
 
 
-_NOT_THE_USERS = tuple(
+_LIBRARY_FOLDERS = tuple(
     f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -213,31 +213,35 @@ _MAX_LINES = 6
 
 def blamed(error: BaseException) -> str:
     """Return the message of an error with the user's lines; "" if no code of the user took part in it."""
-    lines = list(_places(error))
+    lines = list(_user_lines(error))
     if not lines:
         return ""
-    said = traceback.format_exception_only(error)[-1].strip() if isinstance(error, SyntaxError) else _said(error)
+    said = (
+        traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError)
+        else _type_and_message(error)
+    )
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
 
 
-def _said(error: BaseException) -> str:
+def _type_and_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip()
 
 
-def _places(error: BaseException) -> Iterator[str]:
+def _user_lines(error: BaseException) -> Iterator[str]:
     """Yield the user's lines in a traceback, the innermost last, as `  train.py:12 in loss: x @ w`."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if _is_user_file(code.co_filename):
             text = linecache.getline(code.co_filename, number).strip()
             yield f"  {_short(code.co_filename)}:{number} in {code.co_qualname}" + (f": {text}" if text else "")
-    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         yield f"  {_short(error.filename)}:{error.lineno}" + (f": {error.text.strip()}" if error.text else "")
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith((*_NOT_THE_USERS, "<"))
+def _is_user_file(file: str) -> bool:
+    return not file.startswith((*_LIBRARY_FOLDERS, "<"))
 
 
 def _short(file: str) -> str:

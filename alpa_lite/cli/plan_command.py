@@ -25,7 +25,7 @@ from cost_models.cluster import Cluster, known_clusters
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _PlanArguments:
     """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
     step: Any
@@ -56,7 +56,7 @@ def run_plan(given: argparse.Namespace) -> int:
     check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
-    asked = _Asked(
+    asked = _PlanArguments(
         step=step,
         args=args,
         kwargs=kwargs,
@@ -76,7 +76,7 @@ def run_plan(given: argparse.Namespace) -> int:
     return _plan(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
 
 
-def _plan(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+def _plan(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     found = asked.planned(cluster)
     plan = found.last_plan
     _save(given, plan)
@@ -86,7 +86,7 @@ def _plan(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> 
     return Exit.DONE
 
 
-def _plan_with_pins(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     file = read_pins(given.pins)
     pinned_planner = _with_pins(asked.planner, file, given.planner)
     free = asked.planned(cluster)
@@ -107,7 +107,7 @@ def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str)
     raise PlanError(f"--pins was given, but the planner {name!r} takes none: use {' or '.join(taking)}.")
 
 
-def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluster]) -> int:
+def _compare(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
     for option in ("output", "pins"):
         if getattr(given, option) is not None:
             raise PlanError(

@@ -134,7 +134,7 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
         )
         for spec in common
     ]
-    return _priced(repricing, "spec", str(chosen), _promising(repricing, changes))
+    return _priced(repricing, "spec", str(chosen), _cheapest_changes(repricing, changes))
 
 
 def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
@@ -158,7 +158,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
         for placement in common
     ]
     text = _placement_text(stage, keys[first], chosen)
-    return _priced(repricing, "reads → makes", text, _promising(repricing, changes))
+    return _priced(repricing, "reads → makes", text, _cheapest_changes(repricing, changes))
 
 
 def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
@@ -177,7 +177,7 @@ def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
     """Price the other logical meshes over the devices of a stage. Returns None if there are none."""
     stage, plan = repricing.stages[number], repricing.plan
     meshes = meshes_of(stage.submesh, plan.cluster)
-    others = [mesh for mesh in meshes if not _alike(mesh, stage.mesh)]
+    others = [mesh for mesh in meshes if not _equivalent(mesh, stage.mesh)]
     if not others:
         return None
     first, last = plan.stages[number].layers
@@ -188,7 +188,7 @@ def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
     return _priced(repricing, "logical mesh", str(stage.mesh), changes[:MAX_PRICED])
 
 
-def _alike(a: LogicalMesh, b: LogicalMesh) -> bool:
+def _equivalent(a: LogicalMesh, b: LogicalMesh) -> bool:
     """Whether two meshes are equivalent: the name of an axis does not matter if it is the only one."""
     return a == b or (len(a.shape) == len(b.shape) == 1)
 
@@ -222,7 +222,7 @@ def _merged(given: Iterable[Given]) -> Given:
     return found
 
 
-def _promising(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_GivenStages]:
+def _cheapest_changes(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_GivenStages]:
     """Return at most `MAX_PRICED` changes, those that cost least with all else unchanged, including the chosen one.
 
     A single change costs a lookup in the problem's cost vectors, whereas pricing it with the rest free costs a solve.
@@ -304,7 +304,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
             chosen=change.chosen,
             step_seconds=None,
             peak_bytes=None,
-            decides=_why_not(*change.stages[worst], solved[worst]),
+            decides=_reason_infeasible(*change.stages[worst], solved[worst]),
         )
     changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
     before, after = repricing.as_planned, repricing.predicted(changed)
@@ -315,7 +315,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
         chosen=change.chosen,
         step_seconds=step,
         peak_bytes=max((after.peak_bytes[number] for number in solved), default=None),
-        decides=_decides(
+        decides=_deciding_cost(
             planned,
             solved,
             stacks_seconds=repricing.stacks_seconds(changed) - repricing.stacks_seconds({}),
@@ -324,7 +324,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
     )
 
 
-def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
+def _reason_infeasible(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     """Return the memory row that forbids a change, or that the solver ran out of time."""
     if solution.status is not Status.INFEASIBLE:
         return "the solver ran out of time"
@@ -336,7 +336,7 @@ def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     return f"memory: {show_bytes(over)} too much {short_sources(why.when)}{largest}"
 
 
-def _decides(
+def _deciding_cost(
     before: Mapping[int, StageSolution], after: Mapping[int, StageSolution], *, stacks_seconds: float, slower: bool
 ) -> str:
     """Return the cost that grows the most, or shrinks the most if the change is an improvement."""

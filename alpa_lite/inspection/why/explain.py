@@ -159,19 +159,19 @@ def _explanation(plan: Plan, wanted: str) -> Explanation:
     repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
     if (match := _NUMBERED.match(wanted.strip())) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
-        return _noted(plan, explained(plan, int(match["number"]), repricing))
+        return _with_hint(plan, explained(plan, int(match["number"]), repricing))
     arguments = arguments_of(plan)
     if (group := _find_group(arguments, wanted)) is not None:
-        return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
+        return _with_hint(plan, _explain_parameter(plan, arguments, group, repricing))
     wanted = wanted.strip()
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
     keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
     if uses or keys:
-        return _noted(plan, _explain_source(plan, wanted, uses, repricing, keys))
+        return _with_hint(plan, _explain_source(plan, wanted, uses, repricing, keys))
     raise PlanError(_unknown(plan, arguments, wanted))
 
 
-def _noted(plan: Plan, found: Explanation) -> Explanation:
+def _with_hint(plan: Plan, found: Explanation) -> Explanation:
     """Add a sentence on how to get alternatives if the plan has no request."""
     return found if plan.request is not None else replace(found, sentences=(*found.sentences, _NEEDS_THE_STEP))
 

@@ -5,8 +5,8 @@ may overlap, so the rows can add up to more than the step; the second line of th
 
 compute      kernels of a source line, from the walk that also prices the plan                 (`_compute`)
 collective   of one kind over one axis on one source line                                      (`_collectives`)
-transfer     between stages                                                                    (`_waits`)
-waiting      the step minus the time a device works: bubble, other stages' updates, hosts      (`_waits`)
+transfer     between stages                                                                    (`_waiting_items`)
+waiting      the step minus the time a device works: bubble, other stages' updates, hosts      (`_waiting_items`)
 
 Without the step (`Plan.request`) compute is available by stage and phase only.
 """
@@ -266,7 +266,7 @@ def time_use(plan: Plan) -> TimeUse:
         compute = _compute_of_phases(plan, weights)
         total = max(0.0, busy - in_all)
     waiting = max(0.0, step - busy)
-    items = [*compute, *collectives, *_waits(plan, waiting)]
+    items = [*compute, *collectives, *_waiting_items(plan, waiting)]
     return TimeUse(
         plan=f"{plan.function} on {plan.cluster.name}, {plan.name}",
         step_seconds=step,
@@ -352,7 +352,7 @@ def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     ]
 
 
-def _waits(plan: Plan, waiting: float) -> list[TimeItem]:
+def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     everywhere = tuple(range(len(plan.stages)))
     boundaries = len(plan.stages) - 1
     found: list[TimeItem] = []
