@@ -118,6 +118,7 @@ def _compare(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequenc
         try:
             candidates.append(Candidate(cluster=cluster, plan=asked.planned(cluster).last_plan))
         except AlpaLiteError as error:
+            # One cluster without a plan must not hide the results of the others.
             candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
             infeasible |= isinstance(error, InfeasibleError)
     found = ClusterComparison(candidates=tuple(candidates))

@@ -61,6 +61,7 @@ def page_data(
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
     shown = {name: _shown(found or ()) for name, found in listed.items()}
     spans: dict[str, Sequence[Any]] = {name: found for name, found in shown.items() if found}
+    # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
     tick = longest / TICKS
     return {

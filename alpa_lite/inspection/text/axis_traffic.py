@@ -57,6 +57,7 @@ def _use(plan: Plan, axis: str, kind: str, uses: list[CollectiveUse]) -> AxisUse
 def crosses_hosts(stage: StagePlan, axis: str, devices_per_host: int) -> bool:
     """Whether devices that differ along an axis are on different hosts; False if the stage's mesh lacks it."""
     names = [name for name in axis.split("·") if name in stage.mesh_shape.axis_names]
+    # Devices are numbered host by host, so the host of a device is its number divided by the devices per host.
     first = stage.submesh.first_device
     return any(
         len({(first + place) // devices_per_host for place in group}) > 1 for group in stage.mesh_shape.groups(*names)

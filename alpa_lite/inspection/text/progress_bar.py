@@ -72,6 +72,7 @@ class PlanningBar:
         """Redraw the bar; it is indeterminate while the time left is unknown."""
         left, elapsed = self._pace.left_seconds(), time.perf_counter() - self._began
         if left is not None:
+            # A longer estimate must not move the bar back.
             self._furthest = max(self._furthest, elapsed / (elapsed + left))
         elif not self._progress.done:
             self._began, self._furthest = time.perf_counter(), 0.0  # another search

@@ -85,6 +85,7 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
     """
     stages, count = plan.stages, plan.num_microbatches
     dispatch = dispatch_seconds(plan.cluster)
+    # A step in one stage and one micro-batch is a single program: its tasks share one dispatch.
     whole = len(stages) == 1 and count == 1
     tasks = plan.schedule.tasks(len(stages), count)
     each = dispatch / len(tasks[0]) if whole else dispatch

@@ -308,6 +308,8 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
         )
     changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
     before, after = repricing.as_planned, repricing.predicted(changed)
+    # Only the difference of the two predictions counts, so that all rows are relative to the plan's own figure even
+    # where predicting it again would give a slightly different one.
     step = repricing.plan.prediction.step_seconds + after.step_seconds - before.step_seconds
     planned = {number: repricing.stages[number].as_planned for number in solved}
     return Alternative(

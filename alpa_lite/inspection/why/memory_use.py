@@ -214,6 +214,8 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     for usage in usages:
         size, times = float(usage.sizes[0]), (usage.start, usage.end)
         if size > 0 and usage.start <= time < usage.end:
+            # A usage that lasts as long as its value, or the whole step, is the value itself; a shorter one is a copy
+            # of it for a reader, or a partial sum.
             is_itself = times in whole or usage.value[0] > 0 or owned.get(((), usage.value[1])) == times
             kind = _kind(stage, usage.value, saved) if is_itself else _kind_of_other(stage, usage.value)
             groups.setdefault((kind, _name(stage, usage.value)), []).append(size)
