@@ -1,1 +1,1 @@
-"""Benchmarks: what alpa_lite is measured on. The models are plain JAX and know nothing of parallelism."""
+"""Benchmarks of alpa_lite. The models are plain JAX and have nothing to do with parallelism."""

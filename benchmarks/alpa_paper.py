@@ -1,11 +1,11 @@
 """Plan the evaluation of Alpa and compare: `python -m benchmarks.alpa_paper --case gpt-39B --out FILE.json`.
 
-The 21 models of Zheng et al. (OSDI 2022) on 1 to 64 V100s: our search, the plans that Alpa published, the plans of the
-systems that it compared with, and the best of a grid of manual plans, all priced by one cost model on the cluster as
-data. Beside them stands what was measured, where it is known (`benchmarks.alpa.fixed_plans`). Plans are compared as
-XLA ran them then; what is held against a measurement of other software is predicted as that ran the plan. TFLOPS per
-device count what is computed again, as the paper does (`benchmarks.alpa.flops`). At the end stands what holds and what
-does not.
+The 21 models of Zheng et al. (OSDI 2022) on 1 to 64 V100s: the plans of our search, the plans that Alpa published, the
+plans of the systems that it was compared with, and the best of a grid of manual plans, all priced by one cost model on
+the described cluster. Published measurements are listed next to them (`benchmarks.alpa.fixed_plans`). Plans are
+compared with each other as XLA ran them at the time; a prediction that is compared with a measurement of other software
+assumes that software's execution. TFLOPS per device include recomputation, as in the paper (`benchmarks.alpa.flops`).
+The output ends with the paper's claims that the predictions confirm, and those that they do not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COLUMNS = (
 
 
 def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None]) -> Iterator[Price]:
-    """Ours first, then the published plans, then the best of the grid."""
+    """Yield the price of our plan first, then of the published plans, then of the best of the grid."""
     found: list[Price] = []
     for plan in fixed_plans(case):
         say(f"{case.id}: {plan.system}")
@@ -60,14 +60,14 @@ def prices_of(case: Case, *, search: bool, grid: bool, say: Callable[[str], None
 
 
 def counts_to_search(case: Case, known: Sequence[Price]) -> tuple[int, ...]:
-    """Numbers of micro-batches of Alpa's plan, which its search took as given too, and of the best of each rival."""
+    """Return the numbers of micro-batches of Alpa's plan (an input of its search) and of each rival's best plan."""
     rivals = [best([price for price in known if price.system in systems]) for systems in RIVALS.values()]
     scaled = (each.num_microbatches * case.global_batch // each.global_batch for each in rivals if each is not None)
     return tuple(dict.fromkeys((case.num_microbatches, *scaled)))
 
 
 def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
-    """The best manual plan; None where none fits."""
+    """Return the best manual plan; None if none fits."""
     tried: list[Price] = []
     for price in grid_prices(Desk(), case):
         say(f"{case.id}: {price.plan}, {price.num_microbatches} micro-batches")
@@ -76,7 +76,7 @@ def best_of_grid(case: Case, say: Callable[[str], None]) -> Price | None:
 
 
 def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> Price:
-    """The best plan of our search at some numbers of micro-batches; its planning time is that of all of them."""
+    """Return the best plan of our search over some numbers of micro-batches; planning times are summed over them."""
     tried: list[Price] = []
     progress = say if isinstance(say, Progress) else Progress()
     for count in counts:
@@ -87,7 +87,7 @@ def searched(case: Case, counts: Sequence[int], say: Callable[[str], None]) -> P
 
 
 def rendered(prices: Sequence[Price]) -> Table:
-    """The table; a case at a time."""
+    """Return the table, grouped by case."""
     table = Table(*_COLUMNS, title="Alpa's evaluation: predicted and measured")
     for column in table.columns[3:]:
         column.justify = "right"
@@ -116,7 +116,7 @@ def _shown(value: float | None, form: str, missing: str = "") -> str:
 
 
 def show_claims(claims: Sequence[Claim], console: Console) -> None:
-    """What holds, then what does not."""
+    """Print the claims that hold, then those that do not."""
     for holds, title in ((True, "Holds"), (False, "Does not hold")):
         some = [claim for claim in claims if claim.holds is holds]
         console.print(f"\n{title} ({len(some)} of {len(claims)})")
@@ -125,7 +125,7 @@ def show_claims(claims: Sequence[Claim], console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, print."""
+    """Parse the arguments, plan, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.id for case in PUBLISHED]
     parser.add_argument("--case", action="append", choices=names, metavar="ID", help="such as gpt-39B (default: all)")

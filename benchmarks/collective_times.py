@@ -1,17 +1,17 @@
 """Predicted against measured collectives: `python -m benchmarks.collective_times --measurements FILE.csv`.
 
-The file has one measurement per row, with the columns of nccl-tests and where it was taken:
+The file has one measurement per row, with the columns of nccl-tests and its origin:
 
-    source, kind, hardware, nodes, gpus_per_node, n_ranks, inter_link, collective, size_bytes,
-    time_us, algbw_GBps, busbw_GBps, efficiency, notes
+source, kind, hardware, nodes, gpus_per_node, n_ranks, inter_link, collective, size_bytes,
+time_us, algbw_GBps, busbw_GBps, efficiency, notes
 
-    bus bandwidth       f * size / seconds; f = 2(n-1)/n all_reduce, 1 send, else (n-1)/n
-    algorithm bandwidth size / seconds (of `psum`, JAX micro-benchmarks print bus bandwidth in its place)
-    ratio               predicted over measured seconds; of an efficiency row, measured over predicted efficiency
+bus bandwidth       f * size / seconds; f = 2(n-1)/n all_reduce, 1 send, else (n-1)/n
+algorithm bandwidth size / seconds (for `psum`, JAX micro-benchmarks print bus bandwidth in its place)
+ratio               predicted over measured seconds; of an efficiency row, measured over predicted efficiency
 
-An efficiency is the time at data-sheet bandwidth, without latency, over the time; the rows give no time. Which cluster
-stands for a row follows from the hardware it names and the network that its link states; rows that say that they were
-misconfigured, or do not say enough, are skipped and counted.
+An efficiency is the time at data-sheet bandwidth, without latency, over the measured time; these rows have no time. The
+cluster of a row follows from the hardware it names and the network that its link states. Rows that are marked as
+misconfigured, or that state too little, are skipped and counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One row: `ratio` is predicted over measured seconds."""
+    """One row: `ratio` is predicted over measured seconds, `bytes` the size of the message."""
 
     source: str
     what: str
@@ -62,13 +62,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """One row that is not compared, and why."""
+    """A row that is not compared, and the reason."""
 
     why: str
 
 
 def compare(row: Mapping[str, str]) -> Comparison | Skipped:
-    """The prediction for one row."""
+    """Return the prediction for one row."""
     if "misconfigured" in row["notes"]:
         return Skipped("misconfigured")
     kind, size = _kind(row["collective"]), _bytes(row["size_bytes"])
@@ -111,7 +111,7 @@ def _kind(collective: str) -> CollectiveKind | None:
 
 
 def _bytes(text: str) -> float | None:
-    """A number, "large", or the upper end of a range with units."""
+    """Parse a number, "large", or the upper end of a range with units, in bytes."""
     if text == "large":
         return LARGE_BYTES
     found = re.fullmatch(r"(?:.*-)?([\d.]+)(\w*)", text)
@@ -120,7 +120,7 @@ def _bytes(text: str) -> float | None:
 
 @cache
 def _named(hardware: str, inter_link: str) -> Cluster | None:
-    """The cluster of an instance that the texts name, else the plain machine of the accelerator with its network."""
+    """Return the cluster of the named instance, else a plain machine of the accelerator with its network."""
     words = re.findall(r"\w+", f"{hardware} {inter_link}".lower())
     instances = [name for name in known_clusters() if name.split(".")[0] in words and "." in name]
     base = next((name for word, name in GENERATIONS.items() if word in hardware), None)
@@ -153,7 +153,7 @@ def _group(row: Mapping[str, str], cluster: Cluster) -> Group:
 
 
 def _ideal(cluster: Cluster) -> Cluster:
-    """The same cluster by its data sheet: rings at full bandwidth from the first byte on."""
+    """Return the cluster at data-sheet bandwidth: rings at full bandwidth for all sizes, without latency."""
 
     def plain(link: Link) -> Link:
         return Link(
@@ -165,7 +165,7 @@ def _ideal(cluster: Cluster) -> Cluster:
 
 
 def _seconds(row: Mapping[str, str], kind: CollectiveKind, size: float, num_devices: int) -> float | None:
-    """Measured seconds, from the time or from a bandwidth."""
+    """Return measured seconds, from the time or from a bandwidth; None if the row has neither."""
     if row["time_us"]:
         return float(row["time_us"]) * 1e-6
     passes = {"all_reduce": 2, "send": 0, "permute": 0}.get(kind, 1)
@@ -179,13 +179,13 @@ def _seconds(row: Mapping[str, str], kind: CollectiveKind, size: float, num_devi
 
 
 def comparisons(path: Path) -> Iterator[Comparison | Skipped]:
-    """One for each row of the file."""
+    """Yield one comparison for each row of the file."""
     with path.open(encoding="utf-8", newline="") as file:
         yield from map(compare, csv.DictReader(file))
 
 
 def summary(found: list[Comparison]) -> Table:
-    """Errors by source and hardware; an error is |predicted / measured - 1| of the seconds."""
+    """Return the errors by source and hardware; an error is |predicted / measured - 1| of the seconds."""
     table = Table("source", "rows", "mean error", "median error", "mean ratio", title="predicted over measured seconds")
     sources = dict.fromkeys(each.source for each in found)
     for source in sources:

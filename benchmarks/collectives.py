@@ -49,7 +49,7 @@ AXIS = "device"
 
 
 def naive(x: jax.Array, axis: str) -> jax.Array:
-    """Everybody sends the whole array to everybody, and sums what it has in the order of the devices."""
+    """Send the whole array to every other device, and sum the received arrays in the order of the devices."""
     n = lax.axis_size(axis)
     if n == 1:
         return x
@@ -60,7 +60,7 @@ def naive(x: jax.Array, axis: str) -> jax.Array:
 
 
 def ring(x: jax.Array, axis: str) -> jax.Array:
-    """N - 1 steps in which partial sums of slices go around, then N - 1 in which the sums do."""
+    """Reduce-scatter slices around the ring in N - 1 steps, then all-gather the sums in N - 1 steps."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if n == 1:
         return x
@@ -93,7 +93,7 @@ def tree(x: jax.Array, axis: str) -> jax.Array:
 
 
 def butterfly(x: jax.Array, axis: str) -> jax.Array:
-    """Recursive doubling; what exceeds a power of two gives its array to a partner first and gets the sum last."""
+    """Sum by recursive doubling; devices beyond a power of two give their array to a partner and get the sum last."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     inner = 2 ** (n.bit_length() - 1)
     surplus = [(inner + i, i) for i in range(n - inner)]
@@ -109,8 +109,8 @@ def butterfly(x: jax.Array, axis: str) -> jax.Array:
 def halving_doubling(x: jax.Array, axis: str) -> jax.Array:
     """Reduce-scatter over halving distances, then all-gather over doubling distances.
 
-    Row j of a device's rows belongs to the device j further on. Device i gives the rows from d on to device i + d,
-    for which they are the rows from 0 on; in the second half they come back the same way.
+    Row j of a device's rows belongs to the device j further on. Device i sends the rows from d on to device i + d,
+    where they are the rows from 0 on; in the second half they are sent back in the same order.
     """
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if n == 1:
@@ -126,9 +126,9 @@ def halving_doubling(x: jax.Array, axis: str) -> jax.Array:
 
 
 def parameter_server(x: jax.Array, axis: str) -> jax.Array:
-    """The last member of the axis is the server: it sums the arrays of the others and sends them the sum.
+    """Sum the arrays of the workers on the last member of the axis, the server, and send them the sum.
 
-    The server has no array of its own to add: `x` there only has the right shape.
+    The server has no array of its own to add: `x` on it only has the right shape.
     """
     workers, me = lax.axis_size(axis) - 1, lax.axis_index(axis)
     pushed = jnp.stack([lax.ppermute(x, axis, [(worker, workers)]) for worker in range(workers)])
@@ -144,7 +144,7 @@ def _shift(n: int, distance: int) -> list[tuple[int, int]]:
 
 
 def _sum(rows: jax.Array) -> jax.Array:
-    """One row after the other, in the dtype of the rows (`jnp.sum` widens small integers)."""
+    """Sum rows one after the other in their own dtype (`jnp.sum` widens small integers)."""
     total = rows[0]
     for row in rows[1:]:
         total = total + row
@@ -152,7 +152,7 @@ def _sum(rows: jax.Array) -> jax.Array:
 
 
 def _slices(x: jax.Array, n: int) -> jax.Array:
-    """The array as n equal rows, zeros behind its end."""
+    """Return the array as n equal rows, padded with zeros."""
     width = -(-x.size // n)
     return jnp.pad(x.reshape(-1), (0, n * width - x.size)).reshape(n, width)
 
@@ -163,7 +163,7 @@ def _joined(slices: jax.Array, like: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A program, the formula of what it sends among N workers, and how many members it needs besides them."""
+    """A program, the formula for its traffic among N workers, and the number of additional members it needs."""
 
     run: Callable[[jax.Array, str], jax.Array]
     formula: Callable[[float, int], traffic.Traffic]
@@ -178,11 +178,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     "halving-doubling": Algorithm(run=halving_doubling, formula=traffic.halving_doubling_all_reduce),
     "parameter server": Algorithm(run=parameter_server, formula=traffic.parameter_server, num_servers=1),
 }
-"""By their names in the table."""
+"""The algorithms by their names in the table."""
 
 
 def on_mesh(run: Callable[[jax.Array, str], jax.Array], mesh: Mesh | AbstractMesh) -> Callable[[jax.Array], jax.Array]:
-    """A function of [members, ...], whose row i is the array of member i; so are the rows of the result."""
+    """Return a function of [members, ...] that runs a program with row i on member i, and returns rows likewise."""
     spec = PartitionSpec(AXIS)
     return jax.shard_map(lambda rows: run(rows[0], AXIS)[None], mesh=mesh, in_specs=spec, out_specs=spec)
 
@@ -190,7 +190,7 @@ def on_mesh(run: Callable[[jax.Array, str], jax.Array], mesh: Mesh | AbstractMes
 def executed_messages(
     algorithm: Algorithm, num_workers: int, shape: Sequence[int], dtype: Any = jnp.float32
 ) -> Messages:
-    """What the program sends for an array of this shape per device, counted on its jaxpr; needs no devices."""
+    """Count the messages of the program for an array of this shape per device, on its jaxpr; needs no devices."""
     members = num_workers + algorithm.num_servers
     program = on_mesh(algorithm.run, AbstractMesh((members,), (AXIS,)))
     return count_messages(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((members, *shape), dtype)), members)
@@ -198,7 +198,7 @@ def executed_messages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; bytes are in units of the array on one device, seconds None where devices are missing."""
+    """One line of the table; bytes are in units of the array on one device, seconds None without enough devices."""
 
     algorithm: str
     num_workers: int
@@ -213,13 +213,13 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether the program sends what the formula says."""
+        """Whether the program's traffic agrees with the formula."""
         formula = (self.formula_total, self.formula_max, self.formula_rounds)
         return np.allclose(formula, (self.counted_total, self.counted_max, self.counted_rounds), rtol=1e-12)
 
 
 def table_rows(sizes: Sequence[int], num_elements: int, repeats: int) -> list[Row]:
-    """All algorithms for all sizes, measured where there are devices enough."""
+    """Return rows for all algorithms and sizes, measured where there are enough devices."""
     rows: list[Row] = []
     for n in sizes:
         seconds = measure(n, num_elements, repeats)
@@ -245,7 +245,7 @@ def table_rows(sizes: Sequence[int], num_elements: int, repeats: int) -> list[Ro
 
 
 def measure(num_workers: int, num_elements: int, repeats: int) -> dict[str, float]:
-    """Median seconds by algorithm, all in turn, of those for which there are devices enough; psum is among them."""
+    """Return median seconds by algorithm, measured in turn; psum is included."""
     psum = Algorithm(run=lambda x, axis: lax.psum(x, axis), formula=traffic.ring_all_reduce)
     calls: dict[str, Callable[[], Any]] = {}
     for name, algorithm in {**ALGORITHMS, "psum": psum}.items():
@@ -267,7 +267,7 @@ def measure(num_workers: int, num_elements: int, repeats: int) -> dict[str, floa
 
 
 def rendered(rows: Sequence[Row]) -> Table:
-    """The table: what each formula says, what each program sends where that differs, and times."""
+    """Return the table: formulas, counts where they differ, and times."""
     table = Table("N", "algorithm", "total sent", "most by one", "rounds", "counted", "ms", "ms of psum")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -292,7 +292,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, count, measure, print."""
+    """Parse the arguments, count, measure, and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description="All-reduces that run.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16], metavar="N", help="numbers of workers")
     parser.add_argument("--elements", type=int, default=1 << 18, help="of the float32 array on a device")

@@ -49,7 +49,7 @@ GPT_SMALL = GPT(num_layers=4, hidden=128, num_heads=4, seq_len=64)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Sizes of the demo; `manual` are the plans that the automatic one is compared with."""
+    """Sizes of the demo; `manual` are the plans with which the automatic one is compared."""
 
     model: GPT = GPT_SMALL
     batch_size: int = 32
@@ -62,7 +62,7 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What training did: every loss, the median time of a step, and the seconds that planning and compiling took."""
+    """The result of training: every loss, the median seconds of a step, and the seconds of planning and compiling."""
 
     losses: tuple[float, ...]
     step_seconds: float
@@ -83,7 +83,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """All that the demo measured. `max_loss_difference` is relative, over all plans and rounds."""
+    """All measurements of the demo. `max_loss_difference` is relative, over all plans and rounds."""
 
     plan: al.Plan
     training: TrainingResult
@@ -92,7 +92,7 @@ class DemoResult:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {
             "plan": {"name": self.plan.name, "step_seconds": self.plan.prediction.step_seconds},
             "training": asdict(self.training),
@@ -146,7 +146,7 @@ def run(config: DemoConfig, console: Console) -> DemoResult:
 
 
 def train(step: Step, state: Any, batches: Sequence[Batch], console: Console) -> tuple[Any, TrainingResult]:
-    """Train under a progress bar that shows the loss and the time per step."""
+    """Train with a progress bar that shows the loss and the time per step."""
     losses: list[float] = []
     times: list[float] = []
     columns = (
@@ -180,7 +180,7 @@ def compare(
     batches: Sequence[Batch],
     console: Console,
 ) -> tuple[Comparison, ...]:
-    """Run the same steps from the same state under every plan, one step of each in turn, and time them."""
+    """Run the same steps from the same state by every plan, one step of each in turn, and time them."""
     steps: dict[str, Step] = {chosen.plan.name: chosen}
     predicted: dict[str, float | None] = {chosen.plan.name: chosen.plan.prediction.step_seconds}
     states: dict[str, Any] = {chosen.plan.name: chosen.place(state, batches[0])[0]}
@@ -227,7 +227,7 @@ def compare(
 def _round_robin(
     steps: Mapping[str, Step], states: dict[str, Any], batches: Sequence[Batch], progress: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds and losses of every plan in every round; the first round warms up."""
+    """Return seconds and losses of every plan in every round; the first round is a warm-up."""
     measured: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for number, batch in enumerate(batches):
@@ -242,14 +242,14 @@ def _round_robin(
 
 
 def max_loss_difference(rows: Sequence[Comparison]) -> float:
-    """Largest relative difference of any loss from that of plain `jax.jit` (the last row) in the same round."""
+    """Return the largest relative difference of any loss from plain `jax.jit` (the last row) in the same round."""
     reference = np.array(rows[-1].losses)
     return max(float(np.max(np.abs(np.array(row.losses) - reference) / np.abs(reference))) for row in rows)
 
 
 @contextmanager
 def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that is redrawn; without a terminal, a line every few seconds."""
+    """Yield a function that redraws a line; without a terminal, it prints a line every few seconds."""
     last = time.perf_counter()
     start = last
 
@@ -325,7 +325,7 @@ def _print_comparison(result: DemoResult, console: Console) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All but `--json`, which every command has."""
+    """Add all options except `--json`, which every command has."""
     default = DemoConfig()
 
     def add(flag: str, value: int, about: str, kind: Callable[[str], int] = positive) -> None:
@@ -341,7 +341,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, print. The exit code is 1 when alpa_lite refuses, with its sentence."""
+    """Parse the arguments, run, and print. The exit code is 1 if alpa_lite raises an error, which is printed."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="alpa-lite demo", description="Plan, train and compare on this machine.")
     add_options(parser)
@@ -361,7 +361,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _config(given: argparse.Namespace) -> DemoConfig:
-    """The sizes that were asked for. Raises `PlanError` for those that no model has."""
+    """Return the requested sizes. Raises `PlanError` for sizes that no model can have."""
     try:
         model = replace(GPT_SMALL, num_layers=given.layers, hidden=given.hidden, seq_len=given.seq_len)
     except ValueError as error:

@@ -1,13 +1,13 @@
 """Seconds of planning one step of Llama 3 8B on 8 hosts of 8 devices, part by part: `python -m benchmarks.llama_plan`.
 
 trace      JAX traces the step at two batch sizes, and the traces become a graph with phases
-layers     the layers of the graph, and what their one stage reads, makes and keeps alive
+layers     the layers of the graph, and the values that their one stage reads, makes and keeps alive
 build      strategies, resharding matrices, usages: the intra-op problem
 solve      the solver, to a gap of 1 %; simplify, its exact reductions, is also timed alone and without the limit
-price      decoding the solution, and pricing it as it will be emitted
+price      decoding the solution, and pricing the program that it emits
 
 The mesh is 8 × 8. As in the search, its first axis splits the batch and may split state, and its second everything
-else; with --free-axes both may do anything.
+else; with --free-axes both axes are unrestricted.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MESH = LogicalMesh(axis_names=("data", "model"), shape=(8, 8))
 
 @dataclass(kw_only=True)
 class Clock:
-    """Adds up seconds by name."""
+    """A clock that adds up seconds by name."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure what runs inside."""
+        """Measure the block under a name."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -63,7 +63,7 @@ class Clock:
 
 
 def traced_step(model: Llama, batch_size: int) -> StepGraph:
-    """One step of AdamW with clipping, traced without arrays."""
+    """Trace one step of AdamW with clipping, without arrays."""
     optimizer = make_optimizer(max_grad_norm=1.0)
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
     tokens = jax.ShapeDtypeStruct((batch_size, model.seq_len), jnp.int32)
@@ -72,7 +72,7 @@ def traced_step(model: Llama, batch_size: int) -> StepGraph:
 
 
 def new_builder(view: StageView, cluster: Cluster, *, free_axes: bool) -> Builder:
-    """A builder for a stage on the whole cluster that remembers nothing."""
+    """Return a builder for a stage on the whole cluster, with empty memos."""
     submesh = Submesh(first_device=0, num_hosts=cluster.num_hosts, devices_per_host=cluster.devices_per_host)
     pricer = Pricer(cost_model=ComposedCostModel(cluster), submesh=submesh, mesh=MESH)
     free = Restriction(optimizer=BatchSplit.MAY, parameters=BatchSplit.MAY)
@@ -80,7 +80,7 @@ def new_builder(view: StageView, cluster: Cluster, *, free_axes: bool) -> Builde
 
 
 def size_of(problem: Problem) -> str:
-    """Nodes, strategies, edges, entries of the matrices, usages."""
+    """Describe a problem by its nodes, strategies, edges, matrix entries and usages."""
     entries = problem.edge_costs.values.size
     return (
         f"{problem.num_nodes} nodes, {problem.node_costs.values.size} strategies, {len(problem.edge_costs)} edges, "
@@ -89,7 +89,7 @@ def size_of(problem: Problem) -> str:
 
 
 def answer(solution: Solution, step_seconds: float) -> str:
-    """What came out."""
+    """Describe a solution in one line."""
     gap = "unknown" if math.isinf(solution.gap) else f"{100 * solution.gap:.3f} %"
     return (
         f"{solution.status.value}, objective {solution.cost:.6f} s, gap {gap}, "
@@ -98,7 +98,7 @@ def answer(solution: Solution, step_seconds: float) -> str:
 
 
 def measure(model: Llama, options: argparse.Namespace) -> None:
-    """Trace once, then plan under each limit; every plan starts with nothing remembered but the trace and the view."""
+    """Trace once, then plan under each memory limit; only the trace and the view are shared between plans."""
     cluster = al.cluster(options.cluster, num_hosts=8)
     clock = Clock()
     with clock.part("trace"):

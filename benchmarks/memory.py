@@ -1,10 +1,10 @@
-"""Is the predicted memory of plans what XLA allocates? `python -m benchmarks.memory [--published] [--out FILE]`.
+"""Compare the predicted memory of plans with XLA's allocations: `python -m benchmarks.memory [--out FILE]`.
 
 Models under each recomputation policy are planned by each planner for virtual CPU devices, and compiled. The program is
-then walked, instruction by instruction, with the sizes of its buffers and with what XLA says of each executable
-(`alpa_lite.runtime.execute.allocated`); beside it stands what the plan predicts for the same devices.
+then interpreted, instruction by instruction, with the sizes of its buffers and XLA's figures for each executable
+(`alpa_lite.runtime.execute.allocated`), and compared with the plan's prediction for the same devices.
 
-Temporaries of the CPU backend are not those of a GPU: it fuses less, copies operands of products into other layouts and
+Temporaries of the CPU backend differ from a GPU's: it fuses less, copies operands of products into other layouts and
 computes them in float32. `--published` compares with peaks that were measured on GPUs (`benchmarks.published.peaks`).
 """
 
@@ -52,12 +52,12 @@ PLANS: Mapping[str, tuple[Planner, int]] = {
     "pipeline of 2": (Pipeline(num_stages=2), 4),
     "pp2 × dp2 × tp2": (Hybrid(pipeline=2, data=2, model=2), 4),
 }
-"""Planners, and how many micro-batches they plan for."""
+"""The planners, and the number of micro-batches for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, the shapes of a batch, and whether dropout or the like needs a key."""
+    """A model with the shapes of a batch."""
 
     name: str
     model: Any
@@ -83,12 +83,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted to allocated."""
+        """Predicted over allocated bytes."""
         return self.predicted_bytes / self.xla_bytes
 
 
 def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
-    """The models, small, in float32: in which the CPU backend computes anyway."""
+    """Return small models in float32, the dtype in which the CPU backend computes in any case."""
     found: list[Case] = []
     if "transformer" in names:
         base = Transformer(
@@ -111,7 +111,7 @@ def cases(names: Sequence[str], policies: Sequence[str]) -> list[Case]:
 
 
 def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: Cluster) -> CompiledFunction:
-    """The train step of a case, planned and compiled; nothing is allocated."""
+    """Plan and compile the train step of a case; no arrays are allocated."""
     optimizer = adam()
     step = make_train_step(case.model.loss_fn, optimizer)
     state = jax.eval_shape(lambda: init_state(case.model.init(jax.random.key(0)), optimizer))
@@ -122,7 +122,7 @@ def compiled_plan(case: Case, planner: Planner, num_microbatches: int, cluster: 
 
 
 def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]:
-    """Predicted and allocated memory of the stages of a plan."""
+    """Return predicted and allocated memory of the stages of a plan."""
     plan, measured = compiled.plan, compiled.allocated()
     rows: list[Row] = []
     for number, stage in enumerate(plan.stages):
@@ -149,7 +149,7 @@ def rows_of(case: Case, plan_name: str, compiled: CompiledFunction) -> list[Row]
 def run(
     some: Sequence[Case], plans: Mapping[str, tuple[Planner, int]], cluster: Cluster, say: Callable[[str], None]
 ) -> list[Row]:
-    """Every case under every plan that is possible for it."""
+    """Return rows for every case under every plan that is possible for it."""
     rows: list[Row] = []
     for case in some:
         for name, (planner, count) in plans.items():
@@ -164,7 +164,7 @@ def run(
 
 
 def rendered(rows: Sequence[Row]) -> Table:
-    """The table: the parts of the prediction, those of XLA, and the ratio of the sums."""
+    """Return the table: the parts of the prediction, those of XLA, and the ratio of the sums."""
     columns = ("state", "sums", "saved", "temporary", "predicted", "resident", "outputs", "temporary", "XLA", "ratio")
     table = Table("model", "plan", *columns)
     for column in table.columns[2:]:
@@ -187,7 +187,7 @@ def rendered(rows: Sequence[Row]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, compile, print."""
+    """Parse the arguments, plan, compile, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory", description="Is the predicted memory of plans what is allocated?"
     )

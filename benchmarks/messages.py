@@ -1,10 +1,10 @@
-"""What a program sends by `ppermute`, counted on its jaxpr.
+"""Count the messages that a program sends by `ppermute`, on its jaxpr.
 
-    sent_bytes[d] = sum over the executed ppermutes with a pair (d, other) of the operand's bytes      (count_messages)
-    num_rounds    = ppermutes on the longest chain in which each reads what the one before it brought
+sent_bytes[d] = sum over the executed ppermutes with a pair (d, other) of the operand's bytes      (count_messages)
+num_rounds    = ppermutes on the longest chain in which each reads what the previous one received
 
-Each equation is read as often as it runs: the body of a loop once for each trip. Messages that do not wait for one
-another are one round, however many there are: a network may carry them at the same time.
+Each equation counts as often as it runs: the body of a loop once per trip. Messages that do not depend on one another
+count as one round, however many there are, since a network may carry them at the same time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from alpa_lite._jax import Literal, inner_jaxprs, open_jaxpr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """What one run of a program sends.
+    """The messages of one run of a program.
 
     Attributes:
-        sent_bytes: by each device of the axis.
-        sent_messages: how many, by each device.
-        num_rounds: length of the longest chain of messages that wait for one another.
+        sent_bytes: bytes sent by each device of the axis.
+        sent_messages: number of messages sent by each device.
+        num_rounds: length of the longest chain of dependent messages.
     """
 
     sent_bytes: tuple[int, ...]
@@ -40,10 +40,10 @@ class _Tally:
 
 
 def count_messages(jaxpr: Any, num_devices: int) -> Messages:
-    """The messages of one run of a jaxpr over an axis of `num_devices` devices.
+    """Count the messages of one run of a jaxpr over an axis of `num_devices` devices.
 
     Raises:
-        ValueError: a ppermute runs a number of times that the program does not say (`while`, `cond`).
+        ValueError: the number of runs of a ppermute is not static (`while`, `cond`).
     """
     tally = _Tally([0] * num_devices, [0] * num_devices)
     program = open_jaxpr(jaxpr)
@@ -54,7 +54,7 @@ def count_messages(jaxpr: Any, num_devices: int) -> Messages:
 
 
 def _walk(jaxpr: Any, arrived: Sequence[int], tally: _Tally) -> list[int]:
-    """The round after which each result is there, given the rounds after which the arguments are."""
+    """Return the round after which each result is available, given the rounds of the arguments."""
     after: dict[Any, int] = dict(zip(jaxpr.invars, arrived, strict=True))
 
     def round_of(atom: Any) -> int:

@@ -1,19 +1,19 @@
-"""What running a plan costs beside the computation: `python -m benchmarks.overhead [--json] [--repeats N]`.
+"""Measure the overhead of running a plan over the computation: `python -m benchmarks.overhead [--json] [--repeats N]`.
 
-    plan / jit     a step of a plan of one stage against `jax.jit` of the same function with the plan's shardings of
-                   arguments and results and the same donation, on all devices and on one               `against_jit`
-    dispatch       seconds of the driver per instruction, FREE not counted, on a pipeline of one-device stages with
-                   next to nothing to compute: by the clock, waits for credits taken off, and of those its thread
-                   ran                                                                                  `driver`
-    first call     seconds by phase, in a new process without caches and in another with them           `first_call`
+plan / jit     a step by a plan of one stage against `jax.jit` of the same function with the plan's shardings of
+               arguments and results and the same donation, on all devices and on one               `against_jit`
+dispatch       seconds of the driver per instruction, FREE not counted, on a pipeline of one-device stages with
+               almost nothing to compute: wall-clock time without waits for credits, and the CPU time of its
+               thread                                                                               `driver`
+first call     seconds by phase, in a new process without caches and in another with them           `first_call`
 
-Steps of both sides are run in turn, each side first every other time, on states of their own; medians count. Where
-memory and threads come to lie makes a side a few percent faster for as long as a process lives: of the ratios that
-several processes find (the median of their pairs of steps) the median counts, with the quartiles. The steps are those
-of a Transformer with Adam; its hundreds of arguments are part of what is measured. Virtual CPU devices share one
-processor: of their steps the ratio counts, not the time. There the driver's time includes what XLA computes in the
-calling thread, as it does with tiny programs, and by the clock also what the threads of the devices take of the cores
-that they share with it.
+Steps of both sides run in turn, each side first every other time, on states of their own; medians are reported. The
+placement of memory and threads makes one side a few percent faster for the whole life of a process. Therefore each of
+several processes takes the median ratio of its pairs of steps, and the median of these is reported with the quartiles.
+The steps are those of a Transformer with Adam, whose hundreds of arguments are part of the measurement. Virtual CPU
+devices share one processor, so only the ratio of their steps is meaningful, not the time. On them the driver's time
+includes the computation that XLA does in the calling thread, as it does for tiny programs, and its wall-clock time also
+the cores' time that the devices' threads take.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from benchmarks.models.train import init_state, make_optimizer, make_train_step
 from cost_models.cluster import Cluster
 
 PLANNING = ("split", "manual", "layers", "survey", "stages", "refine", "simulate")
-"""The phases of a `Progress` that are planning."""
+"""The phases of a `Progress` that belong to planning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of the steps; small ones are for tests, whose times mean nothing."""
+    """Sizes of the steps; small sizes are for tests, whose times mean nothing."""
 
     num_devices: int = 8
     num_layers: int = 8
@@ -63,11 +63,11 @@ class Sizes:
     num_processes: int = 5
 
     def model(self) -> GPT:
-        """The Transformer."""
+        """The Transformer of the step."""
         return GPT(num_layers=self.num_layers, hidden=self.hidden, num_heads=4, seq_len=32, dropout=0.0)
 
     def cluster(self, num_devices: int) -> Cluster:
-        """So many devices, as data."""
+        """Return a described cluster of `num_devices` devices."""
         return dataclasses.replace(al.cluster("p3.16xlarge"), num_hosts=1, devices_per_host=num_devices)
 
 
@@ -87,10 +87,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """The driver's time of one step of a program with so many instructions.
+    """The driver's time of one step of a program with `num_instructions` instructions.
 
-    seconds          by the clock, without `waited_seconds`, the waits for credits
-    thread_seconds   that its thread ran
+    seconds          wall-clock seconds, without `waited_seconds`
+    thread_seconds   CPU seconds of the driver's thread
+    waited_seconds   seconds of waiting for credits
     """
 
     num_instructions: int
@@ -101,7 +102,7 @@ class Driver:
 
 
 def case(sizes: Sizes) -> tuple[Callable[..., Any], Any, Any]:
-    """The step, the state before it and a batch."""
+    """Return the step, the state before it, and a batch."""
     model, optimizer = sizes.model(), make_optimizer()
     state = init_state(model.init(jax.random.key(0)), optimizer)
     rng = np.random.default_rng(0)
@@ -111,7 +112,7 @@ def case(sizes: Sizes) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def against_jit(sizes: Sizes, num_devices: int) -> Pair:
-    """Steps of a plan of one stage and of `jax.jit`, in turn."""
+    """Run steps by a plan of one stage and by `jax.jit` in turn."""
     step, state, batch = case(sizes)
     parallel = al.parallelize(
         step, cluster=sizes.cluster(num_devices), planner=DataParallel(), num_microbatches=1, donate_argnums=0
@@ -155,7 +156,7 @@ def against_jit(sizes: Sizes, num_devices: int) -> Pair:
 
 
 def combined(pairs: Sequence[Pair]) -> Pair:
-    """The same pair as several processes found it: medians, and the quartiles of their ratios."""
+    """Combine the pairs that several processes measured: medians, and the quartiles of their ratios."""
     ratios = [pair.ratio for pair in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
@@ -171,7 +172,7 @@ def combined(pairs: Sequence[Pair]) -> Pair:
 
 
 def tiny_step(weights: list[Any], x: Any) -> Any:
-    """A training step that computes next to nothing."""
+    """Run a training step that computes almost nothing."""
 
     def loss(weights: list[Any]) -> Any:
         h = x
@@ -184,7 +185,7 @@ def tiny_step(weights: list[Any], x: Any) -> Any:
 
 
 def driver(sizes: Sizes) -> Driver:
-    """The driver's time on a pipeline of one-device stages."""
+    """Measure the driver's time on a pipeline of one-device stages."""
     weights = [np.eye(8, dtype=np.float32) for _ in range(sizes.num_stages)]
     x = np.ones((2 * sizes.num_microbatches, 8), np.float32)
     compiled = al.parallelize(
@@ -215,7 +216,7 @@ def driver(sizes: Sizes) -> Driver:
 
 
 def first_call(sizes: Sizes, folder: str) -> dict[str, float]:
-    """Seconds of the first step by phase; plans and executables are kept in, and taken from, a folder."""
+    """Return the seconds of the first step by phase; plans and executables are cached in the folder."""
     jax.config.update("jax_compilation_cache_dir", os.path.join(folder, "executables"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     step, state, batch = case(sizes)
@@ -240,7 +241,7 @@ def first_call(sizes: Sizes, folder: str) -> dict[str, float]:
 
 
 def in_new_process(sizes: Sizes, folder: str) -> dict[str, float]:
-    """`first_call` in a process of its own."""
+    """Run `first_call` in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -255,7 +256,7 @@ def in_new_process(sizes: Sizes, folder: str) -> dict[str, float]:
 
 
 def measured(sizes: Sizes) -> dict[str, Any]:
-    """All but the first call, in this process, whose devices are those that `_environment` makes."""
+    """Measure all but the first call in this process, on the devices that `_environment` makes."""
     counts = dict.fromkeys((sizes.num_devices, 1))
     return {
         "pairs": [asdict(against_jit(sizes, count)) for count in counts],
@@ -264,7 +265,7 @@ def measured(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(sizes: Sizes) -> dict[str, Any]:
-    """Everything, in new processes."""
+    """Measure everything in new processes."""
     command = [sys.executable, "-m", "benchmarks.overhead", "--here", "--sizes", json.dumps(asdict(sizes))]
     rounds = list[dict[str, Any]]()
     for _ in range(sizes.num_processes):
@@ -287,7 +288,7 @@ def _environment(sizes: Sizes) -> dict[str, str]:
 
 
 def rendered(found: dict[str, Any]) -> list[Table]:
-    """The tables."""
+    """Return the tables."""
     pairs = Table("devices", "arguments", "plan", "jax.jit", "ratio", "quartiles", "launch", "jax.jit's")
     for row in found["pairs"]:
         pair = Pair(**row)
@@ -313,7 +314,7 @@ def rendered(found: dict[str, Any]) -> list[Table]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
+    """Parse the arguments, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30, help="steps of each side")
     parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON", help="fields of Sizes")

@@ -1,15 +1,14 @@
 """Seconds from a train step to its plan: `python -m benchmarks.planning_time --case gpt-39B --json`.
 
-The step is traced with shapes, cut into micro-batches, layers and stages, and the search runs as `al.plan` runs it.
-With --no-cache nothing is known beforehand; else a plan that was made before is taken again. Not counted are imports;
-of this project's own kernels, which numba compiles once after it is installed, the first run of all does count the
-compilation. With --json the last line is one object:
+The step is traced with shapes, split into micro-batches, layers and stages, and the search runs as in `al.plan`. With
+--no-cache the plan cache is not used. Imports are not counted; the first run after installation includes the
+compilation of this project's own kernels by numba. With --json the last line is one object:
 
-    seconds       from the function to the plan
-    gap           of the solver (`plan.solver.gap`)
-    phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), manual
-                  (the classic plans), layers (cut and seen on one device), survey, stages (the search for them),
-                  refine, simulate (schedules), rest; none counts those within it
+seconds       from the function to the plan
+gap           of the solver (`plan.solver.gap`)
+phases        seconds by name: trace (JAX traces the step), split (the step at numbers of micro-batches), manual
+              (the classic plans), layers (clustered and priced on one device), survey, stages (the search for them),
+              refine, simulate (schedules), rest; none includes a nested phase
 
 Without --case two tables show how the time grows with the layers and with the devices, each row in its own process.
 """
@@ -50,7 +49,7 @@ _USUAL_LAYERS, _USUAL_DEVICES, _SAMPLES_PER_DEVICE = 48, 64, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """How long one plan took, and what it is worth."""
+    """The planning time of one case, and the quality of its plan."""
 
     case: str
     cluster: str
@@ -64,7 +63,7 @@ class Measured:
     cached: bool = False
 
     def to_line(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self))
 
 
@@ -76,9 +75,10 @@ def measure(
     bar: Console | None = None,
     cache: Cache = False,
 ) -> Measured:
-    """Plan a case for its cluster, timed. Raises `AlpaLiteError` when there is no plan.
+    """Plan a case for its cluster, timed. Raises `AlpaLiteError` if there is no plan.
 
-    `bar`: where to show how far it is; `cache`: whether to take, and keep, what was planned before.
+    bar      the console for a progress bar; None shows none
+    cache    whether the plan cache is used, or its folder
     """
     cluster, step, arguments = case.cluster, case.train_step(), case.arguments()
     with planning_progress(bar or Console(quiet=True)) as progress:
@@ -104,24 +104,24 @@ def measure(
 
 
 def _peak_rss_bytes() -> int:
-    """The most memory that this process has held, and that of its workers has that held most."""
+    """Return the peak memory of this process plus the largest peak of its workers, in bytes."""
     used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used) * (1 if sys.platform == "darwin" else 1024)
 
 
 def _phases(seconds: Mapping[str, float], total: float) -> dict[str, float]:
-    """The seconds of all phases, and what belongs to none."""
+    """Return the seconds of all phases, and the rest of the total."""
     known = {name: seconds.get(name, 0.0) for name in PHASES[:-1]}
     return {**known, PHASES[-1]: total - sum(known.values())}
 
 
 def growing_layers(num_layers: int) -> Case:
-    """A case for the table of layers."""
+    """Return a case for the table over the number of layers."""
     return _gpt(num_layers, _USUAL_DEVICES)
 
 
 def growing_devices(num_devices: int) -> Case:
-    """A case for the table of devices."""
+    """Return a case for the table over the number of devices."""
     return _gpt(_USUAL_LAYERS, num_devices)
 
 
@@ -163,14 +163,14 @@ def growth(title: str, make: Callable[[int], Case], sizes: Sequence[int], planne
 
 
 def on_cluster(case: Case, text: str) -> Case:
-    """The case on a cluster given as NAME:HOSTS."""
+    """Return the case on a cluster given as NAME:HOSTS."""
     name, _, hosts = text.partition(":")
     per_host = al.cluster(name, num_hosts=1).devices_per_host
     return replace(case, host=name, num_devices=per_host * int(hosts or 1))
 
 
 def listed() -> Table:
-    """The cases."""
+    """Return a table of the cases."""
     table = Table("case", "parameters", "cluster", "batch")
     for case in CASES.values():
         cluster: Cluster = case.cluster
@@ -180,7 +180,7 @@ def listed() -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, print."""
+    """Parse the arguments, plan, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), metavar="ID", help="what to plan (see --list)")
     parser.add_argument("--list", action="store_true", help="show the cases")

@@ -35,14 +35,14 @@ _BATCH = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A row's outcome, its parts, and what its plan was."""
+    """The outcome of a row, the breakdown of its time, and its plan."""
 
     outcome: Outcome
     breakdown: Mapping[str, Any]
 
 
 def predict_rows(batch: Sequence[Cells], ablation: str) -> list[Prediction]:
-    """Predictions of some rows, in a process of their own."""
+    """Predict some rows, in a process of their own."""
     # Planning makes many small objects that stay: to look through them less often saves a fifth of the time.
     gc.set_threshold(100_000, 50, 100)
     predictor = ABLATIONS[ablation](Predictor())
@@ -61,7 +61,7 @@ def _predict(cells: Cells, predictor: Predictor) -> Prediction:
 
 
 def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) -> Iterator[Prediction]:
-    """Predictions of all rows, as they come; a few rows of one model go to one process, which traces it once."""
+    """Yield the predictions of all rows as they arrive; rows of one model share a process, which traces it once."""
     models = [list(batch) for _, batch in groupby(rows, key=lambda cells: (cells["group"], cells["model"]))]
     batches = [model[i : i + _BATCH] for model in models for i in range(0, len(model), _BATCH)]
     context = get_context("spawn")
@@ -71,7 +71,7 @@ def all_predictions(rows: Sequence[Cells], ablation: str, num_processes: int) ->
 
 
 def report(found: Score, console: Console) -> None:
-    """The table of groups."""
+    """Print the table of groups."""
     table = Table(title="Step time of published runs: predicted against measured")
     for column in ("group", "rows", "not built", "error", "bias", "largest", "left out"):
         table.add_column(column, justify="left" if column == "group" else "right")
@@ -92,7 +92,7 @@ def _percent(value: float | None) -> str:
 
 
 def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
-    """Rows and groups as plain data."""
+    """Return rows and groups as plain data."""
     rows = [
         {
             "id": p.outcome.id,
@@ -108,7 +108,7 @@ def to_json(predictions: Sequence[Prediction], found: Score) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", required=True, type=Path, help="table of runs, CSV")
     parser.add_argument("--out", type=Path, help="where to write predictions, JSON")

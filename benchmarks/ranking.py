@@ -1,11 +1,11 @@
-"""Does the cost model rank plans as this machine does? `python -m benchmarks.ranking [--out FILE]`.
+"""Compare the cost model's ranking of plans with this machine's: `python -m benchmarks.ranking [--out FILE]`.
 
 Four models are planned by each planner for this machine's devices, and the plans run in turn:
 
-    predicted / measured      of the time of a step, median over the rounds
-    Spearman rank correlation of predicted and measured, for each model and over all plans
+predicted / measured      seconds of a step, median over the rounds
+Spearman rank correlation of predicted and measured seconds, for each model and over all plans
 
-Without devices of its own (`--devices 0`) it starts a process with eight virtual CPU devices. They are
+By default a process with eight virtual CPU devices is started; `--devices 0` uses the devices of this process. They are
 calibrated first, unless `--cluster FILE` is given.
 """
 
@@ -50,7 +50,7 @@ PLANNERS: tuple[Planner, ...] = (
     Pipeline(num_stages=4),
     Hybrid(pipeline=2, data=2, model=2),
 )
-"""Those of the demo, and two more."""
+"""The planners of the demo, and two more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One plan of one model; seconds of a step."""
+    """The predicted and measured times of one plan of one model, in seconds per step."""
 
     model: str
     plan: str
@@ -74,12 +74,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Predicted over measured seconds."""
         return self.predicted_seconds / self.measured_seconds
 
 
 def cases() -> tuple[Case, ...]:
-    """The demo's transformer, a Llama, a CNN and an MLP; each step 0.1 to 1 s on two cores."""
+    """Return the demo's transformer, a Llama, a CNN and an MLP; each step takes 0.1 to 1 s on two cores."""
     demo = DemoConfig()
     gpt = demo.model
     llama = Llama(
@@ -115,7 +115,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def run_case(case: Case, cluster: Cluster, rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Plan, compile, and run one step of each plan in turn."""
+    """Plan and compile, then run one step of each plan in turn."""
     optimizer = make_optimizer()
     train_step = make_train_step(case.model.loss_fn, optimizer)
     state = jax.device_get(init_state(jax.jit(case.model.init)(jax.random.key(0)), optimizer))
@@ -149,7 +149,7 @@ def run_case(case: Case, cluster: Cluster, rounds: int, say: Callable[[str], Non
 def _in_turn(
     compiled: Mapping[str, al.CompiledFunction], case: Case, state: Any, rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds of every plan in every round; the first round warms up, and every other runs backwards."""
+    """Return the seconds of every plan in every round; the first is a warm-up, every other one runs reversed."""
     states = {name: function.place(state, case.batch)[0] for name, function in compiled.items()}
     times: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
@@ -163,7 +163,7 @@ def _in_turn(
 
 
 def correlations(rows: Sequence[Row]) -> dict[str, float]:
-    """Spearman rank correlation of predicted and measured seconds by model, and of "all" plans."""
+    """Return the Spearman rank correlation of predicted and measured seconds by model, and of "all" plans."""
     by_model: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_model[row.model].append(row)
@@ -176,7 +176,7 @@ def _spearman(rows: Sequence[Row]) -> float:
 
 
 def rendered(rows: Sequence[Row]) -> Table:
-    """The table; the rank correlation of a model stands behind its last plan."""
+    """Return the table, with the rank correlation of a model after its last plan."""
     found = correlations(rows)
     table = Table("model", "plan", "predicted ms", "measured ms", "±", "predicted / measured", "Spearman")
     for column in table.columns[2:]:
@@ -199,7 +199,7 @@ def rendered(rows: Sequence[Row]) -> Table:
 
 
 def to_json(rows: Sequence[Row], cluster: Cluster) -> dict[str, Any]:
-    """Plain data."""
+    """Return plain data for JSON."""
     return {
         "cluster": cluster.to_json(),
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
@@ -208,7 +208,7 @@ def to_json(rows: Sequence[Row], cluster: Cluster) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, run, print."""
+    """Parse the arguments, plan, run, and print."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ranking", description="Does the cost model rank plans as this machine does?"
     )

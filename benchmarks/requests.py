@@ -1,4 +1,4 @@
-"""Requests to planners with a backend of one's own; `al.plan` plans for what XLA does today."""
+"""Requests to planners with a chosen backend; `al.plan` plans for XLA as it is today."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request_of(
     name: str | None = None,
     advise: bool = False,
 ) -> PlanRequest:
-    """A request to plan a traced step; `step_at` stands in for the step's own, as to measure it."""
+    """Return a request to plan a traced step; `step_at` replaces the step's own function, for example to time it."""
 
     def cut(num_microbatches: int, loop_parts: int) -> StepGraph:
         return traced.step(num_microbatches, loop_parts=loop_parts).step

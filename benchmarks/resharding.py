@@ -1,17 +1,17 @@
-"""What does it take to bring an array from one submesh to another? `python -m benchmarks.resharding [--json]`.
+"""The cost of moving an array between submeshes: `python -m benchmarks.resharding [--json]`.
 
 Nine pairs of specs on an array of 2 GiB, between submeshes of hosts with four V100s and 10 Gbit/s each, as in the
 benchmark of Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023 (arXiv 2211.05322). The
-pairs are those of the benchmark suite in Alpa's public repository, in which the last-but-one is the same as the one
-before. Each is planned twice:
+pairs are those of the benchmark suite in Alpa's public repository, whose last-but-one equals the one before it. Each is
+planned twice:
 
-    naive   every receiver gets its whole block from some sender       (`plan_transfer(..., direct_bytes=inf)`)
-    once    every element crosses once, and receivers gather           (`plan_transfer(..., direct_bytes=0)`)
+naive   every receiver gets its whole block from some sender       (`plan_transfer(..., direct_bytes=inf)`)
+once    every element crosses once, and receivers gather           (`plan_transfer(..., direct_bytes=0)`)
 
-Bytes are those that go from one submesh to the other, seconds those of `pricing.transfer_seconds`, gathers included.
-Where there are devices enough, an array with 1/N of the second dim (`--scale N`) is transferred both ways, checked, and
-the bytes are counted that devices hand to others. Virtual CPU devices share a processor: their times mean nothing and
-are not taken.
+Bytes are those sent from one submesh to the other, seconds those of `pricing.transfer_seconds`, gathers included. With
+enough devices, an array with 1/N of the second dim (`--scale N`) is transferred by both plans and checked, and the
+bytes sent between devices are counted. Virtual CPU devices share a processor, so times would mean nothing and are not
+taken.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from cost_models.cluster import Cluster
 from cost_models.composed import ComposedCostModel
 
 AXES = ("x", "y")
-"""Hosts, and devices of a host."""
+"""The axes of a mesh: hosts, and devices of a host."""
 
 NUM_DEVICES = 20
-"""Of the largest pair: two hosts send to three."""
+"""The number of devices of the largest pair: two hosts send to three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A case: hosts × devices that send and receive, the array, and per dim the axes that split it on both sides."""
+    """A case: hosts × devices that send and receive, the array's shape, and per dim the axis on each side."""
 
     name: str
     senders: tuple[int, int]
@@ -90,9 +90,9 @@ PAIRS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. `gathered_bytes`: buffers of all receivers together.
+    """One line of the table; `*_bytes` cross between the submeshes, except `gathered_bytes`: buffers of all receivers.
 
-    `executed`: of a smaller array, relative to its size; None where devices are missing.
+    `executed_*`: counted on a smaller array, relative to its size; None without enough devices.
     """
 
     name: str
@@ -109,19 +109,19 @@ class Row:
 
     @property
     def saving(self) -> float:
-        """How many times as many bytes the naive way sends."""
+        """The ratio of the bytes of the naive plan to those of the other."""
         return self.naive_bytes / self.once_bytes
 
 
 def hosts_of_the_paper(num_hosts: int = 5) -> Cluster:
-    """p3.8xlarge: half of a p3.16xlarge, and 10 Gbit/s."""
+    """Return hosts like p3.8xlarge: half of a p3.16xlarge, and 10 Gbit/s."""
     whole = al.cluster("p3.16xlarge", num_hosts=num_hosts)
     link = replace(whole.inter_host, bandwidth_bytes_per_second=1.25e9) if whole.inter_host else None
     return replace(whole, name="p3.8xlarge", devices_per_host=4, inter_host=link)
 
 
 def planned(pair: Pair, *, naive: bool, scale: int = 1) -> PlannedTransfer:
-    """The transfer of a pair, with 1/scale of its second dim."""
+    """Return the planned transfer of a pair, with 1/scale of its second dim."""
     shape = (pair.shape[0], pair.shape[1] // scale, pair.shape[2])
     first = 0
     ends: list[Placement] = []
@@ -134,10 +134,10 @@ def planned(pair: Pair, *, naive: bool, scale: int = 1) -> PlannedTransfer:
 
 
 def executed(transfer: PlannedTransfer) -> int | None:
-    """Bytes that devices hand to others when it runs; None where there are too few devices.
+    """Execute a transfer and return the bytes sent between devices; None without enough devices.
 
     Raises:
-        RuntimeError: the array does not arrive as it was.
+        RuntimeError: the received array differs from the sent one.
     """
     ends = (transfer.source, transfer.target)
     if ends[1].submesh.devices[-1] >= len(jax.devices()):
@@ -183,7 +183,7 @@ def _mesh(shape: tuple[int, int]) -> str:
 
 
 def rendered(rows: Sequence[Row]) -> Table:
-    """The table: bytes and seconds of both ways, and what was counted, in arrays."""
+    """Return the table: predicted bytes and seconds of both plans, and the counted bytes in units of the array."""
     table = Table("", "from", "to", "array", "naive", "once", "ratio", "naive s", "once s", "faster", "ran")
     for column in table.columns[3:]:
         column.justify = "right"
@@ -204,7 +204,7 @@ def rendered(rows: Sequence[Row]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, plan, run, print."""
+    """Parse the arguments, plan, run, and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resharding", description="Arrays between submeshes.")
     parser.add_argument("--scale", type=int, default=64, metavar="N", help="run arrays with 1/N of the second dim")
     parser.add_argument("--devices", type=int, default=NUM_DEVICES, help="virtual CPU devices; 0: those at hand")

@@ -1,4 +1,4 @@
-"""Seconds of the two dynamic programs of the search at the sizes of large models: `python -m benchmarks.search`."""
+"""Time the two dynamic programs of the search at the sizes of large models: `python -m benchmarks.search`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPEATS = 5
 
 
 def random_flows(num_ops: int, num_flows: int) -> list[tuple[int, int, float]]:
-    """Values that pass between ops, anywhere in the program."""
+    """Return random values that pass between ops of the program: producer, consumer, bytes."""
     rng = np.random.default_rng(0)
     pairs = [sorted(rng.choice(num_ops, 2, replace=False).tolist()) for _ in range(num_flows)]
     return [(first, second, float(rng.integers(1, 10**9))) for first, second in pairs]
@@ -30,7 +30,7 @@ def random_table(
     num_configurations: int = 8,
     seed: int = 1,
 ) -> StageTable:
-    """Stage times that follow the work and the number of devices of each kind, with noise."""
+    """Return stage times proportional to the work and to the number of devices of each kind, with noise."""
     rng = np.random.default_rng(seed)
     ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_layers))])
     work = np.abs(ends[None, 1:] - ends[:-1, None])[:, :, None, None]
@@ -40,7 +40,7 @@ def random_table(
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Median seconds of a few calls."""
+    """Return the median seconds of a few calls."""
     times: list[float] = []
     for _ in range(REPEATS):
         start = time.perf_counter()

@@ -1,15 +1,15 @@
-"""The intra-op solver on files with problems: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
+"""Benchmark the intra-op solver on problem files: `python -m benchmarks.solver FILE ... [--best-known CSV]`.
 
-    (nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, whether the limit was kept
-                    (5 % and 2 s more, reading included), seconds to the first feasible choices, the longest time
-                    without a look at the clock, peak memory
-    --reductions    what each kind of reduction leaves of an instance
-    --ablation      the portfolio without one of its parts, at equal time
-    --stages        the problems that planners give to the solver: longest solve and step (`benchmarks.stage_problems`)
+(nothing)       instance × solver: cost, ratio to the best known, bound, gap, seconds, whether the limit was respected
+                (5 % and 2 s tolerance, reading included), seconds to the first feasible choices, the longest time
+                between two checks of the clock, peak memory
+--reductions    the size of an instance after each kind of reduction
+--ablation      the portfolio without one of its parts, at equal time
+--stages        the problems that planners give to the solver: longest solve and step (`benchmarks.stage_problems`)
 
 Every run is a process of its own. A table of best known costs has the columns name, best_known_cost and
-timeout_seconds; an instance's name is what its file's name ends with. The instances of the ASPLOS/EuroSys 2025 contest
-are at github.com/google/iopddl.
+timeout_seconds; an instance's name is the last part of its file's name. The instances of the ASPLOS/EuroSys 2025
+contest are at github.com/google/iopddl.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ ABLATIONS: dict[str, Solver] = {
     "without exact blocks": Portfolio(rounds=Rounds(exact=False)),
     "on one thread": Portfolio(rounds=Rounds(num_threads=1)),
 }
-"""The portfolio, and what is left of it without one of its parts."""
+"""The portfolio, and the portfolio without one of its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known of an instance: the best cost, and the seconds that the contest gave."""
+    """The best known cost of an instance, and the contest's time limit in seconds."""
 
     best_cost: float
     timeout_seconds: float
 
 
 def read_known(path: Path | None) -> dict[str, Known]:
-    """The table of best known costs by the instances' names; empty without a file."""
+    """Read the table of best known costs by instance name; empty without a file."""
     if path is None:
         return {}
     with path.open(encoding="utf-8") as file:
@@ -70,12 +70,12 @@ def read_known(path: Path | None) -> dict[str, Known]:
 
 
 def name_of(path: Path) -> str:
-    """What the file's name ends with, for example G for asplos-2025-iopddl-G.json.gz."""
+    """Return the last part of a file's name, for example G for asplos-2025-iopddl-G.json.gz."""
     return path.name.split(".")[0].rpartition("-")[2]
 
 
 def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
-    """The child's part: solve one file and say how it went, with the memory it took."""
+    """Solve one file and return the result with the peak memory; runs in the child process."""
     solver = {**SOLVERS_BY_NAME, **ABLATIONS}[solver_name]
     compile_kernels()
     begun = time.perf_counter()
@@ -110,7 +110,7 @@ def run_one(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
 
 
 def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
-    """``run_one`` in a process of its own."""
+    """Run ``run_one`` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.solver", "--child", str(path), solver_name, str(timeout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -119,7 +119,7 @@ def run_apart(path: Path, solver_name: str, timeout: float) -> dict[str, Any]:
 
 
 def compare(files: list[Path], solvers: list[str], known: dict[str, Known], timeout: float, out: Path | None) -> Table:
-    """One row for each instance and solver."""
+    """Return one row for each instance and solver."""
     columns = ("status", "cost", "ratio", "bound / cost", "gap", "seconds", "kept", "first", "step", "peak GB")
     table = Table("instance", "solver", *columns)
     rows: list[dict[str, Any]] = []
@@ -137,7 +137,7 @@ def compare(files: list[Path], solvers: list[str], known: dict[str, Known], time
 
 
 def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
-    """A run's figures as text; a dash for what there is not."""
+    """Return a run's figures as text, with a dash for missing ones."""
     cost, bound, gap = (found.get(name) for name in ("cost", "bound", "gap"))
     return [
         "-" if cost is None else f"{cost:.12g}",
@@ -153,7 +153,7 @@ def _cells(found: dict[str, Any], best: Known | None) -> list[str]:
 
 
 def reductions(files: list[Path]) -> Table:
-    """What is left after each kind of reduction, in the order in which they first apply."""
+    """Return the remaining size after each kind of reduction, in the order in which they first apply."""
     table = Table("instance", "after", "nodes", "strategies", "edges", "pairs", "seconds")
     for path in files:
         problem = read_problem(path)
@@ -180,7 +180,7 @@ def reductions(files: list[Path]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse and print a table."""
+    """Parse the arguments and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--solver", action="append", choices=list(SOLVERS_BY_NAME), help="default: portfolio")

@@ -1,9 +1,9 @@
 """The problems that planners give to the intra-op solver: `python -m benchmarks.stage_problems [--case ID ...]`.
 
-Each case is planned in a process of its own, without workers, and one row tells of all problems that its search
-solves: how many, the largest, the longest solve, whether all ended within their limits (5 % and 2 s more), and the
-longest time without a look at the clock. Cases are those of the evaluation (`benchmarks.alpa.cases`) with `Auto`, and
-``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
+Each case is planned in a process of its own, without workers, and one row summarises all problems that its search
+solves: their number, the largest, the longest solve, whether all ended within their limits (5 % and 2 s tolerance), and
+the longest time between two checks of the clock. Cases are those of the evaluation (`benchmarks.alpa.cases`) with
+`Auto`, and ``written-out-N``: a GPT of N layers without a loop, planned for eight devices by `Zero`, as one problem.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.alpa.cases import CASES
 from benchmarks.models.gpt import GPT
 
 MOST_OVERRUN, MOST_LATE_SECONDS = 1.05, 2.0
-"""How far beyond its limit a solve may end: by this factor, and by so many seconds more."""
+"""The tolerance of a solve's time limit: this factor, and these seconds in addition."""
 
 _WRITTEN_OUT = "written-out-"
 
@@ -45,7 +45,7 @@ class Solve:
 
     Attributes:
         pairs: entries of all edges' cost matrices.
-        longest_step_seconds: the longest time between two looks at the clock.
+        longest_step_seconds: the longest time between two checks of the clock.
     """
 
     num_nodes: int
@@ -63,7 +63,7 @@ class Solve:
 
 @contextmanager
 def recorded_solves() -> Iterator[list[Solve]]:
-    """Record every problem that `Portfolio` solves in this process while the context lasts."""
+    """Record every problem that `Portfolio` solves in this process inside the context."""
     solves: list[Solve] = []
     solve = Portfolio.solve
 
@@ -113,7 +113,7 @@ def plan_case(name: str) -> None:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Plan a case and summarise its solves; for a process of its own."""
+    """Plan a case and summarise its solves; runs in a process of its own."""
     started = time.perf_counter()
     with recorded_solves() as solves:
         try:
@@ -135,7 +135,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def measure_apart(name: str) -> dict[str, Any]:
-    """``measure`` in a process of its own, which has no workers, so that it sees every solve."""
+    """Run ``measure`` in a process of its own without workers, so that every solve is recorded."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.stage_problems", "--child", name],
         capture_output=True,
@@ -149,7 +149,7 @@ def measure_apart(name: str) -> dict[str, Any]:
 
 
 def every_case(names: Sequence[str] = tuple(CASES)) -> Table:
-    """One row for each case, all of the evaluation by default."""
+    """Return one row for each case, by default all of the evaluation."""
     columns = ("outcome", "planned in", "solves", "in all", "largest (nodes, pairs)", "longest", "its limit", "step")
     table = Table("case", *columns, "late")
     for name in names:
@@ -160,7 +160,7 @@ def every_case(names: Sequence[str] = tuple(CASES)) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """A row's figures as text; none where nothing was solved."""
+    """Return a row's figures as text; empty if nothing was solved."""
     if not row.get("longest"):
         return []
     longest, largest = row["longest"], row["largest"]
@@ -177,7 +177,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse and print the table."""
+    """Parse the arguments and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", metavar="ID", help="default: all of the evaluation")
     parser.add_argument("--child", help=argparse.SUPPRESS)

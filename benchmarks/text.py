@@ -1,4 +1,4 @@
-"""A text dataset that every machine has: the source files of Python's own standard library, byte by byte.
+"""A text dataset available on every machine: the source files of Python's standard library, byte by byte.
 
 The vocabulary is the 256 byte values. Files are read in sorted order, so one Python version always gives the same text.
 """
@@ -16,7 +16,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """The ``.py`` files under `root` in sorted order, without installed packages and tests."""
+    """Yield the ``.py`` files under `root` in sorted order, without installed packages and tests."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
         for name in sorted(files):
@@ -50,13 +50,13 @@ def load(max_bytes: int = DEFAULT_MAX_BYTES, root: Path | None = None) -> np.nda
 def batches(
     num_steps: int, batch_size: int, seq_len: int, seed: int = 0, *, text: np.ndarray | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Draw random windows of the text; the targets are the tokens moved by one.
+    """Draw random windows of the text; the targets are the tokens shifted by one.
 
     Args:
         num_steps: number of batches to yield.
         batch_size: windows per batch.
         seq_len: tokens per window.
-        seed: same seed, same batches.
+        seed: seed of the random windows; the same seed gives the same batches.
         text: ``[num_bytes]`` bytes to draw from; None means `load`.
 
     Yields:

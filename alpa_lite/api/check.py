@@ -39,12 +39,10 @@ def check(
     """Run `step(*args, **kwargs)` by a plan and under `jax.jit`, and compare every output.
 
     An output agrees if it differs by no more than 32 rounding steps (8 in float16, bfloat16 or below). A rounding step
-    is
-    the change of the output under `jax.jit` when each float input moves up or down by one unit in the last place, but
-    at
-    least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal, unless
-    `jax.jit` itself changes them under that perturbation. Dtypes, shapes and the structure of the outputs must agree;
-    NaN equals NaN.
+    is the change of the output under `jax.jit` when each float input moves up or down by one unit in the last place,
+    but at least one unit in the last place of the output's largest number. Integers, booleans and keys must be equal,
+    unless `jax.jit` itself changes them under that perturbation. Dtypes, shapes and the structure of the outputs must
+    agree; NaN equals NaN.
 
     The step runs once by the plan and about six times under `jax.jit`, on one device, on copies of the arguments: the
     caller's arrays are left alone, donated arguments included. Use small sizes.

@@ -77,6 +77,7 @@ def _leading(planner: Planner, request: PlanRequest, kept: Cache) -> Answer:
     measure = request.measure
 
     def measured(plan: Plan) -> float:
+        # Every process must run the plan, since its collectives span all of them.
         agreed_data({"measure": plan.to_json()})
         return measure(plan) if measure is not None else 0.0
 

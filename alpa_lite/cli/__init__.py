@@ -1,17 +1,19 @@
-"""The command line: parse, call one public function, print. `alpa-lite COMMAND --help` tells the options.
+"""The command line: each command parses its arguments, calls one public function and prints what it returns.
 
-plan       plan a train step for a cluster, or compare clusters   alpa_lite.plan                        `planning`
-check      does a step by its plan give what jax.jit gives          alpa_lite.check                       `checking`
-explain    a saved plan, or why something in it is so             Plan.explain, explain_time, …         `reading`
-diff       what changes from one plan to another                  inspection.diff.compare               `reading`
-simulate   the timeline of a plan, predicted or measured          LoweredFunction.simulate              `reading`
-solve      a file with an intra-op problem                        intra_op.solve_file.solve_file        `solving`
-calibrate  measure this machine's devices                         alpa_lite.calibrate                   `machine`
-doctor     is this machine ready                                  inspection.doctor.diagnose            `machine`
-launch     several processes on this machine                      runtime.job.launch.launch                 `launching`
-bench      planners against each other                            benchmarks.bench, in its own process  `benchmark`
-demo       plan, train and compare on this machine                benchmarks.demo, in its own process   `benchmark`
-completion what a shell needs to complete these                   `completion`
+plan          plan a train step for a cluster, or compare clusters      `plan_command`
+check         compare a step that runs by its plan with jax.jit         `check_command`
+explain       show a saved plan, or the reasons for part of it          `plan_file_commands`
+diff          show what changes from one plan to another                `plan_file_commands`
+simulate      show the timeline of a plan, predicted or measured        `plan_file_commands`
+solve         solve a file with an intra-op problem                     `solve_command`
+calibrate     measure this machine's devices                            `machine_commands`
+doctor        check whether this machine is ready                       `machine_commands`
+launch        run a program as several processes on this machine        `launch_command`
+bench, demo   compare planners; plan, train and compare on this machine `benchmark_commands`
+completion    print a script that completes these commands in a shell   `completion`
+
+`alpa-lite COMMAND --help` lists the options of a command. `entry` has the parser of all commands; `command` what they
+share: output, exit codes, error messages.
 """
 
 from alpa_lite.cli.entry import build_parser as build_parser

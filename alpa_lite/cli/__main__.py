@@ -1,4 +1,4 @@
-"""`python -m alpa_lite.cli` is `alpa-lite`."""
+"""Run `alpa-lite` as `python -m alpa_lite.cli`."""
 
 from alpa_lite.cli.entry import main
 

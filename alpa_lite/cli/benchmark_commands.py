@@ -1,4 +1,4 @@
-"""`alpa-lite bench` and `alpa-lite demo`: programs of the benchmarks, each in a process of its own."""
+"""`alpa-lite bench` and `alpa-lite demo`: programs of `benchmarks`, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from alpa_lite.cli.command import Command, enveloped
 
 
 def run_benchmark(given: argparse.Namespace) -> int:
-    """`benchmarks.bench` or `benchmarks.demo`, which make the devices that they need.
+    """Run `benchmarks.bench` or `benchmarks.demo` in a new process, which makes the devices that it needs.
 
-    Of what it prints as JSON, each line gets the envelope.
+    With `--json`, each line of JSON that the program prints is put into the envelope of the command.
     """
 
     def wrap(line: str) -> None:

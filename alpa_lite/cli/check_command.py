@@ -1,4 +1,4 @@
-"""`alpa-lite check`: does a step by its plan give what `jax.jit` gives, on the devices of this machine."""
+"""`alpa-lite check`: compare a step that runs by its plan with `jax.jit`, on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from cost_models.cluster import known_clusters
 
 
 def run_check(given: argparse.Namespace) -> int:
-    """`alpa_lite.check`. The exit code tells whether all outputs agree."""
+    """Run `alpa_lite.check` and return its exit code, which is 0 only if all outputs agree.
+
+    `--devices` runs the command again in a new process, since JAX reads the number of virtual devices when it starts.
+    """
     if given.devices is not None:
         return run_module("alpa_lite.cli", _words_without_devices(given), virtual_environment(given.devices))
     step, args, kwargs = load_example(given.step, decorated=True)
@@ -45,7 +48,7 @@ def run_check(given: argparse.Namespace) -> int:
 
 
 def _words_without_devices(given: argparse.Namespace) -> list[str]:
-    """The command line for the process with virtual devices."""
+    """Return the words of this command line without `--devices`, for the process with virtual devices."""
     words = ["check", given.step, *(word for option in given.option for word in ("--option", option))]
     for name in ("planner", "cluster", "num_microbatches"):
         value = getattr(given, name)

@@ -1,4 +1,4 @@
-"""Programs of this package in processes of their own, which end with this one."""
+"""Run modules of this project in child processes that end with this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from alpa_lite.cli.command import Exit
 
 GRACE_SECONDS = 10.0
-"""So long a program that was interrupted may take to say so."""
+"""Seconds that an interrupted child process gets to end by itself before it is killed."""
 
 
 def run_module(
@@ -20,9 +20,9 @@ def run_module(
     *,
     read: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `python -m name arguments`. Returns its exit code, of a program that a signal ended 128 and the signal.
+    """Run `python -m name arguments` and return its exit code: 128 plus the signal if a signal ended it.
 
-    read: is given each line of its standard output, which else is that of this process.
+    read: called with each line of its standard output; None lets it write to the output of this process.
     """
     command = [sys.executable, "-m", name, *arguments]
     output = None if read is None else subprocess.PIPE
@@ -41,7 +41,11 @@ def run_module(
 
 
 def _interrupted(process: subprocess.Popen[str]) -> int:
-    """On a terminal Ctrl-C reached the program too; from elsewhere the signal came to this process alone."""
+    """Interrupt the child process, wait for it to end, and return the exit code of an interrupt.
+
+    Ctrl-C on a terminal reaches the child too, but a signal sent by another process reached this process alone, so the
+    child is interrupted only if it is still running after a second.
+    """
     try:
         process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
-"""What the commands have in common: how one is described, how it answers, and with which exit code it ends.
+"""What all commands share: the description of a command, its output, and its exit code.
 
-What a user's own code raised while it was imported, called or traced, with its lines that led there.
+An exception of the user's own code, raised while it was imported, called or traced, is printed with the user's lines
+that led to it (`blamed`) instead of a traceback through this package and JAX.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from cost_models import CostModelError
 from cost_models.text import message
 
 VERSION = 1
-"""Of what `--json` prints; it grows when something that was there before goes or means something else."""
+"""The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""
 
 
 class Exit(IntEnum):
-    """Exit codes of all commands; docs/command-line.md tells them to users."""
+    """The exit codes of all commands; docs/command-line.md documents them for users."""
 
     DONE = 0
     ERROR = 1
@@ -43,11 +44,13 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One subcommand.
+    """The description of one command.
 
-    example          its options in a line that works, as `--help` shows it
-    add_arguments    adds what it takes to its parser
-    run              does it and returns the exit code
+    name             the command's name
+    about            its purpose in a few words, as `--help` lists it
+    example          arguments that work, as `--help` shows them
+    run              runs it and returns the exit code
+    add_arguments    adds its arguments to a parser
     """
 
     name: str
@@ -57,7 +60,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
     def add_to(self, commands: Any) -> None:
-        """Make its parser; each has `--json`."""
+        """Add the parser of this command to the subparsers of argparse; every command has `--json`."""
         parser = commands.add_parser(
             self.name,
             help=self.about,
@@ -71,17 +74,17 @@ class Command:
 
     @property
     def example_text(self) -> str:
-        """The example, as it stands below the options."""
+        """The example as `--help` prints it below the options."""
         return f"example:\n  alpa-lite {self.name} {self.example}".rstrip()
 
 
 def positive(text: str) -> int:
-    """For argparse: a whole number of at least 1."""
+    """Parse a whole number of at least 1, for argparse."""
     return _at_least(text, 1)
 
 
 def count(text: str) -> int:
-    """For argparse: a whole number of at least 0."""
+    """Parse a whole number of at least 0, for argparse."""
     return _at_least(text, 0)
 
 
@@ -92,7 +95,7 @@ def _at_least(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    """For argparse: a number above 0."""
+    """Parse a positive, finite number of seconds, for argparse."""
     try:
         found = float(text)
     except ValueError:
@@ -103,21 +106,21 @@ def seconds(text: str) -> float:
 
 
 def suggests(action: argparse.Action, words: Sequence[str]) -> None:
-    """Note what a shell may propose for the value of an option; other values are allowed too."""
+    """Record the values that a shell may propose for an argument; other values are allowed too."""
     setattr(action, SUGGESTIONS, tuple(words))
 
 
 SUGGESTIONS = "suggestions"
-"""The attribute of an argparse action that holds what `suggests` noted."""
+"""The attribute of an argparse action under which `suggests` stores the values."""
 
 
 def answer(given: argparse.Namespace, text: object, data: Callable[[], Mapping[str, Any]]) -> None:
-    """Print text, or with `--json` data in the envelope that all commands share."""
+    """Print `text`, or with `--json` the data in the envelope that all commands share."""
     print(json.dumps(enveloped(given.command, data()), indent=2, allow_nan=False) if given.json else text)
 
 
 def enveloped(command: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Data under the name and version of their schema; numbers that are not finite become null."""
+    """Return data with the name and version of their schema; numbers that are not finite become null."""
     return {"schema": f"alpa-lite/{command}", "version": VERSION, **cast("dict[str, Any]", _finite(data))}
 
 
@@ -132,9 +135,9 @@ def _finite(value: Any) -> Any:
 
 
 def ended(name: str, run: Callable[[], int]) -> int:
-    """Run a command. Returns its exit code; errors are printed as their sentence, those of users' code with its lines.
+    """Run a command and return its exit code; print expected errors as their message.
 
-    What nobody foresaw is a defect, and raised.
+    Exceptions of the user's code are printed with the user's lines. Any other exception is a defect, and raised.
     """
     try:
         code = run()
@@ -162,43 +165,43 @@ def ended(name: str, run: Callable[[], int]) -> int:
 
 
 class Screen(Console):
-    """A console that leaves it to `ended` what happens when its reader leaves; rich's own would exit with 1."""
+    """A console that raises `BrokenPipeError` when its reader leaves, for `ended`; rich's own exits with 1."""
 
     def on_broken_pipe(self) -> None:
-        """Called by rich while it handles the error of the pipe."""
+        """Raise the error; called by rich while it handles a broken pipe."""
         raise BrokenPipeError
 
 
 def complain(error: object) -> None:
-    """A sentence for people, where it does not get between the data."""
+    """Print a message to the error stream, so that it does not mix with the data on the output."""
     print(message(str(error)), file=sys.stderr)
 
 
 class OutputError(AlpaLiteError, OSError):
-    """A file that was to be written cannot be."""
+    """An output file cannot be written."""
 
 
 def check_writable(path: Path | None) -> None:
-    """Before work that takes long: raises `OutputError` where a file cannot be written."""
+    """Raise `OutputError` if a file cannot be written; called before work that takes long. None is always allowed."""
     if path is None:
         return
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         reason = "it is a folder" if path.is_dir() else "may not be written to" if folder.is_dir() else "no such folder"
-        raise OutputError(f"{path} cannot be written: {reason}. Give a file in a folder that is there.")
+        raise OutputError(f"{path} cannot be written: {reason}. Give a file in an existing folder.")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What goes wrong while a file is written, as a sentence."""
+    """Raise `OutputError` for any `OSError` while a file is written."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise OutputError(f"{path} cannot be written: {reason}. Give a file in a folder that is there.") from error
+        raise OutputError(f"{path} cannot be written: {reason}. Give a file in an existing folder.") from error
 
 
-_NOT_THE_USERS = tuple(
+_LIBRARY_FOLDERS = tuple(
     f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -209,35 +212,39 @@ _MAX_LINES = 6
 
 
 def blamed(error: BaseException) -> str:
-    """The sentence; empty where no code of the user's had a part in the error."""
-    lines = list(_places(error))
+    """Return the message of an error with the user's lines; "" if no code of the user took part in it."""
+    lines = list(_user_lines(error))
     if not lines:
         return ""
-    said = traceback.format_exception_only(error)[-1].strip() if isinstance(error, SyntaxError) else _said(error)
+    said = (
+        traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError)
+        else _type_and_message(error)
+    )
     left_out = [f"  … {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     return "\n".join([said, *left_out, *lines[-_MAX_LINES:]])
 
 
-def _said(error: BaseException) -> str:
+def _type_and_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip()
 
 
-def _places(error: BaseException) -> Iterator[str]:
-    """`  train.py:12 in loss: x @ w`, the innermost last."""
+def _user_lines(error: BaseException) -> Iterator[str]:
+    """Yield the user's lines in a traceback, the innermost last, as `  train.py:12 in loss: x @ w`."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if _is_user_file(code.co_filename):
             text = linecache.getline(code.co_filename, number).strip()
             yield f"  {_short(code.co_filename)}:{number} in {code.co_qualname}" + (f": {text}" if text else "")
-    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         yield f"  {_short(error.filename)}:{error.lineno}" + (f": {error.text.strip()}" if error.text else "")
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith((*_NOT_THE_USERS, "<"))
+def _is_user_file(file: str) -> bool:
+    return not file.startswith((*_LIBRARY_FOLDERS, "<"))
 
 
 def _short(file: str) -> str:
-    """Relative to where the user works, if it lies there."""
+    """Return a path relative to the current folder if it is inside it, else unchanged."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

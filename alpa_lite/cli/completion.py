@@ -1,11 +1,11 @@
-"""`alpa-lite completion SHELL`: what a shell needs to complete commands, options and the values that are known.
+"""`alpa-lite completion SHELL`: print a script by which a shell completes commands, options and their values.
 
     source <(alpa-lite completion bash)                    # in ~/.bashrc
     source <(alpa-lite completion zsh)                     # in ~/.zshrc, after compinit
     alpa-lite completion fish | source                     # in config.fish
 
-The scripts are made from the parser of the commands, so that they never lack an option (`words_of`). Where nothing is
-known about a value, files are proposed.
+The scripts are generated from the parser of the commands, so that no option is missing (`words_of`). For a value
+without suggestions, files are proposed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from alpa_lite.cli.command import SUGGESTIONS, Command, Exit, answer
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option as shells see it: its flags, whether a value follows, and the values to propose."""
+    """An option as shells see it: its flags, its help text, whether a value follows, and the values to propose."""
 
     flags: tuple[str, ...]
     about: str
@@ -31,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandWords:
-    """A command as shells see it; `values`: what may come first, where that is not a file."""
+    """A command as shells see it; `values` are the words proposed for its first argument, files if there are none."""
 
     about: str
     options: tuple[Option, ...]
@@ -39,7 +39,7 @@ class CommandWords:
 
 
 def words_of(parser: argparse.ArgumentParser) -> dict[str, CommandWords]:
-    """The commands of a parser by name."""
+    """Return the commands of a parser by name."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     return {name: _words(about.get(name, ""), sub) for name, sub in commands.choices.items()}
@@ -66,12 +66,12 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _short(text: str) -> str:
-    """The help of an option on one line, without what shells would read as more than text."""
+    """Return an option's help on one line, without the characters that shells or their completion would interpret."""
     return re.sub(r"[\[\]:'\"`$\\]", " ", text.replace("%%", "%")).split(";")[0].strip()
 
 
 def bash(words: Mapping[str, CommandWords]) -> str:
-    """A script for bash."""
+    """Return a completion script for bash."""
     cases: list[str] = []
     for name, command in words.items():
         flags = " ".join(flag for option in command.options for flag in option.flags)
@@ -105,13 +105,13 @@ def bash(words: Mapping[str, CommandWords]) -> str:
 
 
 def _bash_reply(values: Sequence[str]) -> str:
-    """Assign what fits the word: of some values, or files."""
+    """Return the line that sets the proposals for the current word: some values, or files."""
     how = f"-W {shlex.quote(' '.join(values))}" if values else "-f"
     return f'COMPREPLY=($(compgen {how} -- "$word"))'
 
 
 def zsh(words: Mapping[str, CommandWords]) -> str:
-    """A script for zsh."""
+    """Return a completion script for zsh."""
     lines = [
         "#compdef alpa-lite",
         "# Completion of alpa-lite for zsh: source <(alpa-lite completion zsh), after compinit",
@@ -140,7 +140,7 @@ def _zsh_option(flag: str, option: Option) -> str:
 
 
 def fish(words: Mapping[str, CommandWords]) -> str:
-    """A script for fish."""
+    """Return a completion script for fish."""
     lines = [
         "# Completion of alpa-lite for fish: alpa-lite completion fish | source",
         "complete -c alpa-lite -n __fish_use_subcommand -f",
@@ -163,7 +163,7 @@ SHELLS: Mapping[str, Callable[[Mapping[str, CommandWords]], str]] = {"bash": bas
 
 
 def run_completion(given: argparse.Namespace) -> int:
-    """The script of a shell."""
+    """Print the completion script of a shell."""
     script = SHELLS[given.shell](words_of(given.all_commands))
     answer(given, script, lambda: {"shell": given.shell, "script": script})
     return Exit.DONE
@@ -175,7 +175,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command(
     name="completion",
-    about="what a shell needs to complete these commands",
+    about="print a script that completes these commands in a shell",
     example="bash >> ~/.bashrc",
     run=run_completion,
     add_arguments=_arguments,

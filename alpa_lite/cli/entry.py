@@ -1,4 +1,4 @@
-"""The parser of all commands, and how a run of one of them ends."""
+"""The parser of all commands, and the function that runs one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Return the parser of all commands and their options."""
     parser = argparse.ArgumentParser(
         prog="alpa-lite",
         description="Spread a JAX train step over devices, and see why.",
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns its exit code; errors of alpa_lite and of files are printed as their sentence."""
+    """Run one command and return its exit code; expected errors are printed as their message."""
     begun = time.perf_counter() - (seconds_since_start() if argv is None else 0.0)  # imports take time too
     words, parser = sys.argv[1:] if argv is None else argv, build_parser()
     given = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""`alpa-lite launch`: a program as several processes on this machine."""
+"""`alpa-lite launch`: run a program as several processes on this machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from alpa_lite.runtime.job.launch import GRACE_SECONDS, launch
 
 
 def run_launch(given: argparse.Namespace) -> int:
-    """`runtime.job.launch.launch`; with `--json` all that the processes print goes to the error stream."""
+    """Run `runtime.job.launch.launch`; with `--json` the output of the processes goes to the error stream."""
     program = ["-m", *given.module] if given.module else given.program
     if not program or program == ["-m"]:
         raise ExecutionError("There is nothing to launch: give a Python file, or -m and a module.")
     if not given.module and not Path(program[0]).is_file():
-        raise ExecutionError(f"{program[0]!r} is no file. Give a Python file, or -m and a module, after the options.")
+        raise ExecutionError(
+            f"{program[0]!r} is not a file. Give a Python file, or -m and a module, after the options."
+        )
     per_process = given.devices_per_process
     if per_process is not None and per_process < 1:
         raise ExecutionError(f"--devices-per-process {per_process} was given: each process needs at least one device.")
@@ -37,7 +39,7 @@ def run_launch(given: argparse.Namespace) -> int:
 
 
 def _with_virtual_devices(count: int) -> dict[str, str]:
-    """This environment with so many virtual CPU devices; flags for XLA that are there stay."""
+    """Return this environment with virtual CPU devices; flags in XLA_FLAGS that are already set remain."""
     found = virtual_environment(count)
     return {**found, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {found['XLA_FLAGS']}".strip()}
 
@@ -66,7 +68,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 LAUNCH = Command(
     name="launch",
-    about="several processes on this machine",
+    about="run a program as several processes on this machine",
     example="--processes 4 --devices-per-process 2 train.py --steps 10",
     run=run_launch,
     add_arguments=_arguments,

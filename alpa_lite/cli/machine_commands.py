@@ -1,4 +1,4 @@
-"""`alpa-lite calibrate` and `alpa-lite doctor`: this machine."""
+"""`alpa-lite calibrate` and `alpa-lite doctor`: measure and examine this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alpa_lite.inspection.text.calibration_report import CalibrationProgress, ca
 
 
 def run_calibrate(given: argparse.Namespace) -> int:
-    """`alpa_lite.calibrate`, and the file that `alpa_lite.local_cluster` reads."""
+    """Run `alpa_lite.calibrate` and write the file that `alpa_lite.local_cluster` reads."""
     if given.devices is not None:
         options = ["--seconds", str(given.seconds), *(["--out", str(given.out)] if given.out else [])]
         words = ["calibrate", *options, *(["--json"] if given.json else [])]
@@ -40,7 +40,7 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(given: argparse.Namespace) -> int:
-    """`inspection.doctor.diagnose`."""
+    """Run `api.doctor.diagnose`; the exit code is 0 only if the machine is ready."""
     found = diagnose(test=not given.quick)
     answer(given, found, found.to_json)
     return Exit.DONE if found.healthy else Exit.ERROR
@@ -60,7 +60,7 @@ CALIBRATE = Command(
 
 DOCTOR = Command(
     name="doctor",
-    about="is this machine ready",
+    about="check whether this machine is ready",
     example="--json",
     run=run_doctor,
     add_arguments=_doctor_arguments,

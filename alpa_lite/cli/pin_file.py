@@ -1,4 +1,4 @@
-"""Pins from a YAML file: the sharding of some arguments, as `planners.pins` reads it.
+"""Read pins from a YAML file: the sharding of some arguments, in the form that `inter_op.pins` takes.
 
 # an axis, a list of axes, or null for each dim
 state/params/head: [null, model]
@@ -26,16 +26,21 @@ _FORM = "write PATH: [AXIS, ...], with an axis, a list of axes or null for each 
 
 @dataclass(frozen=True, kw_only=True)
 class PinFile:
-    """Pins, and the line of the file that each stands on."""
+    """The pins of a file.
+
+    path     the file
+    pins     for each argument's path, one entry per dim: an axis, a tuple of axes, or None
+    lines    the line of the file on which each pin stands, from 1
+    """
 
     path: Path
     pins: Mapping[str, tuple[Any, ...]]
     lines: Mapping[str, int]
 
     def check(self, step: StepGraph, *, axes_of_search: bool) -> None:
-        """Raise `PlanError`, with the line, for a pin that fits no argument of a step, or an axis that is not known.
+        """Raise `PlanError`, with the line, for a pin that fits no argument of a step or has an unknown axis.
 
-        `axes_of_search`: whether the axes are those of the search, not of a mesh of the user's.
+        axes_of_search: whether the axes are those of the search, not of a mesh that the user gave.
         """
         for name, dims in self.pins.items():
             try:
@@ -47,7 +52,7 @@ class PinFile:
 
 
 def read_pins(path: str | Path) -> PinFile:
-    """The pins of a file. Raises `PlanError`, with the line, for what is no YAML or holds no pins."""
+    """Read the pins of a file. Raises `PlanError`, with the line, if it is not YAML or holds no pins."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -61,7 +66,7 @@ def read_pins(path: str | Path) -> PinFile:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or error
-        raise PlanError(f"{path}{where}: this is no YAML ({problem}). For each pin {_FORM}.") from error
+        raise PlanError(f"{path}{where}: this is not YAML ({problem}). For each pin {_FORM}.") from error
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read: {error}. Give a YAML file with pins: {_FORM}.") from error
     if not isinstance(root, yaml.MappingNode) or not root.value:
@@ -76,13 +81,13 @@ def read_pins(path: str | Path) -> PinFile:
         if name in pins:
             raise PlanError(f"{path}, line {line}: {name!r} is pinned on line {lines[name]} already. Keep one of them.")
         if not _is_list(value):
-            raise PlanError(f"{path}, line {line}: the pin of {name!r} is no list; {_FORM}.")
+            raise PlanError(f"{path}, line {line}: the pin of {name!r} is not a list; {_FORM}.")
         pins[name], lines[name] = tuple(_entry(each, f"{path}, line {line}", name) for each in value.value), line
     return PinFile(path=path, pins=pins, lines=lines)
 
 
 def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | None:
-    """What one dim is split over: None, an axis or several."""
+    """Return the axes that split one dim: None, an axis or several."""
     if node.tag == _TAG + "null":
         return None
     nodes: Sequence[yaml.Node] = node.value if _is_list(node) else [node]
@@ -98,7 +103,7 @@ def _is_list(node: yaml.Node) -> bool:
 
 
 def _kind(node: yaml.Node | None) -> str:
-    """A node in words: as it is written where it has no parts."""
+    """Describe a node in words; a scalar is quoted as written."""
     if node is None or not node.value:
         return "empty"
     if isinstance(node, yaml.ScalarNode):

@@ -1,4 +1,4 @@
-"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and see what pins cost."""
+"""`alpa-lite plan`: plan a train step for a cluster, compare clusters, and show the cost of pins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cost_models.cluster import Cluster, known_clusters
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a command line asks for: the step, how it is to be planned, and who tells how far that is."""
+class _PlanArguments:
+    """The planning that a command line asks for: the step with its arguments, the options, and the progress console."""
 
     step: Any
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Asked:
     console: Console
 
     def planned(self, cluster: Cluster | None, planner: al.planners.Planner | al.Plan | None = None) -> PlannedFunction:
-        """The plan for a cluster (None: this machine), by the planner that was named or another."""
+        """Plan for a cluster (None: this machine's devices), by the named planner unless another one is given."""
         with planning_progress(self.console) as progress:
             function = al.parallelize(
                 self.step,
@@ -52,11 +52,11 @@ class _Asked:
 
 
 def run_plan(given: argparse.Namespace) -> int:
-    """What `alpa_lite.plan` does. Ctrl-C ends it with the best plan so far, if there is one."""
+    """Run `alpa_lite.plan` and return the exit code. Ctrl-C ends the search with the best plan so far, if any."""
     check_writable(given.output)
     step, args, kwargs = load_example(given.step)
     clusters = _clusters(given)
-    asked = _Asked(
+    asked = _PlanArguments(
         step=step,
         args=args,
         kwargs=kwargs,
@@ -76,7 +76,7 @@ def run_plan(given: argparse.Namespace) -> int:
     return _plan(given, asked, cluster) if given.pins is None else _plan_with_pins(given, asked, cluster)
 
 
-def _plan(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+def _plan(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     found = asked.planned(cluster)
     plan = found.last_plan
     _save(given, plan)
@@ -86,7 +86,7 @@ def _plan(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> 
     return Exit.DONE
 
 
-def _plan_with_pins(given: argparse.Namespace, asked: _Asked, cluster: Cluster | None) -> int:
+def _plan_with_pins(given: argparse.Namespace, asked: _PlanArguments, cluster: Cluster | None) -> int:
     file = read_pins(given.pins)
     pinned_planner = _with_pins(asked.planner, file, given.planner)
     free = asked.planned(cluster)
@@ -100,14 +100,14 @@ def _plan_with_pins(given: argparse.Namespace, asked: _Asked, cluster: Cluster |
 
 
 def _with_pins(planner: al.planners.Planner | al.Plan, file: PinFile, name: str) -> al.planners.Planner:
-    """The planner with the pins of a file. Raises `PlanError` for one that takes none."""
+    """Return the planner with the pins of a file. Raises `PlanError` for a planner that takes no pins."""
     if isinstance(planner, (al.planners.Auto, al.planners.OnMesh)):
         return replace(planner, pins=file.pins)
     taking = [known for known, kind in PLANNERS.items() if "pins" in options_of(kind)]
     raise PlanError(f"--pins was given, but the planner {name!r} takes none: use {' or '.join(taking)}.")
 
 
-def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluster]) -> int:
+def _compare(given: argparse.Namespace, asked: _PlanArguments, clusters: Sequence[Cluster]) -> int:
     for option in ("output", "pins"):
         if getattr(given, option) is not None:
             raise PlanError(
@@ -118,6 +118,7 @@ def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluste
         try:
             candidates.append(Candidate(cluster=cluster, plan=asked.planned(cluster).last_plan))
         except AlpaLiteError as error:
+            # One cluster without a plan must not hide the results of the others.
             candidates.append(Candidate(cluster=cluster, plan=None, problem=str(error)))
             infeasible |= isinstance(error, InfeasibleError)
     found = ClusterComparison(candidates=tuple(candidates))
@@ -126,7 +127,7 @@ def _compare(given: argparse.Namespace, asked: _Asked, clusters: Sequence[Cluste
 
 
 def _clusters(given: argparse.Namespace) -> list[Cluster]:
-    """The clusters that were named, changed as was asked for; none for this machine as it is."""
+    """Return the named clusters with the changes that were asked for; an empty list means this machine unchanged."""
     changes = {"memory_bytes": given.memory, "bandwidth_scale": given.bandwidth_scale}
     if given.cluster:
         return [varied(al.cluster(name, num_hosts=given.num_hosts), **changes) for name in given.cluster]
@@ -142,7 +143,10 @@ def _save(given: argparse.Namespace, plan: al.Plan) -> None:
 
 
 def make_planner(name: str, options: Sequence[str]) -> al.planners.Planner | al.Plan:
-    """The planner of that name with `name=value` options, or the plan of a file. Raises `PlanError` for others."""
+    """Return the planner of that name with `name=value` options, or the plan of a `.json` file, which is replayed.
+
+    Raises `PlanError` for an unknown name or option.
+    """
     if name.endswith(".json"):
         return al.Plan.load(name)
     return planner_by_name(name, options)
@@ -162,7 +166,7 @@ def _memory(text: str) -> float:
 
 
 def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """`--planner` and `--option`."""
+    """Add `--planner` and `--option`."""
     planner = parser.add_argument(
         "--planner",
         default=default,
@@ -176,7 +180,7 @@ def add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_microbatches(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """`--num-microbatches`."""
+    """Add `--num-microbatches`."""
     count = parser.add_argument(
         "--num-microbatches", type=_count_or_auto, default=default, metavar="N", help='a number, or "auto"'
     )
@@ -210,7 +214,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_planner(parser, "auto")
     parser.add_argument(
-        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints what that costs as well"
+        "--pins", type=Path, metavar="FILE.yaml", help="the sharding of some arguments; prints its cost as well"
     )
     add_microbatches(parser, "auto")
     parser.add_argument("--no-cache", action="store_true", help="plan anew even if this plan was made before")

@@ -1,4 +1,4 @@
-"""`alpa-lite explain`, `alpa-lite diff` and `alpa-lite simulate`: plans that were saved."""
+"""`alpa-lite explain`, `alpa-lite diff` and `alpa-lite simulate`: commands on saved plans."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from alpa_lite.inspection.why.memory_use import MemoryUse, allocated_table, memo
 from alpa_lite.inspection.why.time_use import TimeUse, time_use
 from alpa_lite.plan.progress import Progress
 
-_STEP_HELP = "the step that was planned: the plan is checked against it, and what only the step tells is shown too"
+_STEP_HELP = "the step that was planned: the plan is checked against it, and details that need the step are shown"
 
 
 def run_explain(given: argparse.Namespace) -> int:
-    """`Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
+    """Print `Plan.explain`, `Plan.explain_time`, `Plan.explain_memory`, or the plan itself."""
     if sum((given.subject is not None, given.time, given.memory)) > 1:
         given.parser.error("give one of a subject, --time and --memory")
     check_writable(given.html)
@@ -55,7 +55,7 @@ def run_explain(given: argparse.Namespace) -> int:
 
 
 def _explained(plan: al.Plan, given: argparse.Namespace) -> TimeUse | MemoryUse | Explanation | None:
-    """What was asked for; None for the plan itself."""
+    """Return the explanation that was asked for; None for the plan itself."""
     if given.time:
         return time_use(plan)
     if given.memory:
@@ -68,14 +68,16 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", nargs="?", help="a parameter's path, `stage 0`, `layer 2`, `op 12`, or part of a source line"
     )
-    parser.add_argument("--time", action="store_true", help="where a step's time goes, and what to do about it")
-    parser.add_argument("--memory", action="store_true", help="the peak of each stage, and what is alive then")
+    parser.add_argument("--time", action="store_true", help="the step's time by cause, and how to reduce it")
+    parser.add_argument(
+        "--memory", action="store_true", help="the peak memory of each stage, and the values alive at it"
+    )
     parser.add_argument("--step", metavar="MODULE:FUNCTION", help=_STEP_HELP)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
 
 
 def run_diff(given: argparse.Namespace) -> int:
-    """`inspection.diff.compare`."""
+    """Print the differences of two plans (`inspection.text.diff.compare`)."""
     found = compare(al.Plan.load(given.before), al.Plan.load(given.after))
     answer(given, found, found.to_json)
     return Exit.DONE
@@ -87,7 +89,7 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(given: argparse.Namespace) -> int:
-    """`inspection.timeline.predicted_timeline`; of a step, `LoweredFunction.simulate`."""
+    """Print the predicted timeline of a plan; with `--step`, simulate its program, and with `--measure` run it too."""
     check_writable(given.html)
     check_writable(given.trace)
     plan = al.Plan.load(given.plan)
@@ -122,7 +124,10 @@ def run_simulate(given: argparse.Namespace) -> int:
 
 
 def _planned(plan: al.Plan, name: str, progress: Progress) -> PlannedFunction:
-    """The plan for the step that a function returns. Raises `MismatchError` when it was made for another."""
+    """Plan the step that the named function returns by a saved plan.
+
+    Raises `MismatchError` if the plan was made for another step.
+    """
     step, args, kwargs = load_example(name)
     return al.parallelize(step, planner=plan, progress=progress).trace(*args, **kwargs).plan(cluster=plan.cluster)
 
@@ -153,7 +158,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 EXPLAIN = Command(
     name="explain",
-    about="show a plan, or why something in it is so",
+    about="show a plan, or the reasons for part of it",
     example='plan.json "params/layers/0/w" --step train.py:example',
     run=run_explain,
     add_arguments=_explain_arguments,
@@ -161,7 +166,7 @@ EXPLAIN = Command(
 
 DIFF = Command(
     name="diff",
-    about="what changes from one plan to another",
+    about="show what changes from one plan to another",
     example="plan.json other.json",
     run=run_diff,
     add_arguments=_diff_arguments,
@@ -169,7 +174,7 @@ DIFF = Command(
 
 SIMULATE = Command(
     name="simulate",
-    about="the timeline of a plan, predicted or measured",
+    about="show the timeline of a plan, predicted or measured",
     example="plan.json --step train.py:example --trace timeline.json",
     run=run_simulate,
     add_arguments=_simulate_arguments,

@@ -1,4 +1,4 @@
-"""`alpa-lite solve`: a file with an intra-op problem."""
+"""`alpa-lite solve`: solve a file with an intra-op problem."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from alpa_lite.intra_op.solve_file import (
 from alpa_lite.intra_op.solvers import Control, SolveProgress
 
 _SOLVE_SHARE = 0.97
-"""The part of `--timeout` that is for reading and solving; the rest is for writing the answer and leaving."""
+"""The share of `--timeout` for reading and solving; the rest is for writing the answer and exiting."""
 
 
 def run_solve(given: argparse.Namespace) -> int:
-    """`intra_op.solve_file.solve_file`. Ctrl-C ends it with the best choices so far."""
+    """Run `intra_op.solve_file.solve_file` and return the exit code. Ctrl-C ends it with the best choices so far."""
     show = sys.stderr.isatty() and not given.json
     solution = solve_file(
         given.file,
@@ -58,7 +58,7 @@ def run_solve(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Control]:
-    """Ctrl-C stops what this controls; a second one ends the program, as one does before and afterwards."""
+    """Yield a control that Ctrl-C stops; a second Ctrl-C ends the program, as the first one does outside this block."""
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ def _until_interrupted(report: Callable[[SolveProgress], None]) -> Iterator[Cont
 
 
 def _seconds_left(given: argparse.Namespace) -> float:
-    """What is left for solving; negative afterwards."""
+    """Return the seconds left for solving; negative if they are used up."""
     return _SOLVE_SHARE * given.timeout - (time.perf_counter() - given.begun)
 
 

@@ -1,4 +1,4 @@
-"""The step of a user, from the name of a function that returns it with its arguments: `load_example`."""
+"""`load_example`: import the user's step by the name of a function that returns it with its arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from alpa_lite.errors import PlanError
 def load_example(name: str, *, decorated: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Call the function that `module:function` or `file.py:function` names.
 
-    Returns train step, arguments and keyword arguments. A step that `parallelize` decorated comes back plain, unless
-    `decorated` says that its options are of use. Raises `PlanError` when there is no such function or it returns
-    something else.
+    Returns the train step, its arguments and its keyword arguments. A step that `parallelize` decorated is returned as
+    the plain function, unless `decorated` keeps its options.
+
+    Raises:
+        PlanError: there is no such function, or it returns something else.
     """
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
-        raise PlanError(f"{name!r} names no function: write MODULE:FUNCTION, for example my_model:example.")
+        raise PlanError(f"{name!r} does not name a function: write MODULE:FUNCTION, for example my_model:example.")
     module = _from_file(Path(place)) if place.endswith(".py") else _imported(place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -52,7 +54,7 @@ def load_example(name: str, *, decorated: bool = False) -> tuple[Callable[..., A
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that a function cannot be called without."""
+    """Return the names of the arguments without which a function cannot be called."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables have none
@@ -71,7 +73,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module of a file, which finds its neighbours as `python FILE` does."""
+    """Import the module of a file, which can import its neighbours as with `python FILE`."""
     if not path.is_file():
         raise PlanError(f"There is no file {str(path)!r}.")
     # Under its own name it would stand in for a package that it imports: `jax.py` here, or a second `train.py`.
@@ -87,7 +89,7 @@ def _from_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _in_front(folder: str) -> Iterator[None]:
-    """Modules are looked for in a folder first."""
+    """Put a folder first on the import path."""
     sys.path.insert(0, folder)
     try:
         yield

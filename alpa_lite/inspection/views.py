@@ -1,7 +1,7 @@
-"""The functions by which programs, plans and instruction lists show themselves, registered with `alpa_lite.program.views`.
+"""Registration of the functions that show programs, plans and instruction lists, with `alpa_lite.program.views`.
 
-Each is imported when it is first called: drawing pages and repricing plans need modules that planning and running do
-without.
+Each function is imported when it is first called: drawing pages and repricing plans need modules that planning and
+running do without.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _later(module: str, name: str) -> Callable[..., str]:
-    """Return a function that imports another one when it is called, and turns what that returns into text."""
+    """Return a function that imports another one when it is called, and converts its result into text."""
 
     def show(*arguments: Any, **options: Any) -> str:
         return str(getattr(import_module(f"alpa_lite.inspection.{module}"), name)(*arguments, **options))

@@ -1,14 +1,14 @@
 """The models of Alpa's evaluation with their clusters and batches, and two larger ones, as train steps to plan.
 
 Sizes: Zheng et al., OSDI 2022, and the suites of the benchmarks in alpa-projects/alpa, branch osdi22_artifact.
-Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. How they trained:
+Hosts are AWS p3.16xlarge; cases of fewer than eight devices have a part of one. The training:
 
-- GPT and MoE in float16 with an output projection of its own, all layers computed again, no dropout; GPT with Adam, MoE
-  with Adafactor, both on float32 copies of the weights. Experts stand in every second layer; each token visits two.
-- Wide-ResNet in float32 with SGD and momentum, the stem and all blocks computed again. "13B" is of depth 50 and factor
-  32, as its measurements report its parameters; the suites name another network of about that size too.
+- GPT and MoE in float16 with an untied output projection, full recomputation, no dropout; GPT with Adam, MoE with
+  Adafactor, both on float32 copies of the weights. Every second layer has experts; each token visits two.
+- Wide-ResNet in float32 with SGD and momentum, with recomputation of the stem and all blocks. "13B" has depth 50 and
+  factor 32, as its measurements report its parameters; the suites also have another network of about this size.
 
-GPT-175B is that of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
+GPT-175B is the model of Brown et al. 2020 as Narayanan et al. 2021 train it, in bfloat16 and on A100s.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Case:
     Attributes:
         id: family and size, such as "gpt-39B".
         global_batch: samples per step.
-        published_parameters: as the evaluation counts them: the embedding once; None where it does not.
-        num_microbatches: what its search ended with, which we start from.
+        published_parameters: number of parameters as the evaluation counts them (the embedding once); None if unknown.
+        num_microbatches: the result of Alpa's search, with which ours starts.
     """
 
     id: str
@@ -56,42 +56,42 @@ class Case:
 
     @property
     def cluster(self) -> Cluster:
-        """Whole hosts, or a part of one."""
+        """The cluster: whole hosts, or a part of one."""
         host = al.cluster(self.host, num_hosts=1)
         per_host = min(self.num_devices, host.devices_per_host)
         return replace(host, devices_per_host=per_host, num_hosts=self.num_devices // per_host)
 
     @property
     def flops_per_step(self) -> float:
-        """As the evaluation counts them (`benchmarks.alpa.flops`), with what is computed again."""
+        """FLOPs per step as the evaluation counts them (`benchmarks.alpa.flops`), recomputation included."""
         if isinstance(self.model, ResNet):
             return resnet_flops(self.model, self.global_batch)
         return transformer_flops(self.model, self.global_batch)
 
     @property
     def parameters(self) -> int:
-        """Weights, counted as in `published_parameters`."""
+        """Number of weights, counted as in `published_parameters`."""
         count = self.model.parameter_count()
         return count if isinstance(self.model, ResNet) else count - self.model.vocab_size * self.model.hidden
 
     @property
     def num_samples(self) -> int:
-        """What micro-batches divide: sequences or images, or groups of sequences that are routed together."""
+        """The number that micro-batches must divide: sequences, images, or groups of sequences routed together."""
         return self.global_batch // self._sequences_per_group
 
     def tflops_per_device(self, seconds: float) -> float:
-        """What each device computes per second, given the seconds of a step."""
+        """Return the TFLOPS per device of a step that takes `seconds`."""
         return self.flops_per_step / seconds / self.num_devices / 1e12
 
     def train_step(self) -> TrainStep:
-        """A plain train step."""
+        """Return a plain train step."""
         if self._sequences_per_group == 1:
             return make_train_step(self.model.loss_fn, self._optimizer())
         loss_of_groups = jax.vmap(self.model.loss_fn, in_axes=(None, 0, None))
         return make_train_step(lambda *arguments: jnp.mean(loss_of_groups(*arguments)), self._optimizer())
 
     def arguments(self) -> tuple[TrainState, Mapping[str, jax.ShapeDtypeStruct]]:
-        """State and batch of the step as shapes; nothing is allocated.
+        """Return state and batch of the step as shapes; nothing is allocated.
 
         Tokens of several sequences that are routed together are one sample: [groups, sequences, ...].
         """
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def _sequences_per_group(self) -> int:
-        """Sequences whose tokens compete for the same slots of experts."""
+        """The number of sequences whose tokens compete for the same slots of experts."""
         if isinstance(self.model, ResNet) or self.model.experts is None:
             return 1
         return max(1, self.model.experts.group_size // self.model.seq_len)
@@ -118,7 +118,7 @@ class Case:
 
 
 def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: Any = jnp.float16) -> Transformer:
-    """A GPT of the evaluation."""
+    """Return a GPT of the evaluation."""
     return Transformer(
         vocab_size=51200,
         num_layers=layers,
@@ -134,18 +134,18 @@ def gpt(hidden: int, layers: int, heads: int, *, seq_len: int = 1024, dtype: Any
 
 
 def moe(hidden: int, layers: int, experts: int) -> Transformer:
-    """A mixture of experts of the evaluation."""
+    """Return a mixture of experts of the evaluation."""
     like = gpt(hidden, layers, 16)
     routed = Experts(num_experts=experts, top_k=2, group_size=2048, every=2)
     return replace(like, vocab_size=32000, inner=8 * hidden, experts=routed)
 
 
 def wide_resnet(channels: int, width_factor: int) -> ResNet:
-    """A Wide-ResNet of 50 layers of the evaluation."""
+    """Return a Wide-ResNet of 50 layers of the evaluation."""
     return ResNet(channels=channels, width_factor=width_factor, num_classes=1024, norm_batch=1, recompute=True)
 
 
-#: Size: parameters in billions, devices, micro-batches of the plan that was found, model.
+#: Size: parameters in billions, devices, micro-batches of the published plan, model.
 _GPT = {
     "350M": (0.355, 1, 512, gpt(1024, 24, 16)),
     "760M": (0.759, 2, 128, gpt(1536, 24, 16)),

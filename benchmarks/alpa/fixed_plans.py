@@ -1,4 +1,4 @@
-"""The plans that Alpa's evaluation found or compared with, and the TFLOPS per device that it measured of them.
+"""The plans of Alpa's evaluation, its own and those it was compared with, and their measured TFLOPS per device.
 
 Zheng et al., OSDI 2022, figures 7 and 13 and the suites and results of alpa-projects/alpa, branch osdi22_artifact. What
 was not measured, or is a projection from smaller batches, has no figure here.
@@ -23,11 +23,11 @@ from cost_models.backend import Backend
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What runs a plan.
+    """The software that runs a plan.
 
     Attributes:
         backend: how it executes a program.
-        memory_bytes: what it can have of a V100; None: as the device is described.
+        memory_bytes: the memory of a V100 that it can use, in bytes; None: as the device is described.
     """
 
     backend: Backend
@@ -45,14 +45,15 @@ PYTORCH = Software(
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPlan:
-    """A plan that others made.
+    """A published plan.
 
     Attributes:
-        system: whose it is.
+        system: the name of the system that made it.
         case: the case, with another batch where that was measured, its model written as the plan's loops.
+        planner: a planner that makes this plan.
         measured_tflops: per device, counted as `Case.flops_per_step` counts; None where nothing was measured.
         ran_on: the software that it ran on; plans are compared on `XLA`.
-        ran_as: the plan as it was run, where that differs from how plans are compared.
+        ran_as: the plan as it was run, where that differs from the comparison.
     """
 
     system: str
@@ -65,7 +66,7 @@ class FixedPlan:
 
 
 def in_loops(case: Case, count: int) -> Case:
-    """The case with the layers of its model in so many loops, as far as they can be divided; convolutions have none."""
+    """Return the case with its layers in `count` loops, as far as they can be divided; convolutions have no loops."""
     model = case.model
     if not isinstance(model, Transformer):
         return case
@@ -74,7 +75,10 @@ def in_loops(case: Case, count: int) -> Case:
 
 
 def without_recomputation(case: Case) -> Case:
-    """The case as it ran without a pipeline: neither counts nor memory of Wide-ResNet show any recomputation there."""
+    """Return the case without recomputation, as it ran without a pipeline.
+
+    Neither the counts nor the memory of Wide-ResNet show any recomputation there.
+    """
     if isinstance(case.model, Transformer):
         return case
     return replace(case, model=replace(case.model, recompute=False))
@@ -160,7 +164,7 @@ NO_MANUAL_PLAN = ("wrn-6.8B",)
 
 
 def fixed_plans(case: Case) -> Iterator[FixedPlan]:
-    """The plans of a published case that are known."""
+    """Yield the published plans of a case."""
     name, known = case.id, CASES[case.id]
     yield alpa_plan(known)
     if name in _MEGATRON:
@@ -197,17 +201,17 @@ def fixed_plans(case: Case) -> Iterator[FixedPlan]:
 
 
 def num_layers(name: str) -> int:
-    """Clusters that Alpa cut the model of a case into."""
+    """Return the number of layer clusters into which Alpa divided the model of a case."""
     return sum(layers for layers, _, _ in _ALPA[name])
 
 
 def alpa_plan(case: Case) -> FixedPlan:
-    """What Alpa's search found for a published case."""
+    """Return the plan of Alpa's search for a published case."""
     return given("Alpa", case, _ALPA[case.id], case.num_microbatches, _ALPA_TFLOPS.get(case.id))
 
 
 def megatron(data: int, model: int, pipeline: int) -> Hybrid:
-    """Megatron-LM as it was: replicated state, no sequence parallelism, a loop over layers for each stage."""
+    """Return Megatron-LM of the time: replicated state, no sequence parallelism, one loop over layers per stage."""
     return Hybrid(
         pipeline=pipeline,
         data=data,
@@ -218,7 +222,7 @@ def megatron(data: int, model: int, pipeline: int) -> Hybrid:
 
 
 def deepspeed(num_devices: int, experts: int) -> Hybrid:
-    """DeepSpeed's mixture of experts: the batch over all devices, optimizer state in parts, experts over some."""
+    """Return DeepSpeed's mixture of experts: batch and optimizer state over all devices, experts over some."""
     return Hybrid(data=num_devices, zero=1, expert=experts)
 
 
@@ -231,7 +235,7 @@ def given(
     *,
     force_batch: bool | None = None,
 ) -> FixedPlan:
-    """Given stages as a plan of a case, whose model is written as their layers."""
+    """Return given stages as a plan of a case, whose model is written as their layers."""
     layers = sum(number for number, _, _ in stages)
     written = in_loops(case, layers)
     by_loops = isinstance(case.model, Transformer)

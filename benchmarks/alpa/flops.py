@@ -26,7 +26,7 @@ from benchmarks.models.transformer import Transformer
 
 
 def transformer_flops(model: Transformer, batch_size: int) -> float:
-    """One step of a transformer that computes its layers again, with experts or without."""
+    """Return the FLOPs of one step of a transformer with full recomputation, with experts or without."""
     tokens, hidden = batch_size * model.seq_len, model.hidden
     head = 6.0 * tokens * hidden * model.vocab_size
     if model.experts is not None:
@@ -35,7 +35,7 @@ def transformer_flops(model: Transformer, batch_size: int) -> float:
 
 
 def moe_flops(model: Transformer, tokens: int) -> float:
-    """The layers of a transformer of which every second has experts."""
+    """Return the FLOPs of the layers of a transformer in which every second layer has experts."""
     assert model.experts is not None
     hidden, experts, inner = model.hidden, model.experts, model.inner / model.hidden
     attention = 4.0 * tokens * model.seq_len * hidden
@@ -47,7 +47,7 @@ def moe_flops(model: Transformer, tokens: int) -> float:
 
 
 def resnet_flops(model: ResNet, batch_size: int) -> float:
-    """One step of a residual network: forward, twice as much backward, and forward again where it is computed again."""
+    """Return the FLOPs of one step of a residual network: forward, twice as much backward, and recomputation if any."""
     last = 2.0 * 4 * model.channels * 2 ** (len(model.stage_sizes) - 1) * model.num_classes
     passes = 4.0 if model.recompute else 3.0
     return passes * batch_size * (last + sum(convolution.flops for convolution in convolutions(model)))
@@ -55,7 +55,7 @@ def resnet_flops(model: ResNet, batch_size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A square kernel between numbers of channels over a square image, which it keeps in size or halves."""
+    """A square convolution of a square image; `stride` 1 keeps the size of the image, 2 halves it."""
 
     kernel: int
     inputs: int
@@ -65,14 +65,14 @@ class Convolution:
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition for each weight and each pixel that it meets."""
+        """FLOPs per image: a multiplication and an addition for each pair of a weight and a pixel."""
         half = self.kernel // 2
         met = (range(max(0, at - half), min(self.side, at + half + 1)) for at in range(0, self.side, self.stride))
         return 2.0 * self.inputs * self.outputs * sum(map(len, met)) ** 2
 
 
 def convolutions(model: ResNet) -> Iterator[Convolution]:
-    """All convolutions for one image, in order."""
+    """Yield all convolutions for one image, in order."""
     side, width, number = model.image_size, model.channels, 0
     yield Convolution(kernel=7, inputs=3, outputs=width, side=side, stride=2)
     side //= 4

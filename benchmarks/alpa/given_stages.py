@@ -1,14 +1,15 @@
-"""Plans as Alpa publishes them: how many layers each stage has, which devices, and their logical mesh.
+"""Plans as Alpa publishes them: the number of layers of each stage, its devices, and their logical mesh.
 
-A stage is (layers, hosts × devices per host, dp × mp). The integer program decides on the rest within it. Where a batch
-dim is forced on the first axis, it is held to about what Alpa's could choose (`FORCED_BATCH`): the first splits the
-batch, and may split state; the second splits weights by their own dims. Alpa's knew no all_to_all on two axes, and its
-objective was communication alone: it gained nothing from norms and the like on parts of what a sum gives. Without a
-forced batch a mesh is used freely (`inter_op.stage_costs.free_restriction`).
+A stage is (layers, hosts × devices per host, dp × mp). The integer program makes the other decisions within it. Where a
+batch dim is forced on the first axis, it is restricted to approximately the choices of Alpa's program (`FORCED_BATCH`):
+the first axis splits the batch, and may split state; the second splits weights by their own dims. Alpa's program had no
+all_to_all over two axes, and its objective was communication only: it gained nothing from computing norms and the like
+on the parts of a scattered sum. Without a forced batch, the use of a mesh is free
+(`inter_op.stage_costs.free_restriction`).
 
-As Alpa ran them, plans differ in three ways (sources of alpa-projects/alpa). Its runtime ran instructions in order, so
-both ends of a message waited for it. Its integer program knew all_reduce alone for sums. Afterwards optimizer state was
-split wherever it could be, and the reduce_scatter of gradients that this allows came out as an all_reduce with
+As Alpa ran them, plans differ in three aspects (sources of alpa-projects/alpa). Its runtime executed instructions in
+order, so both ends of a message waited for it. Its integer program had only all_reduce for sums. Afterwards optimizer
+state was split wherever possible, and the reduce_scatter of gradients that this allows became an all_reduce with
 micro-batches, before updated weights were gathered.
 """
 
@@ -39,10 +40,10 @@ FORCED_BATCH = Restriction(
     parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
-"""What Alpa's integer program may choose where the batch dim is forced on the first axis."""
+"""The choices of Alpa's integer program where the batch dim is forced on the first axis."""
 
 FORCED_BATCH_AS_RUN = replace(FORCED_BATCH, optimizer=BatchSplit.MUST)
-"""The same with optimizer state in parts, as Alpa ran it."""
+"""The same with sharded optimizer state, as Alpa ran it."""
 
 FREE_AS_RUN = Restriction(
     roles={"data": AxisRole.BATCH, "model": AxisRole.MODEL},
@@ -50,7 +51,7 @@ FREE_AS_RUN = Restriction(
     parameters=BatchSplit.MAY,
     scatter_sums=False,
 )
-"""Any sharding on the meshes of a `GivenStage`, as Alpa ran it: no sum is left scattered but gradients."""
+"""Any sharding on the meshes of a `GivenStage`, as Alpa ran it: only gradient sums may be left scattered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,8 @@ class GivenStage:
     """A stage as it is published.
 
     Attributes:
-        layers: of the clusters that the model is cut into.
-        hosts, devices_per_host: of its submesh.
+        layers: number of the model's layer clusters in it.
+        hosts, devices_per_host: size of its submesh.
         data, model: sizes of the logical mesh.
     """
 
@@ -70,7 +71,7 @@ class GivenStage:
     model: int
 
     def mesh(self, *, force_batch: bool) -> LogicalMesh:
-        """Its logical mesh; without a forced batch dim an axis of one device is left out."""
+        """Return its logical mesh; without a forced batch dim, an axis of one device is left out."""
         if force_batch or min(self.data, self.model) > 1:
             return LogicalMesh(axis_names=("data", "model"), shape=(self.data, self.model))
         return LogicalMesh(axis_names=("x",), shape=(self.data * self.model,))
@@ -81,12 +82,12 @@ class GivenStage:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenStages(Planner):
-    """The given stages, in order.
+    """Plan with the given stages, in order.
 
-    by_loops: the layers are loops of the model as it is written; else clusters of about equal FLOPs.
-    force_batch: the first axis of each mesh splits the batch and the second never does.
-    as_alpa_ran: with what the module says of that; else messages travel beside kernels, and gradients and, without a
-        forced batch, other sums may be left scattered.
+    by_loops: whether the layers are the loops of the model as it is written; else clusters of about equal FLOPs.
+    force_batch: whether the first axis of each mesh splits the batch and the second never does.
+    as_alpa_ran: whether execution has the limits that the module describes; else messages overlap with kernels, and
+        gradients and, without a forced batch, other sums may be left scattered.
     """
 
     stages: tuple[GivenStage, ...]
@@ -97,18 +98,18 @@ class GivenStages(Planner):
 
     @property
     def name(self) -> str:
-        """`4 + 4 on 2×4`-like."""
+        """A name such as `4 + 4 on 2×4`."""
         if len(set(self.stages)) == 1 and len(self.stages) > 1:
             return f"{len(self.stages)} stages: {self.stages[0]}"
         return ", ".join(map(str, self.stages))
 
     @property
     def num_layers(self) -> int:
-        """Clusters of all stages."""
+        """The number of layer clusters of all stages."""
         return sum(stage.layers for stage in self.stages)
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Raises `InfeasibleError` where a stage does not fit into memory."""
+        """Return the plan. Raises `InfeasibleError` if a stage does not fit into memory."""
         started = time.perf_counter()
         step = request.best_step((), loop_parts=0)
         layers = self._layers(step)
@@ -138,7 +139,7 @@ class GivenStages(Planner):
     def _waiting_seconds(
         self, request: PlanRequest, step: StepGraph, layers: Layers, placed: Sequence[PlacedStage]
     ) -> float:
-        """What a step takes longer where both ends of a message wait for it."""
+        """Return the additional seconds of a step in which both ends of a message wait for it."""
         messages = inflows_between(request, step, layers, placed)
         tasks = self.schedule.tasks(len(placed), step.num_microbatches)
         forward = [stage.solution.forward_seconds for stage in placed]
@@ -180,9 +181,10 @@ class GivenStages(Planner):
 
 
 def summing_seconds(plan: Plan) -> float:
-    """What a step takes longer where gradients are all-reduced: twice a reduce_scatter, on the stage with the most.
+    """Return the additional seconds of a step that all-reduces gradients, on the stage where they are greatest.
 
-    Those that are scattered in each micro-batch for want of memory are left as they are.
+    An all-reduce takes twice a reduce_scatter. Gradients that are scattered in each micro-batch to save memory are not
+    counted.
     """
     longer = [0.0] * len(plan.stages)
     for use in plan.prediction.collectives:

@@ -1,11 +1,11 @@
-"""Manual plans of a case, all that its baseline could have tried.
+"""All manual plans of a case that its baseline could have tried.
 
-    GPT            Megatron-LM   data × tensor within a host × pipeline × micro-batches
-    MoE            DeepSpeed     ZeRO-2 with expert-parallel devices × micro-batches
-    Wide-ResNet    PP-DP         pipeline × data, stages of equal FLOPs × micro-batches
+GPT            Megatron-LM   data × tensor within a host × pipeline × micro-batches
+MoE            DeepSpeed     ZeRO-2 with expert-parallel devices × micro-batches
+Wide-ResNet    PP-DP         pipeline × data, stages of equal FLOPs × micro-batches
 
-For each choice of degrees micro-batches grow until one does not fit or takes longer than the one before. Left out is
-what cannot fit: 14 bytes per weight of GPT, in float16 with the float32 copy and moments of Adam.
+For each choice of degrees, micro-batches grow until one does not fit or takes longer than the previous one. Plans that
+cannot fit are left out: 14 bytes per weight of GPT, in float16 with the float32 copy and moments of Adam.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BYTES_PER_WEIGHT = 14
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """A manual plan but for the micro-batches, and into how many parts it splits them."""
+    """A manual plan without its number of micro-batches; `data` is the number of parts into which it splits each."""
 
     case: Case
     planner: Hybrid
@@ -36,7 +36,7 @@ class Degrees:
 
 
 def degrees(case: Case) -> Iterator[Degrees]:
-    """The degrees that the baseline of a case can choose."""
+    """Yield the degrees that the baseline of a case can choose."""
     devices, model = case.num_devices, case.model
     if not isinstance(model, Transformer):
         for pipeline in divisors(min(devices, sum(model.stage_sizes))):
@@ -56,13 +56,13 @@ def degrees(case: Case) -> Iterator[Degrees]:
 
 
 def numbers_of_microbatches(case: Case, data: int) -> Iterator[int]:
-    """From the smallest micro-batches on."""
+    """Yield numbers of micro-batches, from the smallest micro-batches on."""
     for size in microbatch_sizes(case.num_samples, data, LARGEST_MICROBATCH):
         yield case.num_samples // data // size
 
 
 def grid_prices(desk: Desk, case: Case) -> Iterator[Price]:
-    """The prices of the grid."""
+    """Yield the prices of the grid."""
     for choice in degrees(case):
         shortest = float("inf")
         for count in numbers_of_microbatches(case, choice.data):

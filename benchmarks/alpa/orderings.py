@@ -1,13 +1,13 @@
-"""Which of several plans is faster, and which runs out of memory: what Alpa's ablations measured, and what we predict.
+"""Which of several plans is faster, and which runs out of memory: Alpa's ablations against our predictions.
 
-Sharding within one host, one micro-batch (Zheng et al., OSDI 2022, figure 8): the logical meshes of one model, and data
-parallelism and ZeRO beside the search. Its integer program knew no limit of memory, so runs are planned without one,
-and those whose predicted peak exceeds the memory of a device are said to run out. Pipelines (figure 9): what the search
-loses where stages must have equally many layers or devices, or layers equally many operators. Figures as in
+Sharding within one host, one micro-batch (Zheng et al., OSDI 2022, figure 8): the logical meshes of one model, data
+parallelism, ZeRO, and the search. Alpa's integer program had no memory limit, so runs are planned without one, and
+those whose predicted peak exceeds the memory of a device are predicted to run out. Pipelines (figure 9): the loss of
+the search if stages must have equally many layers or devices, or layers equally many operators. Figures as in
 alpa-projects/alpa, branch osdi22_artifact; None: out of memory.
 
-Pipelines are searched as Alpa did: as many layers, 1F1B, and nothing computed again but what the model does. Layers of
-equally many operators are those of the model without loops.
+Pipelines are searched as Alpa did: with as many layers, 1F1B, and only the model's own recomputation. Layers of equally
+many operators are layers of the model without loops.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ROUNDING = 1 + 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement about what was measured, whether the predictions agree, and the figures."""
+    """A statement about the measurements, whether the predictions agree, and the figures."""
 
     text: str
     holds: bool
@@ -96,7 +96,7 @@ class _Predicted:
 
 
 def orderings(say: Callable[[str], None]) -> Iterator[Claim]:
-    """All of them, one after the other."""
+    """Yield all claims, one after the other."""
     yield from _meshes(say)
     yield from _shardings(say)
     yield from _stages(say)
@@ -156,7 +156,7 @@ def _stages(say: Callable[[str], None]) -> Iterator[Claim]:
 
 
 def restricted(case: Case, way: Way) -> FixedPlan:
-    """The search of a case under a restriction."""
+    """Return the search of a case under a restriction."""
     layers = num_layers(case.id)
     by_operators = way == "equal operators"
     planner = Auto(
@@ -172,7 +172,7 @@ def restricted(case: Case, way: Way) -> FixedPlan:
 
 
 def claims_of_stages(name: str, measured: Mapping[Way, float], found: Mapping[Way, Price]) -> Iterator[Claim]:
-    """The first way beside each of the others: whether it gains anything, and how much."""
+    """Compare the first variant with each of the others: whether it gains anything, and how much."""
     first, *others = measured
     for way in others:
         gain = measured[first] / measured[way]

@@ -20,15 +20,15 @@ from benchmarks.requests import request_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What the cost model thinks of a plan, and what was measured.
+    """The cost model's prediction for a plan, and the measurement.
 
     Attributes:
-        system: whose plan it is.
+        system: the name of the system that made the plan.
         seconds, tflops, peak_bytes: predicted: of a step, per device, of the fullest device; None without a plan.
-        as_run_tflops: predicted as the system whose plan it is ran it; None where it does not fit.
+        as_run_tflops: predicted for the execution by its own system; None where it does not fit.
         planning_seconds: from the function to the plan.
         flops_per_sample: as the evaluation counts them.
-        problem: why there is none.
+        problem: the reason why there is no plan; else "".
     """
 
     case: str
@@ -47,7 +47,7 @@ class Price:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted to measured TFLOPS, as it was run."""
+        """Predicted to measured TFLOPS, for the execution by its own system."""
         if self.as_run_tflops is None or self.measured_tflops is None:
             return None
         return self.as_run_tflops / self.measured_tflops
@@ -55,13 +55,13 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Desk:
-    """Prices plans, and remembers the steps that it has traced of the case at hand."""
+    """Prices plans, and memoises the traced steps of the current case."""
 
     progress: Progress = field(default_factory=Progress, repr=False)
     _traced: dict[Case, TracedFunction] = field(default_factory=dict[Case, TracedFunction], repr=False)
 
     def price(self, fixed: FixedPlan) -> Price:
-        """The price of one plan; a plan that does not fit has none."""
+        """Return the price of one plan; a plan that does not fit has a problem instead."""
         started, case = time.perf_counter(), fixed.case
         seconds = tflops = peak = None
         took = 0.0
@@ -93,7 +93,7 @@ class Desk:
         )
 
     def _as_run(self, fixed: FixedPlan, tflops: float | None) -> float | None:
-        """TFLOPS per device as it was run, which may differ from how plans are compared."""
+        """Return the TFLOPS per device for the execution by its own system, which may differ from the comparison."""
         if fixed.ran_on == XLA and fixed.ran_as is None:
             return tflops
         try:
@@ -103,7 +103,7 @@ class Desk:
         return fixed.case.tflops_per_device(plan.prediction.step_seconds)
 
     def plan(self, case: Case, planner: Planner, num_microbatches: int, software: Software = XLA) -> al.Plan:
-        """The plan that a planner makes. Raises `AlpaLiteError`."""
+        """Return the plan that a planner makes. Raises `AlpaLiteError`."""
         if case not in self._traced:
             self._traced[case] = al.parallelize(case.train_step(), progress=self.progress).trace(*case.arguments())
         cluster = case.cluster
@@ -116,17 +116,20 @@ class Desk:
 
 
 def seconds_per_sample(price: Price) -> float:
-    """Infinite without a plan. Some systems were measured with smaller batches, so steps alone do not compare."""
+    """Return the seconds per sample, infinite without a plan.
+
+    Some systems were measured with smaller batches, so seconds per step are not comparable.
+    """
     return float("inf") if price.seconds is None else price.seconds / price.global_batch
 
 
 def best(prices: Sequence[Price]) -> Price | None:
-    """The one that takes the least time per sample; None where none has a plan."""
+    """Return the price with the fewest seconds per sample; None if none has a plan."""
     return min((price for price in prices if price.seconds is not None), key=seconds_per_sample, default=None)
 
 
 def described(plan: al.Plan) -> str:
-    """The stages of a plan by logical mesh, such as "2 stages (2,1), 1 stage (4,1)"."""
+    """Describe the stages of a plan by logical mesh, such as "2 stages (2,1), 1 stage (4,1)"."""
     meshes = ["(" + ",".join(map(str, stage.mesh_shape.shape)) + ")" for stage in plan.stages]
     runs = [(mesh, len(list(members))) for mesh, members in groupby(meshes)]
     return ", ".join(f"{count} stage{'s' if count > 1 else ''} {mesh}" for mesh, count in runs)

@@ -1,4 +1,4 @@
-"""What holds of the prices of a case, and what does not."""
+"""The claims of the paper on the plans of a case, checked against predicted prices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RIVALS: Mapping[str, Sequence[str]] = {
 
 
 def verdicts(prices: Sequence[Price]) -> Iterator[Claim]:
-    """Of the plans of one case."""
+    """Yield the claims on the plans of one case."""
     ours = next((price for price in prices if price.system == OURS), None)
     for rival, systems in RIVALS.items() if ours is not None else ():
         other = best([price for price in prices if price.system in systems and _same_program(price, ours)])
@@ -36,7 +36,7 @@ def verdicts(prices: Sequence[Price]) -> Iterator[Claim]:
 
 
 def no_manual_plan(case: Case, prices: Sequence[Price]) -> Claim:
-    """Of a case whose manual baseline ran out of memory."""
+    """Return the claim for a case whose manual baseline ran out of memory."""
     manual = best([price for price in prices if price.system in MANUAL])
     return Claim(
         text=f"{case.id}: every manual plan runs out of memory",
@@ -54,7 +54,7 @@ def _never_worse(ours: Price, other: Price, rival: str) -> Claim:
 
 
 def _same_program(price: Price, ours: Price | None) -> bool:
-    """Some plans were measured of a step that computes nothing again, where ours does: it has less to do."""
+    """Whether the measured step has the same recomputation as ours; without any, it has less to compute."""
     if ours is None or price.flops_per_sample is None or ours.flops_per_sample is None:
         return True
     return abs(price.flops_per_sample / ours.flops_per_sample - 1) < _SAME_WORK

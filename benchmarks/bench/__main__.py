@@ -1,4 +1,4 @@
-"""`alpa-lite bench`: planners against each other; see `benchmarks.bench` and docs/benchmark.md."""
+"""`alpa-lite bench`: compare planners; see `benchmarks.bench` and docs/benchmark.md."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ from cost_models.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """How to compare: planners by name, numbers of micro-batches (or "auto"), and how many steps of each plan to
-    measure, 0 to price only."""
+    """The options of a comparison.
+
+    planners    names of planners, or "all"
+    counts      numbers of micro-batches, or "auto"
+    rounds      steps of each plan to measure; 0 only predicts
+    """
 
     planners: str = "all"
     counts: tuple[int | str, ...] = ("auto",)
@@ -43,7 +47,7 @@ class Request:
 
 
 def compare(target: Target, cluster: Cluster, request: Request, say: Say) -> list[Row]:
-    """The rows of one model on one cluster."""
+    """Return the rows of one model on one cluster."""
     traced = traced_target(target)
     contenders = named_contenders(request.planners, cluster)
     entries = list(planned_entries(target, traced, cluster, contenders, request.counts, say))
@@ -51,7 +55,7 @@ def compare(target: Target, cluster: Cluster, request: Request, say: Say) -> lis
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     found = argparse.ArgumentParser(prog="alpa-lite bench", description="Planners against each other on a model.")
     add_options(found)
     found.add_argument("--json", action="store_true", help="print rows as lines of JSON")
@@ -59,9 +63,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, compare, print and keep.
+    """Parse the arguments, compare, print, and write the results.
 
-    The exit code is 1 after an error, its sentence printed; where a model has no plan at all; and where the search is
+    The exit code is 1 after an error, whose message is printed; if a model has no plan at all; and if the search is
     slower than --fail-above allows.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -93,7 +97,7 @@ def _run(arguments: Sequence[str], given: argparse.Namespace) -> int:
 
 
 def _with_devices(arguments: Sequence[str], num_devices: int) -> int:
-    """The same in a process with virtual CPU devices, which must be asked for before JAX starts."""
+    """Run the same command in a process with virtual CPU devices, which must be configured before JAX starts."""
     return run_module("benchmarks.bench", [*arguments, "--devices", "0"], virtual_environment(num_devices))
 
 
@@ -103,7 +107,7 @@ def _this_machine(calibrate_seconds: float, say: Say) -> Cluster:
 
 
 def _described(given: argparse.Namespace) -> Cluster | None:
-    """The cluster that was named, as data; None for this machine, or for what a model was published with."""
+    """Return the named cluster; None for this machine, or for the cluster that a model was published with."""
     if given.cluster in (None, "local"):
         return None
     if given.measure:
@@ -119,7 +123,7 @@ def _counts(text: str) -> tuple[int | str, ...]:
 
 
 def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, environment: Environment) -> int:
-    """Print and keep the rows; the exit code."""
+    """Print and write the rows, and return the exit code."""
     if given.json:
         for row in rows:
             print(json_line(row, environment))
@@ -139,7 +143,7 @@ def _shown(given: argparse.Namespace, rows: Sequence[Row], console: Console, env
 
 
 def keep(folder: Path, rows: Sequence[Row], environment: Environment, console: Console) -> list[Path]:
-    """Write rows, page and charts into a folder; what was written. Without matplotlib there are no charts."""
+    """Write rows, page and charts into a folder, and return the files. Without matplotlib there are no charts."""
     folder.mkdir(parents=True, exist_ok=True)
     lines, html = folder / "rows.jsonl", folder / "report.html"
     lines.write_text("".join(json_line(row, environment) + "\n" for row in rows), encoding="utf-8")
@@ -157,7 +161,7 @@ def keep(folder: Path, rows: Sequence[Row], environment: Environment, console: C
 
 
 def file_name(model: str) -> str:
-    """Letters, digits, dots and dashes of a model's name."""
+    """Return the letters, digits, dots and dashes of a model's name."""
     return "".join(c if c.isalnum() or c in ".-" else "-" for c in model)
 
 

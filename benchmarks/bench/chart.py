@@ -1,6 +1,6 @@
-"""A bar chart per model in the manner of Alpa's evaluation (Zheng et al., OSDI 2022, figure 7): throughput by planner.
+"""A bar chart per model in the style of Alpa's evaluation (Zheng et al., OSDI 2022, figure 7): throughput by planner.
 
-What does not fit, or cannot be planned, is a cross. Where plans were measured, a dotted line is what was predicted.
+A planner without a plan is a cross. Where plans were measured, a dotted line is the prediction.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class ChartError(AlpaLiteError):
 
 
 def check_matplotlib() -> None:
-    """Raise `ChartError` where charts cannot be drawn."""
+    """Raise `ChartError` if charts cannot be drawn."""
     if util.find_spec("matplotlib") is None:
         raise ChartError("Charts (PNG) are drawn by matplotlib, which is not installed: pip install 'alpa_lite[viz]'.")
 
 
 def bars(rows: Sequence[Row]) -> list[Row]:
-    """What is drawn: the fastest plans, every search, and then what has no plan, as far as there is room."""
+    """Return the rows to draw: the fastest plans, every search, then those without a plan, while there is room."""
     found = by_time(rows)
     kept = [row for number, row in enumerate(found) if row.searched or number < MAX_BARS - 4]
     return [*kept, *[row for row in rows if row.reason]][:MAX_BARS]
 
 
 def rate(row: Row, seconds: float | None) -> float:
-    """Samples per second; steps per second where there is no batch."""
+    """Return samples per second; steps per second if there is no batch."""
     return 0.0 if not seconds else (row.batch_size or 1) / seconds
 
 
 def kind(row: Row) -> str:
-    """What it is drawn as."""
+    """Return the kind of bar."""
     return "auto" if row.auto else "search" if row.searched else "manual"
 
 

@@ -1,7 +1,7 @@
-"""Planners to compare, by name and options: `auto,pipeline:num_stages=4,hybrid:pipeline=2:model=2`, or `all`.
+"""The planners to compare, by name and options: `auto,pipeline:num_stages=4,hybrid:pipeline=2:model=2`, or `all`.
 
-`all` is the search, the search with one level alone, and every other planner of the command line: as it is by default,
-or, where its degrees are options, with each that the cluster has room for.
+`all` is the search, the search with one level only, and every other planner of the command line: with its default
+options or, where its degrees are options, with each that the cluster has room for.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from alpa_lite.planners.replay import Replay
 from cost_models.cluster import Cluster
 
 SEARCHES = (Auto(), Auto(intra_op_only=True), Auto(inter_op_only=True))
-"""Both levels together, and each alone."""
+"""The search with both levels, and with each alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A planner by the name that it is shown with; `problem`: why there is none."""
+    """A planner with its displayed name; without a planner, `problem` is the reason."""
 
     name: str
     planner: Planner | None = None
@@ -36,12 +36,12 @@ class Contender:
 
     @property
     def is_auto(self) -> bool:
-        """Whether it is the search with nothing left out."""
+        """Whether it is the full search."""
         return isinstance(self.planner, Auto) and not (self.planner.intra_op_only or self.planner.inter_op_only)
 
 
 def named_contenders(text: str, cluster: Cluster) -> tuple[Contender, ...]:
-    """The planners of a list, or all; of equal ones the first. Raises `PlanError` for names that no planner has."""
+    """Return the planners of a list, or all, without duplicates. Raises `PlanError` for unknown names."""
     found = list(_all(cluster)) if text == "all" else [_named(part) for part in text.split(",")]
     planners = [each.planner for each in found]
     return tuple(each for i, each in enumerate(found) if each.planner is None or each.planner not in planners[:i])
@@ -66,7 +66,7 @@ def _all(cluster: Cluster) -> Iterator[Contender]:
 
 
 def _degrees(name: str, cluster: Cluster) -> Sequence[dict[str, Any]]:
-    """Options of a planner, each set of which is one contender."""
+    """Return the sets of options of a planner, each of which is one contender."""
     total = cluster.num_devices
     ways = [n for n in range(2, total + 1) if total % n == 0]
     if name in ("pipeline", "torchgpipe"):

@@ -1,4 +1,4 @@
-"""Plans run in turn: one step of each, round after round, so that what disturbs the machine disturbs all alike."""
+"""Run plans in turn: one step of each, round after round, so that disturbances of the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from benchmarks.bench.row import Row
 from benchmarks.bench.targets import Target
 
 WARM_UP = 2
-"""Rounds that do not count: the first one compiles what is left, the second one finds memory as it stays."""
+"""Rounds that do not count: the first one compiles the rest, the second one settles the memory allocator."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Running:
-    """A compiled step with its arguments; each call is one step, on the state that the call before it left."""
+    """A compiled step with its arguments; each call runs one step on the state of the previous call."""
 
     compiled: CompiledFunction
     leaves: list[Any]
 
     @staticmethod
     def of(compiled: CompiledFunction, leaves: Sequence[Any]) -> Running:
-        """With the arguments on their devices."""
+        """Put the arguments on their devices."""
         return Running(compiled=compiled, leaves=jax.block_until_ready(compiled.executor.place_inputs(list(leaves))))
 
     def __call__(self) -> None:
-        """One step, until all of it is done."""
+        """Run one step and wait until all of it is done."""
         outputs = jax.tree.leaves(jax.block_until_ready(self.compiled.run_flat(self.leaves, None)))
         for out, into in self.compiled.traced.aliases.items():
             self.leaves[into] = outputs[out]
@@ -48,7 +48,7 @@ def in_turn(
     warm_up: int = WARM_UP,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round that counts; every other round goes backwards."""
+    """Return the seconds of each step in each round that counts; every other round runs in reverse order."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for number in range(warm_up + rounds):
         say(f"round {number + 1} of {warm_up + rounds}")
@@ -60,7 +60,7 @@ def in_turn(
 
 
 def measured_rows(target: Target, entries: Sequence[Entry], rounds: int, say: Say) -> list[Row]:
-    """The rows with what was measured. A plan that fails on the devices is a row with the reason."""
+    """Return the rows with measurements. A plan that fails on the devices becomes a row with the reason."""
     # Copies on the host: what is on a device already may be given away only once.
     leaves = [_on_host(leaf) for leaf in jax.tree.leaves(flatten_arguments(target.values(), target.keywords, ()))]
     rows, running = [entry.row for entry in entries], dict[int, Running]()

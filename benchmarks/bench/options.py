@@ -1,4 +1,4 @@
-"""The options of `alpa-lite bench`, for its parser and for the completion of shells."""
+"""The options of `alpa-lite bench`, for its parser and for shell completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cost_models.cluster import known_clusters
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All but `--json`, which every command has."""
+    """Add all options except `--json`, which every command has."""
     model = parser.add_argument(
         "--model",
         action="append",

@@ -1,4 +1,4 @@
-"""All rows as one self-contained page: verdicts, and per model its bars, what devices do, and all figures."""
+"""All rows as one self-contained page: verdicts, and per model its bars, the use of devices, and all figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEFT, _WIDTH, _RIGHT, _ROW = 250.0, 520.0, 290.0, 22.0
 
 
 def page(rows: Sequence[Row], environment: Environment) -> str:
-    """The page; it needs no network, and follows the reader's choice of light or dark."""
+    """Return the page; it needs no network, and follows the reader's choice of light or dark."""
     found = groups(rows)
     parts = [
         f"<style>{STYLE}{_OWN_STYLE}</style>",
@@ -56,8 +56,10 @@ def _model(rows: Sequence[Row]) -> str:
 
 
 def bars_svg(rows: Sequence[Row]) -> str:
-    """Throughput of each planner; a line over the quartiles, a dotted one where it was predicted, a cross without a
-    plan."""
+    """Draw the throughput of each planner.
+
+    A line marks the quartiles, a dotted line the prediction, and a cross a planner without a plan.
+    """
     shown = bars(rows)
     rates = [rate(row, seconds) for row in shown for seconds in (row.step_seconds, row.predicted_step_seconds)]
     scale = _WIDTH / max([*rates, 1e-30])
@@ -90,7 +92,7 @@ def _bar(row: Row, number: int, scale: float) -> str:
 
 
 def activity_svg(rows: Sequence[Row]) -> str:
-    """Of the searches and the best manual plan: at work, communication, idle, as parts of a simulated step."""
+    """Draw shares of a simulated step (computing, communication, idle) for the searches and the best manual plan."""
     best = verdict(rows).manual
     shown = [row for row in rows if (row.searched or row is best) and row.simulated_step_seconds is not None]
     if not shown:

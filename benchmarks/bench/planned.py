@@ -1,4 +1,4 @@
-"""The plans of all contenders with their prices: `planned_entries`. What has no plan is a row with the reason."""
+"""The plans of all contenders with their prices; a planner without a plan has a row with the reason."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from cost_models.cluster import Cluster
 Say = Callable[[str], None]
 
 Count = int | str
-"""A number of micro-batches; "auto": of a search, what it finds; of a manual plan, what is best for it."""
+"""A number of micro-batches; "auto" means that a search chooses, and that a manual plan gets its best number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Entry:
-    """A row, and what it is about: None where there is no plan."""
+    """A row and its lowered plan; None if there is no plan."""
 
     row: Row
     lowered: LoweredFunction | None = None
 
     @property
     def plan(self) -> al.Plan | None:
-        """The plan."""
+        """The plan; None if there is none."""
         return None if self.lowered is None else self.lowered.planned.last_plan
 
 
 def traced_target(target: Target) -> TracedFunction:
-    """The step, traced; what it gives back as state may be overwritten."""
+    """Trace the step; its state arguments are donated."""
     found = al.parallelize(target.step, cache=False).trace(*target.arguments, **target.keywords)
     replaced = set(found.traced.aliases.values())
     donated = tuple(leaf in replaced for leaf in range(len(found.traced.leaves)))
@@ -54,7 +54,7 @@ def planned_entries(
     counts: Sequence[Count],
     say: Say,
 ) -> Iterator[Entry]:
-    """One entry per contender and number of micro-batches."""
+    """Yield one entry per contender and number of micro-batches."""
     for contender in contenders:
         for count in counts:
             at = "" if count == "auto" else f", {count} micro-batch{'' if count == 1 else 'es'}"
@@ -94,15 +94,15 @@ def _plan_of(row: Row, traced: TracedFunction, cluster: Cluster, planner: Planne
 
 
 def plan_at(traced: TracedFunction, cluster: Cluster, planner: Planner, count: Count) -> al.Plan:
-    """The plan of a planner at a number of micro-batches. Raises `AlpaLiteError`."""
+    """Return the plan of a planner at a number of micro-batches. Raises `AlpaLiteError`."""
     return planner.plan(request_of(traced, cluster, num_microbatches=count))
 
 
 def best_of_counts(traced: TracedFunction, cluster: Cluster, planner: Planner) -> al.Plan:
-    """A manual plan at the number of micro-batches that is best for it, as whoever writes one would choose it.
+    """Return a manual plan at its best number of micro-batches, which its author would choose.
 
-    From the planner's own number on up, as long as it does not fit or gets better; and down, as long as it gets better.
-    Raises the `AlpaLiteError` of the planner's own number where none works.
+    Numbers grow from the planner's own one while the plan does not fit or improves, and shrink while it improves.
+    Raises the `AlpaLiteError` of the planner's own number if none works.
     """
     best, problem = None, None
     try:
@@ -130,7 +130,7 @@ def best_of_counts(traced: TracedFunction, cluster: Cluster, planner: Planner) -
 
 
 def priced(row: Row, plan: al.Plan, planning_seconds: float, target: Target) -> Row:
-    """The row with what the plan says of itself."""
+    """Return the row with the figures of the plan."""
     seconds, tflops = plan.prediction.step_seconds, target.tflops_per_device
     return replace(
         row,
@@ -147,7 +147,7 @@ def priced(row: Row, plan: al.Plan, planning_seconds: float, target: Target) -> 
 
 
 def simulated(row: Row, plan: al.Plan, step: SimulatedStep) -> Row:
-    """The row with how its devices spend a step of the program."""
+    """Return the row with the use of devices in a simulated step of the program."""
     devices = [plan.stages[use.stages[0]].submesh.num_devices for use in step.submeshes]
     uses = list(zip(step.submeshes, devices, strict=True))
     return replace(
@@ -159,6 +159,6 @@ def simulated(row: Row, plan: al.Plan, step: SimulatedStep) -> Row:
 
 
 def same_plan(one: al.Plan, other: al.Plan) -> bool:
-    """Whether two plans run the same program; names, prices and how they were found may differ."""
+    """Whether two plans run the same program; names, prices and solver data may differ."""
     apart = {"name": "", "alternatives": (), "solver": one.solver, "prediction": one.prediction}
     return replace(one, **apart) == replace(other, **apart)

@@ -11,7 +11,7 @@ from benchmarks.bench.row import Environment, Row
 from benchmarks.bench.verdict import Verdict, verdict
 
 MAX_REASON = 140
-"""Characters of a reason in a table; rows hold all of it."""
+"""The greatest number of characters of a reason in a table; rows hold all of it."""
 
 
 _PLANS_NOTE = (
@@ -21,12 +21,12 @@ _PLANS_NOTE = (
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each model and cluster, in the order in which they come."""
+    """Return the rows of each model and cluster, in the order of first appearance."""
     return [list(some) for _, some in groupby(rows, key=lambda row: (row.model, row.cluster))]
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Everything that is printed."""
+    """Yield all tables that are printed."""
     for some in groups(rows):
         yield plans_table(some)
         yield from filter(None, [activity_table(some), reasons_table(some)])
@@ -34,7 +34,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def plans_table(rows: Sequence[Row]) -> Table:
-    """The plans of one model, the fastest first."""
+    """Return the plans of one model, the fastest first."""
     found = by_time(rows)
     measured = any(row.measured_step_seconds is not None for row in found)
     columns = ("planner", "stages", "batches", "predicted ms")
@@ -51,13 +51,13 @@ def plans_table(rows: Sequence[Row]) -> Table:
 
 
 def title_of(row: Row) -> str:
-    """Model, batch and cluster."""
+    """Return a title of model, batch and cluster."""
     batch = "" if row.batch_size is None else f", batch {row.batch_size}"
     return f"{row.model}{batch}, on {row.cluster} ({row.num_devices} devices)"
 
 
 def by_time(rows: Sequence[Row]) -> list[Row]:
-    """Those with a plan, the fastest first; of equal ones the search first."""
+    """Return the rows with a plan, the fastest first; of equal ones the search first."""
     return sorted((row for row in rows if not row.reason), key=lambda row: (row.step_seconds or 0.0, not row.auto))
 
 
@@ -76,7 +76,7 @@ def _plan_cells(row: Row, *, measured: bool, first: float | None) -> tuple[str, 
 
 
 def activity_table(rows: Sequence[Row]) -> Table | None:
-    """What devices do in a step of the searches and of the best manual plan; None without simulated steps."""
+    """Return the use of devices in a step of the searches and the best manual plan; None without simulated steps."""
     best = verdict(rows).manual
     shown = [row for row in rows if (row.searched or row is best) and row.simulated_step_seconds is not None]
     if not shown:
@@ -94,14 +94,14 @@ def activity_table(rows: Sequence[Row]) -> Table | None:
 
 
 def shares(row: Row) -> tuple[float, float, float]:
-    """Of the time of a simulated step: at work, kept from it by communication, idle."""
+    """Return the shares of a simulated step: computing, waiting for communication, idle."""
     total = row.simulated_step_seconds or 1.0
     communication, idle = (row.communication_seconds or 0.0) / total, (row.idle_seconds or 0.0) / total
     return max(0.0, 1.0 - communication - idle), communication, idle
 
 
 def reasons_table(rows: Sequence[Row]) -> Table | None:
-    """Why some planners have no plan."""
+    """Return the reasons why planners have no plan; None if all have one."""
     found = [row for row in rows if row.reason]
     if not found:
         return None
@@ -113,12 +113,12 @@ def reasons_table(rows: Sequence[Row]) -> Table | None:
 
 
 def shortened(reason: str) -> str:
-    """Its beginning."""
+    """Return the beginning of a reason."""
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 1].rstrip()}…"
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """Auto against the best manual plan, per model."""
+    """Return the search against the best manual plan, per model."""
     return Table(
         title="Auto against the best manual plan (seconds of a step, auto / manual)",
         columns=("model", "best manual plan", "auto / manual", "quartiles", "predicted", "speed-up"),
@@ -143,6 +143,6 @@ def _verdict_cells(found: Verdict) -> tuple[str, ...]:
 
 
 def environment_lines(environment: Environment) -> list[str]:
-    """Where all of it comes from."""
+    """Return lines on the commit, the versions and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     return [f"{environment.machine}; {versions}", f"commit {environment.git or 'unknown'}"]

@@ -1,4 +1,4 @@
-"""What is known of one plan, and where it was found out: a line of JSON."""
+"""All figures of one plan, and the environment in which they were obtained: a line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("alpa_lite", "jax", "jaxlib", "numpy", "scipy", "highspy", "optax")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where a row comes from. `git`: the commit of this repository, with "+" where files differ from it; or empty."""
+    """The origin of a row. `git` is the commit of this repository, with "+" if files differ from it, or ""."""
 
     git: str
     versions: dict[str, str]
@@ -27,17 +27,18 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One planner on one model and cluster; None: not known. Seconds are those of a step, bytes those of a device.
+    """One planner on one model and cluster; None: unknown. Seconds are per step, bytes per device.
 
     Attributes:
-        searched: whether the planner searches, as opposed to a manual plan; `auto`: and leaves nothing out.
-        reason: why there are no figures, a sentence; else empty.
+        searched: whether the planner searches, as opposed to a manual plan; `auto`: whether it is the full search.
+        reason: the reason why there are no figures, a sentence; else "".
         plan: the logical meshes of its stages.
-        same_as: the planner before that found the same plan, whose measurement this is too.
-        communication_seconds, idle_seconds: in the simulated program, averaged over devices: kept from work by
-            communication, and waiting for other stages. The rest of `simulated_step_seconds` they work.
-        measured_step_seconds: median over the rounds; `measured_quartiles` and `measured_samples` by round beside it.
-        allocated_peak_bytes: what XLA allocates for the compiled program, of the fullest device.
+        same_as: an earlier planner with the same plan, whose measurement is used; else "".
+        communication_seconds, idle_seconds: in the simulated program, averaged over devices: time blocked by
+        communication,
+            and waiting for other stages. The rest of `simulated_step_seconds` is computation.
+        measured_step_seconds: median over the rounds, with `measured_quartiles`; `measured_samples` are the rounds.
+        allocated_peak_bytes: XLA's allocation for the compiled program on the fullest device.
     """
 
     model: str
@@ -69,11 +70,11 @@ class Row:
 
     @property
     def step_seconds(self) -> float | None:
-        """Measured, or predicted where nothing was."""
+        """Measured seconds, or predicted ones if nothing was measured."""
         return self.predicted_step_seconds if self.measured_step_seconds is None else self.measured_step_seconds
 
     def measured(self, samples: Sequence[float], same_as: str = "") -> Row:
-        """The row with what was measured: seconds by round."""
+        """Return the row with measurements: seconds by round."""
         low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else list(samples) * 3
         return replace(
             self,
@@ -85,12 +86,12 @@ class Row:
 
 
 def json_line(row: Row, environment: Environment) -> str:
-    """One line; `row_of_line` gives the row back."""
+    """Return one line of JSON, from which `row_of_line` restores the row."""
     return json.dumps({**asdict(row), **asdict(environment)})
 
 
 def row_of_line(line: str) -> Row:
-    """The row of a line of JSON."""
+    """Return the row of a line of JSON."""
     data: dict[str, Any] = json.loads(line)
     for name in ("measured_quartiles", "measured_samples"):
         data[name] = tuple(data[name]) if data[name] is not None else None
@@ -98,7 +99,7 @@ def row_of_line(line: str) -> Row:
 
 
 def here(device: str = "") -> Environment:
-    """This process: versions, machine and, if it runs from a checkout, the commit."""
+    """Return this process's environment: versions, machine and, if it runs from a checkout, the commit."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

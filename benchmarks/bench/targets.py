@@ -1,4 +1,4 @@
-"""Steps to plan, by name: the models of this repository, those of Alpa's evaluation, or a function of the user's."""
+"""Steps to plan, by name: the models of this repository, those of Alpa's evaluation, or a function of the user."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = Transformer(
     vocab_size=64, num_layers=4, hidden=32, num_heads=4, inner=128, seq_len=16, num_segments=4, dtype=jnp.float32
 )
 STEADY = replace(SMALL, vocab_size=256, hidden=128, num_heads=8, inner=512, seq_len=128)
-"""A step of some tenths of a second on the virtual devices of two cores."""
+"""A model with a step of some tenths of a second on the virtual devices of two cores."""
 
 ROUTED = Experts(num_experts=8, top_k=2, group_size=16, every=2)
 
@@ -78,7 +78,7 @@ ZOO: Mapping[str, tuple[Model, int]] = {
 """Models by name, each with a batch size; the steps use Adam. "steady" ones are large enough to be timed."""
 
 PRESETS = ("gpt-steady", "moe-steady", "wrn-steady")
-"""What is compared when nothing is named."""
+"""The models that are compared by default."""
 
 ALPA = tuple(case.id for case in PUBLISHED)
 
@@ -89,8 +89,8 @@ class Target:
 
     Attributes:
         values: makes arguments to run it on, in host memory.
-        cluster: what it was published with, if it was.
-        tflops_per_device: of a step that takes so many seconds, if its operations have been counted.
+        cluster: the cluster that it was published with; None if there is none.
+        tflops_per_device: the TFLOPS per device for the seconds of a step; None if its FLOPs have not been counted.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Target:
 
 
 def find_target(name: str, batch_size: int | None = None) -> Target:
-    """The step of that name. Raises `PlanError` when there is none, or when its batch cannot be chosen."""
+    """Return the step of that name. Raises `PlanError` if there is none, or if its batch cannot be chosen."""
     if ":" in name:
         return _of_user(name, batch_size)
     if name in CASES:
@@ -119,7 +119,7 @@ def find_target(name: str, batch_size: int | None = None) -> Target:
 
 
 def named_models(names: list[str] | None) -> tuple[str, ...]:
-    """The names as given, "alpa" for all models of its evaluation; the presets where none are."""
+    """Expand names of models: "alpa" to all models of its evaluation, none to the presets."""
     given = [part for name in names or () for part in name.split(",")]
     found = [each for name in given for each in (ALPA if name == "alpa" else (name,))]
     return tuple(dict.fromkeys(found)) or PRESETS
@@ -161,7 +161,7 @@ def _of_user(name: str, batch_size: int | None) -> Target:
 
 
 def filled(tree: Any) -> Any:
-    """Shapes as arrays: numbers as small as weights are, integers and keys of zero; arrays as they are."""
+    """Replace shapes by arrays: small random floats, integers and keys of zero; keep arrays."""
     rng = np.random.default_rng(0)
 
     def fill(leaf: Any) -> Any:

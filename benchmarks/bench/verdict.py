@@ -18,14 +18,14 @@ from benchmarks.bench.row import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Of seconds: auto over another; quartiles over the rounds where both were measured."""
+    """A ratio of seconds, auto over another, with the quartiles over the rounds where both were measured."""
 
     value: float
     quartiles: tuple[float, float] | None = None
 
     @staticmethod
     def of(one: Row, other: Row) -> Ratio | None:
-        """Measured if both were, else predicted; None where one has no plan."""
+        """Return the measured ratio if both were measured, else the predicted one; None where one has no plan."""
         if one.measured_samples and other.measured_samples:
             ratios = [a / b for a, b in zip(one.measured_samples, other.measured_samples, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
@@ -41,11 +41,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one model on one cluster.
+    """The comparison for one model on one cluster.
 
     Attributes:
         auto, manual: the best row of the search and the best manual one; None where none has a plan.
-        ratio: of their seconds, measured if they were; `predicted`: of the least that was predicted of either.
+        ratio: of their seconds, measured if they were.
+        predicted: the ratio of the smallest predicted seconds of either.
     """
 
     model: str
@@ -64,7 +65,7 @@ class Verdict:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Of the rows of one model and cluster, of which there is at least one."""
+    """Return the verdict on the rows of one model and cluster, of which there is at least one."""
     auto, manual = best([row for row in rows if row.auto]), best([row for row in rows if not row.searched])
     least = [
         min((r.predicted_step_seconds for r in some if r.predicted_step_seconds is not None), default=None)
@@ -81,7 +82,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The fastest of those with a plan: measured where any was."""
+    """Return the fastest row with a plan; measured seconds decide if there are any."""
     with_plan = [row for row in rows if not row.reason and row.step_seconds is not None]
     measured = [row for row in with_plan if row.measured_step_seconds is not None]
     return min(measured or with_plan, key=lambda row: row.step_seconds or 0.0, default=None)

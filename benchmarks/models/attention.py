@@ -28,10 +28,10 @@ NAMES = ("query", "key", "value", "core", "attention_out")
 """Names of the outputs of the projections and of the core (`jax.ad_checkpoint.checkpoint_name`)."""
 
 NUM_BUCKETS = 32
-"""Buckets of distances of T5."""
+"""The number of buckets of distances in T5."""
 
 MAX_DISTANCE = 128
-"""Distances from here on share the last bucket (T5)."""
+"""The distance from which on keys share the last bucket (T5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class Attention:
 
     Attributes:
         num_kv_heads: heads of keys and values; each serves ``num_heads / num_kv_heads`` heads of queries.
-        causal: a query sees no key behind it.
-        rotary_base: base of the rotary frequencies; None turns nothing.
+        causal: whether later keys are masked.
+        rotary_base: base of the rotary frequencies; None applies no rotation.
         bias: whether projections add a bias.
         fused: queries, keys and values by one contraction instead of three; only where they read the same input.
-        recompute_core: compute scores and softmax again in the backward pass instead of keeping them.
-        dropout: rate at which attention weights are zeroed; only where `apply` is given a key.
-        einsum: carries out the projections (`precision.narrow_einsum` in a narrow format).
+        recompute_core: compute scores and softmax again in the backward pass instead of saving them.
+        dropout: rate at which attention weights are zeroed; only if `apply` is given a key.
+        einsum: the contraction of the projections (`precision.narrow_einsum` in a narrow format).
     """
 
     hidden: int
@@ -62,7 +62,7 @@ class Attention:
     einsum: Einsum = jnp.einsum
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Weights by name; ``w_*`` are matrices (with heads as dims), ``b_*`` biases."""
+        """Return the shapes of the weights by name; ``w_*`` are matrices (with heads as dims), ``b_*`` biases."""
         group, ratio, dim = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
         parts = {"qkv": (group, ratio + 2, dim)} if self.fused else {"q": (group, ratio, dim)}
         parts |= {} if self.fused else {"k": (group, dim), "v": (group, dim)}
@@ -98,7 +98,7 @@ class Attention:
         return checkpoint_name(out + weights["b_out"] if self.bias else out, "attention_out")
 
     def _project(self, x: jax.Array, memory: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries ``[batch, seq, g, r, head_dim]``; keys and values ``[batch, keys, g, head_dim]``."""
+        """Return queries ``[batch, seq, g, r, head_dim]``; keys and values ``[batch, keys, g, head_dim]``."""
         if self.fused:
             qkv = self.einsum("bsh,hgrd->bsgrd", x, weights["w_qkv"])
             qkv = qkv + weights["b_qkv"] if self.bias else qkv
@@ -145,7 +145,7 @@ def attention_core(
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Turn pairs of features by ``position base^(-i / half)``, in float32: ``[batch, seq, ..., head_dim] -> same``."""
+    """Rotate feature pairs by ``position base^(-i / half)``, in float32: ``[batch, seq, ..., head_dim] -> same``."""
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
@@ -156,9 +156,10 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
 
 
 def distance_buckets(num_queries: int, num_keys: int, *, causal: bool) -> jax.Array:
-    """Bucket of the distance of each key from each query, ``[num_queries, num_keys]`` in ``[0, NUM_BUCKETS)``.
+    """Return the bucket of each key's distance from each query, ``[num_queries, num_keys]`` in ``[0, NUM_BUCKETS)``.
 
-    Half of the buckets of a direction hold one distance each, the rest grow by a constant factor up to `MAX_DISTANCE`.
+    Half of the buckets of a direction hold one distance each, the others grow by a constant factor up to
+    `MAX_DISTANCE`.
     Without `causal` the two directions have half of the buckets each.
     """
     distance = jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)

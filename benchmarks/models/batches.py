@@ -1,4 +1,4 @@
-"""Random batches of the shapes and within the limits that a model names: `draw_batch`."""
+"""Random batches with the shapes and the limits that a model defines: `draw_batch`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -8,30 +8,30 @@ import numpy as np
 
 
 class Model(Protocol):
-    """What all models have."""
+    """The interface of all models."""
 
     @property
     def init(self) -> Callable[[jax.Array], Any]:
-        """Draws the weights."""
+        """Draw the weights."""
         ...
 
     @property
     def loss_fn(self) -> Callable[..., Any]:
-        """``(params, batch, key=None) -> loss``."""
+        """The loss function, ``(params, batch, key=None) -> loss``."""
         ...
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         ...
 
     def batch_shapes(self, batch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch of so many samples."""
+        """Return the arrays of a batch of `batch_size` samples as shapes."""
         ...
 
 
 def draw_batch(model: Model, batch_size: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """A batch: integers below their limits, weights of losses in [0.5, 1.5), other numbers normal."""
+    """Draw a batch: integers below their limits, loss weights in [0.5, 1.5), other numbers normal."""
     rng, limits = np.random.default_rng(seed), model.limits
 
     def draw(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:

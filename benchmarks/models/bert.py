@@ -62,13 +62,16 @@ class BERT:
         return draw(key, self._shapes(), jnp.float32, self.num_segments)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return count(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``tokens``, ``types`` (of the sentence, 0 or 1) and ``present`` (1, or 0 for padding)
+        """Return the arrays of a batch as shapes.
+
+        ``tokens``, ``types`` (of the sentence, 0 or 1) and ``present`` (1, or 0 for padding)
         ``[batch, seq_len]``; ``positions``, ``targets`` and float ``weights`` ``[batch, num_masked]``; ``follows``
-        ``[batch]``, 0 or 1."""
+        ``[batch]``, 0 or 1.
+        """
         sequence, masked = (batch_size, self.seq_len), (batch_size, self.num_masked)
         found = {name: jax.ShapeDtypeStruct(sequence, jnp.int32) for name in ("tokens", "types", "present")}
         found |= {name: jax.ShapeDtypeStruct(masked, jnp.int32) for name in ("positions", "targets")}
@@ -77,7 +80,7 @@ class BERT:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {
             "tokens": self.vocab_size,
             "types": 2,

@@ -43,7 +43,10 @@ class CNN:
         }
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, in_channels]``, integer ``labels``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, in_channels]``, integer ``labels``.
+        """
         shape = (batch_size, self.image_size, self.image_size, self.in_channels)
         return {
             "images": jax.ShapeDtypeStruct(shape, self.dtype),
@@ -52,7 +55,7 @@ class CNN:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def apply(self, params: Params, images: jax.Array) -> jax.Array:
@@ -88,7 +91,7 @@ class CNN:
         Args:
             params: from `init`.
             batch: ``images`` ``[batch, image_size, image_size, in_channels]`` and ``labels`` ``[batch]`` integers.
-            key: unused (the model draws nothing); here so that all models are called alike.
+            key: unused (the model draws nothing); all models have the same signature.
             reduction: of the loss over the examples.
 
         Returns:

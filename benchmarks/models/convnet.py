@@ -67,11 +67,14 @@ class ConvNet:
         return {name: [layer(shape) for shape in some] for name, some in shapes.items()}
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return sum(prod(shape) + shape[-1] for some in self._shapes().values() for shape in some)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
+        """
         return {
             "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), jnp.float32),
             "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -79,7 +82,7 @@ class ConvNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -123,7 +126,7 @@ class ConvNet:
         return x
 
     def _shapes(self) -> dict[str, list[tuple[int, ...]]]:
-        """Shapes of the weights; biases are as long as the last dim."""
+        """Return the shapes of the weights; biases are as long as the last dim."""
         width, size, convolutions = 3, self.image_size, list[tuple[int, ...]]()
         for layer in self.convolutions:
             convolutions.append((layer.size, layer.size, width, layer.channels))
@@ -135,7 +138,7 @@ class ConvNet:
 
 
 def alexnet(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_classes: int = 1000) -> ConvNet:
-    """AlexNet in one column; `width` is that of the first convolution, which the others follow."""
+    """Return AlexNet in one column; the other widths are in proportion to `width`, the first convolution's."""
     return ConvNet(
         convolutions=(
             Convolution(channels=width, size=11, stride=4, padding=2, pools=True),
@@ -152,7 +155,7 @@ def alexnet(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_cl
 
 
 def vgg16(*, image_size: int = 224, width: int = 64, dense: int = 4096, num_classes: int = 1000) -> ConvNet:
-    """VGG-16; `width` is that of the first two convolutions, which the others follow."""
+    """Return VGG-16; the other widths are in proportion to `width`, the first two convolutions'."""
     blocks = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
     return ConvNet(
         convolutions=tuple(

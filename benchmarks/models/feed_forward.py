@@ -105,11 +105,11 @@ class Experts:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a group that an expert takes."""
+        """The number of tokens of a group that an expert takes."""
         return max(1, ceil(self.capacity_factor * self.top_k * self.group_size / self.num_experts))
 
     def shapes(self, mlp: FeedForward) -> dict[str, tuple[int, ...]]:
-        """Weights by name; those of the MLPs have a leading dim of experts."""
+        """Return the shapes of the weights by name; those of the MLPs have a leading dim of experts."""
         hidden, inner, count = mlp.hidden, mlp.inner, self.num_experts
         return {
             "w_router": (hidden, count),
@@ -145,7 +145,7 @@ class Experts:
 
 
 def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
-    """Which token goes to which slot of which expert, and with which weight.
+    """Assign tokens to slots of experts, with weights.
 
     Args:
         gates: probabilities of the experts, ``[..., tokens, experts]`` float32.
@@ -172,7 +172,9 @@ def route(gates: jax.Array, top_k: int, capacity: int) -> jax.Array:
 
 
 def auxiliary_loss(gates: jax.Array) -> jax.Array:
-    """What grows as few experts get most tokens (Lepikhin et al. 2020, algorithm 1): ``(1/E) sum_e (c_e / S) m_e``.
+    """Return a loss that grows as fewer experts get most tokens (Lepikhin et al. 2020, algorithm 1).
+
+    It is ``(1/E) sum_e (c_e / S) m_e``.
 
     Args:
         gates: probabilities of the experts, ``[..., tokens, experts]`` float32.
@@ -186,7 +188,7 @@ def auxiliary_loss(gates: jax.Array) -> jax.Array:
 
 
 def activation_function(name: Activation) -> Callable[[jax.Array], jax.Array]:
-    """The function of that name."""
+    """Return the activation function of that name."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "gelu": jax.nn.gelu,
         "relu": jax.nn.relu,

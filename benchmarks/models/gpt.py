@@ -71,13 +71,16 @@ class GPT:
         return params
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: integer ``tokens`` and ``targets`` ``[batch, seq_len]``."""
+        """Return the arrays of a batch as shapes.
+
+        Integer ``tokens`` and ``targets`` ``[batch, seq_len]``.
+        """
         shape = jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32)
         return {"tokens": shape, "targets": shape}
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"tokens": self.vocab_size, "targets": self.vocab_size}
 
     def loss_fn(
@@ -195,7 +198,7 @@ class GPT:
 
 
 def stack_layers(params: Params) -> Params:
-    """Turn unrolled weights into those of the same model with `scan_layers`."""
+    """Convert unrolled weights to the weights of the same model with `scan_layers`."""
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 

@@ -77,13 +77,16 @@ class Llama:
         }
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: integer ``tokens`` and ``targets`` ``[batch, seq_len]``."""
+        """Return the arrays of a batch as shapes.
+
+        Integer ``tokens`` and ``targets`` ``[batch, seq_len]``.
+        """
         shape = jax.ShapeDtypeStruct((batch_size, self.seq_len), jnp.int32)
         return {"tokens": shape, "targets": shape}
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"tokens": self.vocab_size, "targets": self.vocab_size}
 
     def loss_fn(

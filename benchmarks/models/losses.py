@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 Reduction = Literal["mean", "sum"]
-"""How the losses of the examples (or tokens) of a batch become one number."""
+"""The reduction of the losses of a batch's examples (or tokens) to one number."""
 
 
 @jax.named_scope("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross entropy of each label.
+    """Return the cross entropy of each label.
 
     Args:
         logits: ``[..., num_classes]``, any float dtype.

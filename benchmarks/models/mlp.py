@@ -46,13 +46,16 @@ class MLP:
         return params
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``inputs`` ``[batch, in_features]``, ``targets`` ``[batch, out_features]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``inputs`` ``[batch, in_features]``, ``targets`` ``[batch, out_features]``.
+        """
         widths = {"inputs": self.in_features, "targets": self.out_features}
         return {name: jax.ShapeDtypeStruct((batch_size, width), jnp.float32) for name, width in widths.items()}
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {}
 
     def apply(self, params: Params, inputs: jax.Array) -> jax.Array:
@@ -79,7 +82,7 @@ class MLP:
         Args:
             params: from `init`.
             batch: ``inputs`` ``[batch, in_features]`` and ``targets`` ``[batch, out_features]``.
-            key: unused (the model draws nothing); here so that all models are called alike.
+            key: unused (the model draws nothing); all models have the same signature.
             reduction: over examples and outputs.
 
         Returns:

@@ -23,7 +23,7 @@ import optax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """Steps done, an int32 scalar, and per weight the two moments and, if asked for, the copy; all float32."""
+    """Number of steps done, an int32 scalar, and per weight the two moments and optionally the copy; all float32."""
 
     count: jax.Array
     first: Any
@@ -90,7 +90,7 @@ def adam(
 
 
 def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that works on float32 copies of the weights, which are part of its state."""
+    """Return an optimizer that works on float32 copies of the weights, which are part of its state."""
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

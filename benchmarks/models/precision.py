@@ -19,7 +19,7 @@ Einsum = Callable[..., Any]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def narrow_einsum(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``einsum(equation, x, weight)`` of operands rounded to eight bits; every letter stands in two of the arrays."""
+    """Return ``einsum(equation, x, weight)`` of operands rounded to eight bits; every letter occurs in two arrays."""
     return _forward(equation, x, weight)[0]
 
 

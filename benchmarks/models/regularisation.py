@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def drop(x: jax.Array, key: jax.Array | None, rate: float) -> jax.Array:
-    """Zero entries at a rate of `rate` (to 1/256) and scale up the rest; the identity without a key or rate."""
+    """Zero entries at a rate of `rate` (to 1/256) and scale up the others; the identity without a key or rate."""
     if key is None or not rate:
         return x
     threshold = round(256 * rate)

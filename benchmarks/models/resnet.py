@@ -91,7 +91,10 @@ class ResNet:
         return sum(prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, 3]``, integer ``labels`` ``[batch]``.
+        """
         return {
             "images": jax.ShapeDtypeStruct((batch_size, self.image_size, self.image_size, 3), self.dtype),
             "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -99,7 +102,7 @@ class ResNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -115,7 +118,7 @@ class ResNet:
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (the model draws nothing); here so that all models are called alike.
+            key: unused (the model draws nothing); all models have the same signature.
             reduction: of the loss over the images.
         """
         del key
@@ -134,7 +137,7 @@ class ResNet:
         return jnp.mean(x, axis=(1, 2)) @ weights["dense"]["w"] + weights["dense"]["b"]
 
     def _stem(self, unit: Callable[..., jax.Array], images: jax.Array, weights: Params) -> jax.Array:
-        """A convolution and a maximum, each with stride 2: ``[batch, h, w, 3] -> [batch, h/4, w/4, channels]``."""
+        """Apply convolution and max pooling, stride 2 each: ``[batch, h, w, 3] -> [batch, h/4, w/4, channels]``."""
         x = unit(images, weights, stride=2, active=True)
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
@@ -157,7 +160,7 @@ class ResNet:
         return jax.nn.relu(x) if active else x
 
     def _normalise(self, x: jax.Array) -> jax.Array:
-        """To mean 0 and variance 1 per channel over `norm_batch` images, in float32: ``[batch, h, w, c] -> same``."""
+        """Normalise each channel over `norm_batch` images, to mean 0 and variance 1 in float32."""
         shape = x.shape
         x32 = x.astype(jnp.float32)
         axes = (0, 1, 2)

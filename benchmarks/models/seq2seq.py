@@ -28,7 +28,7 @@ Params = dict[str, Any]
 [in, 4 hidden], "w_h": [hidden, 4 hidden], "b": [4 hidden]}``; ``head``; with attention ``w_score``, ``w_combine``."""
 
 State = tuple[jax.Array, jax.Array]
-"""Output and cell of a layer, ``[batch, hidden]`` each."""
+"""Output and cell state of a layer, ``[batch, hidden]`` each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,15 @@ class Translator:
         return jax.tree.unflatten(structure, drawn)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return count(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: integer ``source`` and float ``source_weights`` (1, or 0 for padding) ``[batch,
-        source_len]``; integer ``inputs`` and ``targets`` and float ``weights`` ``[batch, target_len]``."""
+        """Return the arrays of a batch as shapes.
+
+        Integer ``source`` and float ``source_weights`` (1, or 0 for padding) ``[batch,
+        source_len]``; integer ``inputs`` and ``targets`` and float ``weights`` ``[batch, target_len]``.
+        """
         source, target = (batch_size, self.source_len), (batch_size, self.target_len)
         return {
             "source": jax.ShapeDtypeStruct(source, jnp.int32),
@@ -69,7 +72,7 @@ class Translator:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"source": self.source_vocab, "inputs": self.target_vocab, "targets": self.target_vocab}
 
     def loss_fn(
@@ -80,20 +83,20 @@ class Translator:
         *,
         reduction: Reduction = "mean",
     ) -> jax.Array:
-        """Cross entropy of the words of the translation, given those before; a float32 scalar.
+        """Return the cross entropy of each word of the translation, given the previous ones; a float32 scalar.
 
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); here so that all models are called alike.
-            reduction: over the words that count.
+            key: unused (nothing is drawn); all models have the same signature.
+            reduction: over the words with a weight.
         """
         del key
         total = jnp.sum(batch["weights"] * cross_entropy(self.logits(params, batch), batch["targets"]))
         return total / jnp.sum(batch["weights"]) if reduction == "mean" else total
 
     def logits(self, params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Of every word of the translation: ``[batch, target_len, target_vocab]``."""
+        """Return the logits of every word of the translation: ``[batch, target_len, target_vocab]``."""
         x = params["source_embedding"].astype(self.dtype)[batch["source"]].swapaxes(0, 1)
         zeros = jnp.zeros(x.shape[1:], self.dtype)
         memory, states = self._run(params["encoder"], x, [(zeros, zeros)] * self.num_layers)
@@ -105,7 +108,7 @@ class Translator:
         return y.swapaxes(0, 1) @ params["head"]["w"].astype(self.dtype) + params["head"]["b"].astype(self.dtype)
 
     def _run(self, cells: list[Params], x: jax.Array, states: list[State]) -> tuple[jax.Array, list[State]]:
-        """Layer by layer over time: ``[time, batch, hidden] -> same``, and the last state of each layer."""
+        """Run layer by layer over time, ``[time, batch, hidden] -> same``; also return each layer's last state."""
         last: list[State] = []
         for cell, state in zip(cells, states, strict=True):
             cell = {name: weights.astype(self.dtype) for name, weights in cell.items()}
@@ -117,7 +120,7 @@ class Translator:
     def _attended(
         self, params: Params, y: jax.Array, states: list[State], memory: jax.Array, present: jax.Array
     ) -> jax.Array:
-        """The decoder with attention and input feeding, ``[time, batch, hidden] -> same``; memory has batch first."""
+        """Run the decoder with attention and input feeding, ``[time, batch, hidden] -> same``; memory: batch first."""
         names = ("decoder", "w_score", "w_combine")
         weights = jax.tree.map(lambda w: w.astype(self.dtype), {name: params[name] for name in names})
 
@@ -132,7 +135,7 @@ class Translator:
         return lax.scan(step, (states, jnp.zeros_like(y[0])), y)[1]
 
     def _attend(self, weights: Params, x: jax.Array, memory: jax.Array, present: jax.Array) -> jax.Array:
-        """What the decoder sees: ``x [batch, hidden], memory [batch, source_len, hidden] -> [batch, hidden]``."""
+        """Attend: ``x [batch, hidden], memory [batch, source_len, hidden] -> [batch, hidden]``."""
         scores = jnp.einsum("bh,bsh->bs", x @ weights["w_score"], memory).astype(jnp.float32)
         scores = jnp.where(present > 0.0, scores, jnp.finfo(jnp.float32).min)
         seen = jnp.einsum("bs,bsh->bh", jax.nn.softmax(scores, axis=-1).astype(x.dtype), memory)
@@ -158,12 +161,12 @@ class Translator:
 
 
 def lstm_cell(weights: Params, state: State, given: jax.Array) -> tuple[State, jax.Array]:
-    """One step of a layer (Hochreiter and Schmidhuber 1997, with forget gates).
+    """Compute one step of a layer (Hochreiter and Schmidhuber 1997, with forget gates).
 
     Args:
-        weights: of the cell; ``w_h`` is used here.
-        state: output and cell before, ``[batch, hidden]`` each.
-        given: what comes from the input, bias included, ``[batch, 4 hidden]``.
+        weights: weights of the cell; only ``w_h`` is used here.
+        state: previous output and cell state, ``[batch, hidden]`` each.
+        given: contribution of the input, bias included, ``[batch, 4 hidden]``.
 
     Returns:
         The new state, and its output.

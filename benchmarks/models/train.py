@@ -24,7 +24,7 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """All that a train step carries from one call to the next; a pytree.
+    """The state that a train step passes from one call to the next; a pytree.
 
     Attributes:
         params: the model's weights, any pytree of arrays.
@@ -38,7 +38,7 @@ class TrainState:
 
 
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""``(state, batch, key=None) -> (state, metrics)``."""
+"""The signature of a train step: ``(state, batch, key=None) -> (state, metrics)``."""
 
 
 def make_optimizer(
@@ -52,7 +52,7 @@ def make_optimizer(
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return TrainState(params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32))
 
 

@@ -141,7 +141,7 @@ class Transformer:
 
     @property
     def period(self) -> int:
-        """Layers until the kinds of layers repeat."""
+        """The number of layers until the kinds of layers repeat."""
         return 1 if self.experts is None else self.experts.every
 
     def init(self, key: jax.Array) -> Params:
@@ -149,7 +149,7 @@ class Transformer:
         return draw(key, self._shapes(), self.param_dtype, self.num_segments)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return count(self._shapes())
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -171,7 +171,7 @@ class Transformer:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {
             **dict.fromkeys(("tokens", "targets", "inputs"), self.vocab_size),
             **dict.fromkeys(("types", "follows"), 2),
@@ -262,7 +262,7 @@ class Transformer:
         return self._norm(x, _cast(params["final_norm"], self.dtype))
 
     def _recomputed(self, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """The layer under the policy of `recompute`."""
+        """Apply the policy of `recompute` to a layer."""
         if self.recompute in ("none", "selective"):
             return layer
         policies = jax.checkpoint_policies
@@ -334,7 +334,7 @@ class Transformer:
         )
 
     def _shapes(self) -> Params:
-        """Shapes of the weights; those of the layers are not yet cut into segments."""
+        """Return the shapes of the weights, with the layers not yet split into segments."""
         hidden, norm = self.hidden, self._norm_shapes()
         shapes: Params = {"token_embedding": (self.vocab_size, hidden), **self._stack_shapes(decoder=True)}
         if self.num_encoder_layers:
@@ -358,7 +358,7 @@ class Transformer:
         return shapes
 
     def _stack_shapes(self, *, decoder: bool) -> Params:
-        """``layers`` with the whole stack in one segment, the norm behind it and the bias of its attention."""
+        """Return ``layers`` with the whole stack in one segment, the final norm, and the bias of its attention."""
         periods = (self.num_layers if decoder else self.num_encoder_layers) // self.period
         layers = [self._layer_shapes(i, decoder=decoder) for i in range(self.period)]
         shapes: Params = {"layers": stacked(layers, periods)}
@@ -369,7 +369,7 @@ class Transformer:
         return shapes
 
     def _layer_shapes(self, index: int, *, decoder: bool) -> Params:
-        """Shapes of layer number `index` of a period."""
+        """Return the shapes of layer number `index` of a period."""
         norm, mlp = self._norm_shapes(), self._feed_forward()
         shapes: Params = {"norm1": norm, "attention": self._attention(causal=False).shapes(), "norm2": norm}
         if decoder and self.num_encoder_layers:
@@ -384,5 +384,5 @@ class Transformer:
 
 
 def _cast(weights: Any, dtype: Any) -> Any:
-    """All weights in another dtype."""
+    """Convert all weights to another dtype."""
     return jax.tree.map(lambda w: w.astype(dtype), weights)

@@ -56,18 +56,21 @@ class UNet:
         return jax.tree.unflatten(structure, convolutions)
 
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         shapes = jax.tree.leaves(self._shapes(), is_leaf=lambda node: isinstance(node, tuple))
         return sum(prod(shape) + shape[-1] for shape in shapes)
 
     @property
     def label_size(self) -> int:
-        """Pixels of a side that get a label."""
+        """The number of labelled pixels per side."""
         return self._sizes()[-1]
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch: ``images`` ``[batch, image_size, image_size, in_channels]``; integer ``labels`` and
-        float ``weights`` ``[batch, label_size, label_size]``."""
+        """Return the arrays of a batch as shapes.
+
+        ``images`` ``[batch, image_size, image_size, in_channels]``; integer ``labels`` and
+        float ``weights`` ``[batch, label_size, label_size]``.
+        """
         labels = (batch_size, self.label_size, self.label_size)
         images = (batch_size, self.image_size, self.image_size, self.in_channels)
         return {
@@ -78,7 +81,7 @@ class UNet:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By name, what the integers of a batch are below."""
+        """Return the exclusive upper bound of the integers of each array of a batch, by name."""
         return {"labels": self.num_classes}
 
     def loss_fn(
@@ -94,7 +97,7 @@ class UNet:
         Args:
             params: from `init`.
             batch: arrays of the names and shapes of `batch_shapes`.
-            key: unused (nothing is drawn); here so that all models are called alike.
+            key: unused (nothing is drawn); all models have the same signature.
             reduction: over all pixels of the batch.
         """
         del key
@@ -115,13 +118,13 @@ class UNet:
         return _convolve(x, params["head"], "VALID")
 
     def _two(self, x: jax.Array, block: Params) -> jax.Array:
-        """Two convolutions with relu."""
+        """Apply two convolutions with relu."""
         for name in ("first", "second"):
             x = jax.nn.relu(_convolve(x, block[name], self.padding))
         return x
 
     def _sizes(self) -> list[int]:
-        """Pixels of a side in front of each pooling, at the bottom, and behind each level on the way up."""
+        """Return pixels per side before each pooling, at the bottom, and after each level on the way up."""
         lost, sizes = 4 if self.padding == "VALID" else 0, [self.image_size]
         for level in range(self.depth + 1):
             size = sizes[-1] - lost if not level else sizes[-1] // 2 - lost
@@ -138,7 +141,7 @@ class UNet:
         return sizes
 
     def _shapes(self) -> Params:
-        """Shapes of the convolutions; biases are as long as the last dim."""
+        """Return the shapes of the convolutions; biases are as long as the last dim."""
         widths = [self.channels * 2**level for level in range(self.depth + 1)]
         inputs = [self.in_channels, *widths[:-1]]
         down = [{"first": (3, 3, i, o), "second": (3, 3, o, o)} for i, o in zip(inputs, widths, strict=True)]
@@ -147,18 +150,18 @@ class UNet:
 
 
 def _convolve(x: jax.Array, weights: Params, padding: str) -> jax.Array:
-    """Convolution and bias."""
+    """Apply a convolution and a bias."""
     w = weights["w"].astype(x.dtype)
     return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")) + weights["b"]
 
 
 def _up(x: jax.Array, weights: Params) -> jax.Array:
-    """Transposed convolution: ``[batch, h, w, in] -> [batch, 2 h, 2 w, out]``."""
+    """Apply a transposed convolution: ``[batch, h, w, in] -> [batch, 2 h, 2 w, out]``."""
     w = weights["w"].astype(x.dtype)
     return lax.conv_transpose(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) + weights["b"]
 
 
 def _middle(x: jax.Array, size: int) -> jax.Array:
-    """The middle ``size × size`` pixels."""
+    """Return the middle ``size × size`` pixels."""
     edge = (x.shape[1] - size) // 2
     return x[:, edge : edge + size, edge : edge + size]

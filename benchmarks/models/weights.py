@@ -1,6 +1,6 @@
-"""Weights from a tree of shapes: how many there are, how they are drawn, how stacks of layers are cut.
+"""Weights from a tree of shapes: counting, drawing, and splitting stacks of layers into segments.
 
-A shape is a tuple; its name in the tree says how it is drawn: ``scale`` as ones, ``bias``, ``b``, ``b_*`` and
+A shape is a tuple; its name in the tree decides how it is drawn: ``scale`` as ones, ``bias``, ``b``, ``b_*`` and
 ``vocab_bias`` as zeros, anything else normal(0.02) (`draw`).
 """
 
@@ -15,23 +15,23 @@ Shapes = Any
 
 
 def count(shapes: Shapes) -> int:
-    """Number of weights."""
+    """Return the number of weights."""
     return sum(prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=_is_shape))
 
 
 def stacked(shapes: Shapes, size: int) -> Shapes:
-    """The shapes of `size` such trees, stacked along a leading dim."""
+    """Return the shapes of `size` such trees, stacked along a leading dim."""
     return jax.tree.map(lambda shape: (size, *shape), shapes, is_leaf=_is_shape)
 
 
 def draw(key: jax.Array, shapes: Shapes, dtype: Any, num_segments: int) -> dict[str, Any]:
-    """Weights of these shapes.
+    """Draw weights of these shapes.
 
     Args:
-        key: of the random weights.
+        key: the random key.
         shapes: a dict whose ``layers``, and those of its ``encoder`` if there is one, are stacked.
-        dtype: of the weights.
-        num_segments: parts that ``layers`` is cut into, a list then; the weights do not depend on it.
+        dtype: dtype of the weights.
+        num_segments: number of segments into which ``layers`` is split, as a list; the weights do not depend on it.
     """
     keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes, is_leaf=_is_shape))))
 
@@ -51,14 +51,14 @@ def draw(key: jax.Array, shapes: Shapes, dtype: Any, num_segments: int) -> dict[
 
 
 def segment_sizes(total: int, num_segments: int) -> tuple[int, ...]:
-    """`total` as a sum of `num_segments` numbers as equal as possible, the larger ones in the middle."""
+    """Return `num_segments` numbers with the sum `total`, as equal as possible, the larger ones in the middle."""
     size, larger = divmod(total, num_segments)
     first = (num_segments - larger) // 2
     return tuple(size + (first <= i < first + larger) for i in range(num_segments))
 
 
 def _cut(layers: Any, num_segments: int) -> list[Any]:
-    """The layers of one stack, leaves ``[layers, ...]``, as segments."""
+    """Split the layers of one stack, leaves ``[layers, ...]``, into segments."""
     sizes = segment_sizes(jax.tree.leaves(layers)[0].shape[0], num_segments)
     ends = [sum(sizes[: i + 1]) for i in range(num_segments)]
     return [

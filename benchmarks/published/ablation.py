@@ -1,4 +1,4 @@
-"""The cost model without one of its terms, to see what the term is worth."""
+"""The cost model without one of its terms, to measure what the term contributes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _without_overlap(backend: Backend) -> Backend:
 
 
 def _without_efficiency_curve(cluster: Cluster) -> Cluster:
-    """Every product sustains what the largest do."""
+    """Return the cluster with the efficiency of the largest product for all products."""
     return replace(cluster, device=replace(cluster.device, num_units=1, tiles=((1, 1),), fill_depth=0.0))
 
 
 def _without_latency(cluster: Cluster) -> Cluster:
-    """Neither kernels nor messages take time to start, and hosts end their steps together."""
+    """Return the cluster without start-up times of kernels and messages, whose hosts end their steps together."""
 
     def prompt(link: Link) -> Link:
         return replace(link, latency_seconds=0.0, ramp_seconds=0.0, skew_seconds=0.0)

@@ -45,7 +45,7 @@ _USUAL_LINK = (
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The hosts, devices and links of a run. Raises `RowError` for an accelerator that nothing is known of."""
+    """Return the hosts, devices and links of a run. Raises `RowError` for an unknown accelerator."""
     name = device_name(row.hardware)
     device = replace(load_device(name), memory_bytes=UNLIMITED_BYTES)
     per_host = min(row.devices_per_host, row.num_devices)
@@ -66,9 +66,9 @@ def cluster_of(row: Row) -> Cluster:
 
 
 def device_name(hardware: str) -> str:
-    """The shipped device that a row means: of its family (the first word of a device's name), the most words alike.
+    """Return the shipped device that a row means: of its family (first word of the name), the one sharing most words.
 
-    Cards in a slot (PCIe) are meant only where they are named. Raises `RowError` where the family is unknown.
+    PCIe cards are meant only where they are named. Raises `RowError` if the family is unknown.
     """
     words = _words(hardware)
     family = [name for name in known_devices() if _family(name) in words]
@@ -87,7 +87,7 @@ def _family(name: str) -> str:
 
 
 def _words(name: str) -> set[str]:
-    """Words of a name in small letters; those that only together name a family are one."""
+    """Return the words of a name in lower case; words that name a family only together are joined."""
     text = re.sub(r"\b(?:(tpu)[\s\-_]*(?=v)|(rtx)[\s\-_]*(?=\d))", r"\1\2-", name.lower())
     words = {w for w in re.split(r"[\s_/]+|(?<!tpu)(?<!rtx)-", text) if w}
     return words | {"sxm" for w in words if w.startswith("sxm")}
@@ -109,7 +109,7 @@ def _intra_name(row: Row, device: str) -> str:
 
 
 def _stated(text: str, link: Link) -> Link:
-    """The link with the bandwidth that the text states: GB/s are bytes, both directions where it says bidir."""
+    """Return the link with the bandwidth that the text states: GB/s are bytes, both directions if it says bidir."""
     found = re.search(r"(\d+(?:\.\d+)?)\s*(TB|GB)/s", text)
     if not found:
         return link
@@ -118,7 +118,7 @@ def _stated(text: str, link: Link) -> Link:
 
 
 def _domain(row: Row) -> int:
-    """Devices that the link inside a host reaches."""
+    """Return the number of devices that the link inside a host connects."""
     found = re.search(r"nvl\s?(\d+)", f"{row.intra_link} {row.inter_link}".lower())
     return int(found[1]) if found else row.devices_per_host
 
@@ -152,7 +152,10 @@ def _network(row: Row, device: str, per_host: int) -> Link:
 
 
 def _stated_network(text: str, per_host: int) -> _Network | None:
-    """Bits per second and cards of one host, from text like "8x400 Gb/s", "800 Gb/s per node (4x HDR200)", or None."""
+    """Return bits per second and network cards of one host, or None if the text states none.
+
+    Examples of texts are "8x400 Gb/s" and "800 Gb/s per node (4x HDR200)".
+    """
     times = re.search(rf"(\d+)\s*[x×]\s*{_BITS}", text) or re.search(rf"(\d+)\s*[x×]\s*{_BYTES}", text)
     if times:
         return _Network(int(times[1]) * float(times[2]) * _UNITS[times[3]], int(times[1]))
@@ -167,7 +170,7 @@ def _stated_network(text: str, per_host: int) -> _Network | None:
 
 
 def _slices(row: Row, name: str, device: Device, num_hosts: int, per_host: int, network: Link) -> Cluster:
-    """TPU slices: all chips of a slice on one torus, slices on the data-centre network."""
+    """Return TPU slices: all chips of a slice on one torus, slices on the data-centre network."""
     generation = name.removeprefix("tpu-").removeprefix("tpu")
     link = link_from_json(f"ici-{generation}", "intra_host")
     per_slice = _slice_size(row)
@@ -186,6 +189,6 @@ def _slices(row: Row, name: str, device: Device, num_hosts: int, per_host: int, 
 
 
 def _slice_size(row: Row) -> int:
-    """Chips per slice: what the sharding text says, else all of them up to a pod of 256."""
+    """Return the chips per slice: as the sharding text says, else all of them up to a pod of 256."""
     found = re.search(r"fsdp(\d+) in slice", row.sharding.lower())
     return int(found[1]) if found else min(row.num_devices, 256)

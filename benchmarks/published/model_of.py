@@ -38,7 +38,7 @@ class Training:
 
 
 def training_of(row: Row, *, num_segments: int = 1) -> Training:
-    """The train step of a run with shapes to trace it with; nothing is allocated."""
+    """Return the train step of a run with shapes to trace it with; nothing is allocated."""
     model = model_of(row, num_segments=num_segments)
     mixed = model.dtype != jnp.float32
     optimizer = adam(weight_decay=0.01, trust_ratio=row.family == "bert", master_weights=mixed)
@@ -53,10 +53,10 @@ def training_of(row: Row, *, num_segments: int = 1) -> Training:
 
 
 def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
-    """The model of a row. Raises `RowError` where the description is not enough.
+    """Return the model of a row. Raises `RowError` if the description is not sufficient.
 
-    Tables seldom say whether layers are gated and embeddings tied, and some count widths in their own way: of the
-    forms that a family takes, the one is built whose number of parameters comes closest to what the row states.
+    Tables seldom say whether layers are gated and embeddings tied, and some count widths in their own way. Of the usual
+    forms of a family, the one is built whose number of parameters comes closest to the stated one.
     """
     precision = row.precision.split("-")[0]
     if precision not in _DTYPES:
@@ -79,7 +79,7 @@ def model_of(row: Row, *, num_segments: int = 1) -> Transformer | ResNet:
 
 
 def _transformer(row: Row, dtype: Any, num_segments: int) -> Transformer:
-    """The form that a family usually has."""
+    """Return the usual form of a family."""
     # Experts are gated, norms without means and projections without biases since Mixtral (2023) at the latest.
     plain = row.family in ("llama", "t5") or (row.family == "moe" and is_recent(row))
     recompute = recompute_of(row)

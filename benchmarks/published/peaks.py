@@ -1,13 +1,13 @@
 """Predicted peak memory against peaks that were measured on GPUs: the intra-operator ablation of Alpa.
 
-The measurements are those of Zheng et al., OSDI 2022, figure 8: alpa-projects/alpa, branch osdi22_artifact,
+The measurements are from Zheng et al., OSDI 2022, figure 8: alpa-projects/alpa, branch osdi22_artifact,
 osdi22_artifact/results_intra_ablation_ref.tsv, in GiB (`GB = 1 << 30` in benchmark/alpa/exp_intra_ablation.py, which
-has the sizes of the models too). One micro-batch on V100s of one host. What decides on memory beside that
-(benchmark/alpa/benchmark_one_case_*.py): no dropout, an output projection of its own; Adam with float32 copies of
-float16 weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
+also has the sizes of the models). One micro-batch on V100s of one host. Other settings that decide on memory
+(benchmark/alpa/benchmark_one_case_*.py): no dropout, an untied output projection; Adam with float32 copies of float16
+weights for GPT, Adafactor with copies for MoE, SGD with momentum in float32 for Wide-ResNet.
 
-Rows whose sharding Alpa searched are predicted with the logical mesh that it found and with our search on it; runs that
-shard the largest dim, and those that repeat another, are left out.
+Rows whose sharding Alpa searched are predicted with the logical mesh of Alpa's plan and with our search on it; runs
+that shard the largest dim, and those that repeat another, are left out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _MEASURED_GIB: dict[tuple[Family, Sharding], dict[tuple[int, int], float]] = {
     ("Wide-ResNet", "zero-2"): {(2, 1): 9.25, (4, 1): 10.78},
     ("Wide-ResNet", "zero-3"): {(2, 1): 7.76, (4, 1): 7.19, (8, 1): 10.17},
 }
-"""By the sizes of the logical mesh: data-parallel × tensor-parallel devices."""
+"""The plans by the sizes of the logical mesh: data-parallel × tensor-parallel devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def num_devices(self) -> int:
-        """Devices of one host."""
+        """The number of devices, all of one host."""
         return self.data * self.model
 
 
@@ -105,19 +105,19 @@ class PeakRow:
 
     @property
     def ratio(self) -> float:
-        """Predicted to measured."""
+        """Predicted to measured peak."""
         return self.predicted_gib / self.measured_gib
 
 
 def runs() -> Iterator[Run]:
-    """The measured runs."""
+    """Yield the measured runs."""
     for (family, sharding), by_mesh in _MEASURED_GIB.items():
         for (data, model), gib in by_mesh.items():
             yield Run(family=family, sharding=sharding, data=data, model=model, measured_gib=gib)
 
 
 def planner_of(run: Run) -> Hybrid:
-    """The plan of a run."""
+    """Return the planner that makes the plan of a run."""
     return Hybrid(
         data=run.data,
         model=run.model,
@@ -130,14 +130,14 @@ def planner_of(run: Run) -> Hybrid:
 
 
 def cluster_of(run: Run) -> Cluster:
-    """The devices of a run, without a limit on memory: some runs are here for how much more they would need."""
+    """Return the devices of a run, without a memory limit: some runs exceed it, and the excess is of interest."""
     cluster = al.cluster("p3.16xlarge", num_hosts=1)
     device = replace(cluster.device, memory_bytes=_UNLIMITED_BYTES)
     return replace(cluster, devices_per_host=run.num_devices, device=device)
 
 
 def predicted(run: Run) -> PeakRow:
-    """The peak of our plan for a run."""
+    """Return the predicted peak of our plan for a run."""
     planned = traced(run).plan(cluster=cluster_of(run), planner=planner_of(run), num_microbatches=1)
     plan = planned.last_plan
     (stage,), (peak,) = plan.stages, plan.prediction.peak_bytes
@@ -154,7 +154,7 @@ def predicted(run: Run) -> PeakRow:
 
 
 def traced(run: Run) -> TracedFunction:
-    """The train step of a run, traced with shapes alone."""
+    """Trace the train step of a run with shapes only."""
     model, optimizer, batch = _training(run)
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
     return al.parallelize(make_train_step(model.loss_fn, optimizer)).trace(state, batch)
@@ -183,7 +183,7 @@ def _training(run: Run) -> tuple[Any, optax.GradientTransformation, Any]:
 
 
 def run_all(say: Callable[[str], None]) -> list[PeakRow]:
-    """All runs, predicted."""
+    """Return the predictions of all runs."""
     rows: list[PeakRow] = []
     for run in runs():
         say(f"{run.family}, {run.sharding}, {run.data} × {run.model}")
@@ -192,13 +192,13 @@ def run_all(say: Callable[[str], None]) -> list[PeakRow]:
 
 
 def bias_and_spread(ratios: Sequence[float]) -> tuple[float, float]:
-    """Geometric mean of some ratios, and their geometric standard deviation."""
+    """Return the geometric mean of some ratios, and their geometric standard deviation."""
     logarithms = [math.log(ratio) for ratio in ratios]
     return math.exp(statistics.fmean(logarithms)), math.exp(statistics.pstdev(logarithms))
 
 
 def rendered(rows: Sequence[PeakRow]) -> Table:
-    """The table, and the bias and spread by kind of sharding."""
+    """Return the table, with bias and spread by kind of sharding."""
     table = Table("model", "sharding", "mesh", "state", "saved", "temporary", "predicted", "measured", "ratio")
     for column in table.columns[3:]:
         column.justify = "right"

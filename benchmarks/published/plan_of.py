@@ -14,14 +14,14 @@ from cost_models.backend import Backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How state is split over data-parallel devices: a ZeRO stage, and how many groups hold whole copies."""
+    """The sharding of state over data-parallel devices: a ZeRO stage, and how many groups hold whole copies."""
 
     stage: int
     replicas: int = 1
 
 
 def sharding_of(row: Row) -> Sharding:
-    """The ZeRO stage in the words of the table; FSDP is stage 3, a distributed optimizer stage 1."""
+    """Return the ZeRO stage from the words of the table; FSDP is stage 3, a distributed optimizer stage 1."""
     text = row.sharding.lower()
     if "fsdp" in text or "zero-3" in text or "full_shard" in text:
         degree = re.search(r"fsdp(?:2\b)?+\s*(\d+)", text)  # a 2 that stands alone is the version
@@ -36,22 +36,24 @@ def sharding_of(row: Row) -> Sharding:
 
 
 def expert_devices(row: Row) -> int:
-    """How many data-parallel devices may hold different experts; a searched sharding is free to use them all."""
+    """Return the number of data-parallel devices that may hold different experts; a searched sharding may use all."""
     searched = "ilp" in row.sharding.lower() or not row.sharding
     return row.data if row.experts is not None and row.expert == 1 and searched else row.expert
 
 
 def is_recent(row: Row) -> bool:
-    """Whether the run's software dates from about 2023 on, when bfloat16 had replaced float16 and frameworks had
-    learnt to reduce gradients during the backward pass."""
+    """Whether the run's software dates from about 2023 on.
+
+    By then bfloat16 had replaced float16, and frameworks reduced gradients during the backward pass.
+    """
     return not row.precision.startswith(("fp16", "fp32", "tf32"))
 
 
 def fuses_attention(row: Row) -> bool:
     """Whether attention runs as one kernel.
 
-    It came to PyTorch with version 2.0 (2023, as did FSDP in its present words), to others with Transformer Engine
-    ("-te") and with the libraries for Hopper GPUs and for TPUs of the time.
+    Fused attention was added to PyTorch with version 2.0 (2023, as was FSDP in its present form), to others with
+    Transformer Engine ("-te") and with the libraries for Hopper GPUs and for TPUs of the time.
     """
     if not is_recent(row):
         return False
@@ -82,7 +84,7 @@ _CALL_SECONDS = {"all": 5.7e-5, "calls": 1e-5}
 
 
 def call_seconds(row: Row) -> float:
-    """Host seconds per kernel; nothing where the description names a compiler, or the devices need one."""
+    """Return the host seconds per kernel; 0 where the description names a compiler, or the devices need one."""
     notes = row.notes.lower().replace("no torch.compile", "")
     if device_name(row.hardware).startswith("tpu") or any(word in notes for word in _COMPILERS):
         return 0.0
@@ -90,7 +92,7 @@ def call_seconds(row: Row) -> float:
 
 
 def backend_of(row: Row) -> Backend:
-    """What the run's software hides and fuses."""
+    """Return what the run's software overlaps and fuses."""
     recent = is_recent(row)
     return Backend(
         fused_attention=fuses_attention(row),
@@ -106,14 +108,14 @@ def backend_of(row: Row) -> Backend:
 
 
 def periods_of(row: Row) -> int:
-    """How often the layers repeat: where one in several has experts, these make a period."""
+    """Return the number of periods of layers: if one layer in several has experts, these layers make a period."""
     return row.layers // (row.experts.every if row.experts is not None else 1)
 
 
 def chunks_of(row: Row) -> int:
-    """Chunks of the model per device of a pipeline: what the row says, at most one per period of layers.
+    """Return the chunks of the model per device of a pipeline, as stated, at most one per period of layers.
 
-    Where it says nothing, the most equal chunks up to eight: recipes interleave as finely as that.
+    If nothing is stated, the number up to eight that divides the layers most equally: recipes interleave as finely.
     """
     per_stage = periods_of(row) // row.pipeline
     if row.pipeline == 1 or per_stage < 2:
@@ -124,7 +126,7 @@ def chunks_of(row: Row) -> int:
 
 
 def schedule_of(row: Row) -> Schedule:
-    """1F1B, interleaved where the run has several chunks of the model per device."""
+    """Return 1F1B, interleaved if the run has several chunks of the model per device."""
     chunks = chunks_of(row)
     if chunks > 1 and (row.num_microbatches or 1) % row.pipeline == 0:
         return Interleaved1F1B(num_chunks=chunks)
@@ -132,7 +134,7 @@ def schedule_of(row: Row) -> Schedule:
 
 
 def devices_of_stages(row: Row) -> tuple[int, ...]:
-    """Devices of each stage, () where all have equally many: as the row says; what degrees leave goes to the first."""
+    """Return the devices of each stage as stated, () if all have equally many; the remainder goes to the first."""
     if row.stage_devices or row.num_devices % row.pipeline == 0:
         return row.stage_devices
     each, left = divmod(row.num_devices, row.pipeline)
@@ -140,7 +142,7 @@ def devices_of_stages(row: Row) -> tuple[int, ...]:
 
 
 def loops_of(row: Row) -> int:
-    """The loops that the layers are written as: one for each stage, or one where stages are not alike.
+    """Return the number of loops in which the layers are written: one per stage, or one if stages differ.
 
     Stages of convolutional models differ, and so do those that cut between a layer of experts and its neighbour.
     """
@@ -149,9 +151,9 @@ def loops_of(row: Row) -> int:
 
 
 def recompute_of(row: Row) -> Recompute:
-    """What the backward pass computes again, in the words of `benchmarks.models.transformer.Recompute`.
+    """Return the recomputation of the backward pass, as a `benchmarks.models.transformer.Recompute`.
 
-    Fused attention computes its scores again whatever else is kept.
+    Fused attention computes its scores again in any case.
     """
     text = row.recompute.lower()
     if text.startswith("full"):

@@ -1,4 +1,4 @@
-"""The predicted step of a published run: its model traced, its manual plan made, the plan simulated."""
+"""The predicted step of a published run: trace its model, make its manual plan, simulate the plan."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MICROBATCHES = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """What the model says of a run."""
+    """The plan and the predicted seconds of a run."""
 
     plan: al.Plan
     seconds: float
 
     def breakdown(self) -> dict[str, Any]:
-        """Where the predicted time goes: seconds per step on one device, and what the plan was."""
+        """Return the predicted seconds per step on one device by cause, and a description of the plan."""
         prediction, stages = self.plan.prediction, self.plan.stages
         count = self.plan.num_microbatches
         return {
@@ -58,16 +58,16 @@ class PredictedRun:
 
 @dataclass(kw_only=True)
 class Predictor:
-    """Predicts rows; traced steps are kept, since rows that differ in devices alone share them."""
+    """Predicts rows; traced steps are memoised, since rows that differ only in devices share them."""
 
     change_backend: Callable[[Backend], Backend] = lambda backend: backend
     change_cluster: Callable[[Cluster], Cluster] = lambda cluster: cluster
     _traced: dict[object, TracedFunction] = field(default_factory=dict[object, TracedFunction])
 
     def predict(self, row: Row) -> PredictedRun:
-        """The predicted step. Raises `RowError` with the reason where the run cannot be built.
+        """Return the predicted step. Raises `RowError` with the reason if the run cannot be built.
 
-        A row without a micro-batch size gets the fastest of a few: tables leave out what was tuned.
+        A row without a micro-batch size gets the fastest of a few, since tables omit tuned values.
         """
         if unequal := devices_of_stages(row):
             row = replace(row, data=lcm(*(max(1, n // (row.model * row.context)) for n in unequal)))

@@ -1,6 +1,6 @@
-"""One row of the table of published runs: the run's description, and what was measured, kept apart.
+"""One row of the table of published runs: the run's description and, separately, its measurements.
 
-Numbers may be missing (blank); a cell that is no number where one is needed is a `RowError` that says so.
+Numbers may be missing (blank); a cell that is not a number where one is needed raises a `RowError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts: how many, how many each token visits, in one of every so many layers, tokens per group."""
+    """A mixture of experts: their number, how many each token visits, one layer in every `every`, tokens per group."""
 
     count: int
     top_k: int
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def batch_size(self) -> int:
-        """Samples per step."""
+        """The number of samples per step."""
         if self.global_batch is not None:
             return self.global_batch
         if self.micro_batch is None:
@@ -100,13 +100,13 @@ class Row:
 
 
 def read_rows(path: str | Path) -> list[Mapping[str, str]]:
-    """The cells of a table, row by row."""
+    """Return the cells of a table, row by row."""
     with Path(path).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def parse_row(cells: Mapping[str, str]) -> Row:
-    """The row of these cells. Raises `RowError` for a cell that cannot be read."""
+    """Return the row of these cells. Raises `RowError` for a cell that cannot be read."""
     families: Mapping[str, Family] = {name: name for name in get_args(Family)}
     family = families.get(cells["family"].strip())
     if family is None:
@@ -166,7 +166,7 @@ def parse_row(cells: Mapping[str, str]) -> Row:
 
 
 def measured_seconds(cells: Mapping[str, str]) -> float | None:
-    """The measured step time; None where there is none."""
+    """Return the measured seconds of a step; None if there are none."""
     return _amount(cells, "measured_step_time_s")
 
 
@@ -195,7 +195,7 @@ def _amount(cells: Mapping[str, str], column: str, *, kind: str = "number") -> f
 
 
 def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tuple[int, int]:
-    """A number, or two ("24+24": encoder + decoder): (the last, the first or 0), or in the order of the text."""
+    """Parse a number, or two ("24+24": encoder + decoder): (the last, the first or 0), or in the order of the text."""
     numbers = [int(n) for n in re.findall(r"\d+", (cells.get(column) or "").replace(",", ""))]
     if not numbers:
         raise RowError(f"{column} is {cells.get(column, '')!r}: a number, or two joined by +, is needed.")
@@ -205,7 +205,7 @@ def _pair(cells: Mapping[str, str], column: str, *, order: str = "last") -> tupl
 
 
 def _stages(notes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks and devices of each stage: "3 stages 8/5/3 blocks on 2,1,1 GPUs"-like text; () where nothing is said."""
+    """Parse blocks and devices of each stage from text like "3 stages 8/5/3 blocks on 2,1,1 GPUs"; () if none."""
     found = re.search(r"stages ([\d/]+) blocks(?: on ([\d,]+) GPUs)?", notes)
     if not found:
         return (), ()
@@ -213,7 +213,7 @@ def _stages(notes: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _experts(text: str) -> Experts | None:
-    """ "16/2 (MoE in every 2nd layer, group size 2048)"-like text."""
+    """Parse text like "16/2 (MoE in every 2nd layer, group size 2048)"."""
     found = re.match(r"\s*(\d+)\s*/\s*(\d+)", text)
     if not found:
         return None

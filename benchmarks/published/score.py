@@ -1,10 +1,10 @@
-"""How far predictions are from what was measured.
+"""The error of predictions against measurements.
 
 error(row)      = predicted / measured - 1
 error(group)    = mean of |error| over its rows
 score           = mean of error(group) over the groups: large groups do not dominate
 left out (row)  = predicted * c / measured - 1, c the median of measured / predicted over the other groups of the
-                  row's hardware: what one more constant per device, fitted without the group, would do (left_out)
+              row's hardware: the effect of one more constant per device, fitted without the group (left_out)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A row's prediction; what could not be predicted has no seconds but a reason."""
+    """The prediction for a row; without seconds, `reason` says why."""
 
     id: str
     group: str
@@ -27,7 +27,7 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less one; None where one of them is missing."""
+        """Predicted over measured seconds, minus one; None where one of them is missing."""
         if self.predicted_seconds is None or not self.measured_seconds:
             return None
         return self.predicted_seconds / self.measured_seconds - 1
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScore:
-    """Errors of one group: mean absolute, mean, largest absolute; `left_out_error` as the module says."""
+    """The errors of one group: mean absolute, mean, largest absolute; `left_out_error` as the module defines it."""
 
     group: str
     num_rows: int
@@ -48,7 +48,7 @@ class GroupScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """All groups, and their mean."""
+    """The scores of all groups, and their mean."""
 
     groups: tuple[GroupScore, ...]
     error: float | None
@@ -56,7 +56,7 @@ class Score:
 
 
 def score(outcomes: Sequence[Outcome]) -> Score:
-    """Errors by group and in all."""
+    """Return the errors by group and in all."""
     names = dict.fromkeys(outcome.group for outcome in outcomes)
     groups = tuple(_group(name, outcomes) for name in names)
     found = [group.error for group in groups if group.error is not None]
@@ -84,7 +84,7 @@ def _group(name: str, outcomes: Sequence[Outcome]) -> GroupScore:
 
 
 def left_out(name: str, outcomes: Sequence[Outcome]) -> float | None:
-    """Mean absolute error of a group after correction by the other groups of each row's hardware; None without rows."""
+    """Return a group's mean absolute error after the correction that the module defines; None without rows."""
     errors: list[float] = []
     for row in outcomes:
         if row.group != name or row.error is None:

@@ -267,7 +267,7 @@ def test_launch_runs_a_program_in_processes(at_work, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["launch", "--processes", "2", "nowhere.py"], "'nowhere.py' is no file"),
+        (["launch", "--processes", "2", "nowhere.py"], "'nowhere.py' is not a file"),
         (["launch", "--processes", "2"], "nothing to launch"),
         (["launch", "--processes", "0", "users_model.py"], "at least one is needed"),
         (["launch", "--processes", "1", "--devices-per-process", "0", "users_model.py"], "at least one device"),

@@ -87,10 +87,10 @@ def test_what_pins_cost(capsys, at_work):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("params/0: [x, null\n", "line 2: this is no YAML"),
+        ("params/0: [x, null\n", "line 2: this is not YAML"),
         ("# nothing\n", "line 1: a file of pins holds a mapping"),
         ("params/0: [x]\nparams/9: [x]\n", "line 2: There is no argument 'params/9' to pin"),
-        ("\nparams/0: x\n", "line 2: the pin of 'params/0' is no list"),
+        ("\nparams/0: x\n", "line 2: the pin of 'params/0' is not a list"),
         ("params/0: [3, null]\n", "line 1: the pin of 'params/0' has the entry 3"),
         ("params/0: [x]\nparams/0: [x]\n", "line 2: 'params/0' is pinned on line 1 already"),
         ("params/0: [x, x, x]\n", "line 1: The pin of 'params/0' has 3 dims"),

@@ -57,9 +57,9 @@ def test_a_module_is_found_in_the_folder_of_work(file, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("plain", "names no function"),
-        (":plain", "names no function"),
-        ("of_a_user:", "names no function"),
+        ("plain", "does not name a function"),
+        (":plain", "does not name a function"),
+        ("of_a_user:", "does not name a function"),
         ("nowhere.py:plain", "no file 'nowhere.py'"),
         ("of_nobody:plain", "no module 'of_nobody'"),
         ("of_a_user:missing", "no function 'missing'"),

@@ -1,6 +1,6 @@
-"""Still drawings of a plan as SVG: devices and layers by stage, how an array is cut into blocks, the predicted step.
+"""Static SVG drawings of a plan: devices and layers by stage, the blocks of an array, the predicted step.
 
-They take their colours from the classes of `palette` and need no script, so that notebooks show them too.
+They take their colours from the CSS classes of `elements` and need no script, so notebooks show them too.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from alpa_lite.text import show_count, show_numbers, show_range, show_seconds
 
 _CELL, _GAP, _PAD, _HEAD = 26.0, 3.0, 6.0, 16.0
 _MAX_PER_LINE = 8
-"""Devices of a host side by side."""
+"""The greatest number of devices of a host on one line."""
 
 _BIG = 512
-"""From so many devices on they are drawn smaller and without their numbers."""
+"""The number of devices from which on they are drawn smaller and without their numbers."""
 
 _LEFT, _WIDTH, _ROW = 64.0, 900.0, 26.0
 _STRIP = 38.0
 _MAX_BARS = 1500
-"""Tasks that are drawn one by one."""
+"""The greatest number of tasks that are drawn as separate elements; more are merged into paths."""
 
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 48.0, 32.0
 _MAX_LINES = 16
-"""Blocks that are drawn along one side; an array that is cut into more looks like one cut into so many."""
+"""The greatest number of blocks drawn along one side of an array; more blocks are drawn as this many."""
 
 
 def cluster_svg(plan: Plan) -> str:
-    """Hosts as boxes, their devices as squares in the colour of the stage that runs on them."""
+    """Return hosts as boxes, with their devices as squares in the colour of the stage that runs on them."""
     cluster = plan.cluster
     hosts, devices = cluster.num_hosts, cluster.devices_per_host
     cell = _CELL if cluster.num_devices <= _BIG else 9.0
@@ -64,7 +64,7 @@ def cluster_svg(plan: Plan) -> str:
 
 
 def _columns(hosts: int, about: float) -> int:
-    """How many hosts stand side by side: if need be somewhat more or less, so that all lines are full."""
+    """Return the number of hosts per line: about `about`, adjusted so that all lines are full if possible."""
     usual = max(1, min(hosts, ceil(about)))
     full = [number for number in range(1, hosts + 1) if hosts % number == 0 and usual / 2 <= number <= 2 * usual]
     return min(full, key=lambda number: abs(number - usual), default=usual)
@@ -79,7 +79,7 @@ def _stages_by_device(plan: Plan) -> Mapping[int, tuple[int, ...]]:
 
 
 def _runs(plan: Plan, first: int, across: int, stages: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """First and number of the devices of a host that are drawn as one: of many in a line those of one stage."""
+    """Yield the first device and the length of each run of a host's devices that is drawn as one square."""
     devices = plan.cluster.devices_per_host
     if plan.cluster.num_devices <= _BIG:
         yield from ((first + place, 1) for place in range(devices))
@@ -123,7 +123,7 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 def _coordinates(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Where a device stands on a logical mesh, whose last axis varies fastest."""
+    """Return a device's coordinates on a logical mesh, whose last axis varies fastest."""
     found: dict[str, int] = {}
     for axis, size in reversed(list(sizes.items())):
         place, found[axis] = divmod(place, size)
@@ -131,7 +131,7 @@ def _coordinates(place: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def layers_svg(plan: Plan) -> str:
-    """All layers in a row, in the colours of their stages; wide ones have their number."""
+    """Return all layers in a row, in the colours of their stages; wide ones have their number."""
     count = max(1, plan.num_layers)
     width = _WIDTH / count
     ops = [0] * count
@@ -170,9 +170,9 @@ def _recomputes(plan: Plan, layer: int) -> str:
 
 
 def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
-    """An array as the blocks that it is cut into, that of the first device filled.
+    """Return an array as its blocks, with the block of the first device filled.
 
-    Of more than two dims those that are cut are drawn, the last ones first.
+    Of more than two dims, only split dims are drawn, the last ones first.
     """
     rows, columns = drawn_dims(spec)
     down, across = (min(_MAX_LINES, _parts(spec, dim, sizes)) for dim in (rows, columns))
@@ -189,7 +189,7 @@ def block_svg(spec: Spec, sizes: Mapping[str, int]) -> str:
 
 
 def drawn_dims(spec: Spec) -> tuple[int | None, int | None]:
-    """The dims that are drawn downwards and across; None: there is none."""
+    """Return the dims that are drawn vertically and horizontally; None where there is none."""
     rank = len(spec.dims)
     if rank < 2:
         return None, 0 if rank else None
@@ -203,7 +203,7 @@ def _parts(spec: Spec, dim: int | None, sizes: Mapping[str, int]) -> int:
 
 
 def sharding_kind(spec: Spec) -> str:
-    """In a word: `replicated`, `dim 0`, `2-D`; `row`, `column` of a matrix, or of the matrices that an array stacks."""
+    """Return the kind of sharding: `replicated`, `dim 0`, `2-D`; for matrices, stacked ones too, `row` or `column`."""
     rank = len(spec.dims)
     cut = [dim for dim in range(rank) if spec.dims[dim]]
     if not cut:
@@ -216,7 +216,7 @@ def sharding_kind(spec: Spec) -> str:
 
 
 def sharding_words(spec: Spec, sizes: Mapping[str, int]) -> str:
-    """`dim 1 in 8 over model; 2 copies`."""
+    """Return the sharding in words, such as `dim 1 in 8 over model; 2 copies`."""
     cut = [
         f"dim {dim} in {_parts(spec, dim, sizes)} over {' × '.join(axes)}" for dim, axes in enumerate(spec.dims) if axes
     ]
@@ -226,7 +226,7 @@ def sharding_words(spec: Spec, sizes: Mapping[str, int]) -> str:
 
 
 def timeline_svg(plan: Plan) -> str:
-    """The predicted step: a row per submesh, a bar per task; hovering a bar tells what it is."""
+    """Return the predicted step: a row per submesh, a bar per task, with a description as tooltip."""
     timeline = predicted_timeline(plan)
     scale = _WIDTH / max(timeline.makespan_seconds, 1e-12)
     height = _ROW * len(timeline.rows) + 18
@@ -245,14 +245,14 @@ def timeline_svg(plan: Plan) -> str:
 
 
 def _row_label(stages: Sequence[int]) -> str:
-    """What fits in front of a row; all of it when the pointer rests there."""
+    """Return the label of a row, abbreviated to fit, with the full text as tooltip."""
     if len(stages) <= 2:
         return f"stage {row_name(stages)}"
     return f"stage {stages[0]}, …<title>stages {row_name(stages)}</title>"
 
 
 def kind_class(kind: str) -> str:
-    """The colour of a task: `input gradient` looks like a backward pass, of which it is a part."""
+    """Return the CSS class of a kind of task; `input gradient` has the colour of the backward pass."""
     words = kind.lower()
     named = (
         ("weight gradient", "weight"),
@@ -277,7 +277,7 @@ def _bar(bar: Bar, scale: float) -> str:
 
 
 def _merged(bars: Iterable[Bar], scale: float) -> str:
-    """Many bars as one path for each kind, to the nearest point."""
+    """Return many bars as one path per kind, rounded to the nearest point."""
     found: dict[str, dict[tuple[int, int, int], None]] = {}
     for bar in bars:
         left, right = round(bar.start_seconds * scale), round(bar.end_seconds * scale)
@@ -291,7 +291,7 @@ def _merged(bars: Iterable[Bar], scale: float) -> str:
 
 
 def stage_names(stages: Iterable[int]) -> str:
-    """`0–3` as chips in the colours of the stages."""
+    """Return stages as chips in their colours, ranges as `0–3`."""
     listed = list(stages)
     if len(listed) > 6:
         return escape(show_numbers(listed))

@@ -1,9 +1,7 @@
-"""What all pages are made of: their look, the frame of a page, tables.
+"""The parts that all pages share: the style, the frame of a page, tables, and the colours of stages and tasks.
 
-The colours of pages and figures: of stages, which follow each other, and of what a stage does.
-
-Each is a pair, on light and on dark paper; white text is readable on all of them. Neighbouring stages differ in hue and
-in lightness, so that they can be told apart without seeing every hue, and on paper without colours.
+Each colour is a pair, for light and for dark paper; white text is readable on all of them. Neighbouring stages differ
+in hue and in lightness, so that they can be distinguished with impaired colour vision and in black and white.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ STAGES = (
     ("#a0458f", "#b862a8"),
     ("#5a57b8", "#7774d0"),
 )
-"""Of the stages in turn; more stages begin again."""
+"""The colours of stages, (light, dark); they repeat if there are more stages."""
 
 KINDS = {
     "forward": ("#2f6fc4", "#4a86d8"),
@@ -35,21 +33,21 @@ KINDS = {
     "receive": ("#8c96a3", "#6b7785"),
     "other": ("#b8bec6", "#4a525c"),
 }
-"""Of what devices do; `weight`: the gradients of weights where they are a task of their own."""
+"""The colours of tasks; `weight` is the computation of weight gradients where it is a task of its own."""
 
 
 def stage_class(stage: int) -> str:
-    """The CSS class of a stage, `stage-3`."""
+    """Return the CSS class of a stage, as `stage-3`."""
     return f"stage-{stage % len(STAGES)}"
 
 
 def stage_colour(stage: int) -> str:
-    """The colour of a stage on light paper."""
+    """Return the colour of a stage on light paper."""
     return STAGES[stage % len(STAGES)][0]
 
 
 def colour_rules() -> str:
-    """The CSS variables and classes; a drawing fills with `var(--c)`."""
+    """Return the CSS variables and classes; a drawing fills with `var(--c)`."""
     kinds = "".join(f"  --{kind}: light-dark({light}, {dark});\n" for kind, (light, dark) in KINDS.items())
     stages = "\n".join(
         f".alpa-lite .stage-{number} {{ --c: light-dark({light}, {dark}); }}"
@@ -84,7 +82,7 @@ STYLE = """
 .alpa-lite .chip { background: var(--c); color: #ffffff; border-radius: .6em; padding: 0 .5em; font-size: .9em; }
 .alpa-lite pre { font-size: 12px; line-height: 1.35; overflow: auto; max-height: 30rem; margin: .5rem 0; }
 """ + colour_rules()
-"""Of everything in a `<div class="alpa-lite">`, whether in a page or in a notebook."""
+"""The style of everything in a `<div class="alpa-lite">`, in a page or in a notebook."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -103,12 +101,12 @@ _PAGE = """<!doctype html>
 
 
 def page_html(title: str, fragment: str) -> str:
-    """A whole page from its title and a `<div class="alpa-lite">` with its style."""
+    """Return a whole page from its title and a `<div class="alpa-lite">` with its style."""
     return _PAGE.format(title=escape(title), fragment=fragment)
 
 
 def fragment_html(*parts: str, style: str = STYLE) -> str:
-    """Parts of a page in a `<div class="alpa-lite">` with its style."""
+    """Return parts of a page in a `<div class="alpa-lite">` with its style."""
     return f'<div class="alpa-lite">\n<style>{style}</style>\n' + "\n".join(filter(None, parts)) + "\n</div>"
 
 
@@ -118,10 +116,11 @@ Cell = Callable[[str], str]
 def table_html(
     table: Table, *, heading: str = "h2", cells: Mapping[str, Cell] | None = None, search: bool = False
 ) -> str:
-    """A table under its title, with its note.
+    """Return a table with its title and its note as HTML.
 
-    `heading` is the element of its title ("": none is shown); `cells` draws the text of a column in another way than as
-    it is; `search`: the page's search hides rows of it.
+    heading    the element of the title; "" shows none
+    cells      functions that render the cells of a column, by column; default: escaped text
+    search     whether the page's search hides rows of the table
     """
     title = f"<{heading}>{escape(table.title)}</{heading}>" if heading else ""
     head = "".join(_cell("th", column, column in table.numeric, escape) for column in table.columns)

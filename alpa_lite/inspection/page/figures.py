@@ -1,10 +1,10 @@
 """Figures of a plan for papers, drawn by matplotlib: `timeline_figure(plan).savefig("step.pdf")`.
 
-timeline_figure    the step, a row per submesh; simulated and measured below it where they are given
+timeline_figure    the step, a row per submesh; below it the simulated and measured spans if they are given
 submesh_figure     hosts and devices in the colours of their stages, above the layers
-memory_figure      what a device of each submesh holds during the step, against its capacity
+memory_figure      the memory of a device of each submesh during the step, and its capacity
 
-Each returns a `matplotlib.figure.Figure` of its own: nothing is shown, no backend is chosen. matplotlib is an optional
+Each returns a new `matplotlib.figure.Figure`: nothing is shown and no backend is chosen. matplotlib is an optional
 extra, `pip install 'alpa_lite[viz]'`.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 7.0
-"""Inches: the text of a page."""
+"""Width of a figure in inches: the text width of a page."""
 
 _NAMES = {
     "forward": "forward",
@@ -38,13 +38,13 @@ _NAMES = {
     "other": "other",
 }
 _SMALL = 0.02
-"""Tasks shorter than this part of the step are drawn without their micro-batch."""
+"""The share of the step below which a task is drawn without its micro-batch."""
 
 
 def timeline_figure(
     plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
 ) -> Figure:
-    """The step on a clock: predicted, and below it simulated and measured spans. Raises `FigureError`."""
+    """Draw the predicted step over time, and below it simulated and measured spans. Raises `FigureError`."""
     given: dict[str, Sequence[Any]] = {"predicted": predicted_timeline(plan).bars}
     given |= {name: spans for name, spans in (("simulated", simulated), ("measured", measured)) if spans}
     count = len(plan.stages_together)
@@ -68,7 +68,7 @@ def timeline_figure(
 
 
 def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> set[str]:
-    """Draws what keeps devices busy, transfers as thin lines below; returns the kinds that occur."""
+    """Draw the tasks of devices, and transfers as thin lines below; return the kinds that occur."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
     scale, _ = _seconds_unit(longest)
@@ -90,7 +90,7 @@ def _draw_spans(axes: Any, plan: Plan, spans: Sequence[Any], longest: float) -> 
 
 
 def submesh_figure(plan: Plan) -> Figure:
-    """Hosts as rows of devices in the colours of their stages, and the layers of each stage. Raises `FigureError`."""
+    """Draw hosts as rows of devices in the colours of their stages, above the layers. Raises `FigureError`."""
     cluster = plan.cluster
     hosts, devices = cluster.num_hosts, cluster.devices_per_host
     figure = _figure(1.5 + min(6.0, 0.22 * hosts))
@@ -127,7 +127,7 @@ def submesh_figure(plan: Plan) -> Figure:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """Bytes per device over time, a row per submesh, the capacity dashed where it is near. Raises `FigureError`."""
+    """Draw bytes per device over time, a row per submesh; the capacity is dashed if near. Raises `FigureError`."""
     tracks = memory_over_time(plan)
     figure = _figure(0.6 + max(0.9, 0.55 * len(tracks)))
     all_axes: Any = figure.subplots(len(tracks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -155,7 +155,7 @@ def memory_figure(plan: Plan) -> Figure:
 
 
 def _seconds_unit(longest: float) -> tuple[float, str]:
-    """How many seconds the unit of an axis has, and its name."""
+    """Return the seconds per unit of a time axis, and the unit's name."""
     return next(((s, name) for s, name in ((1.0, "s"), (1e-3, "ms")) if longest >= 2 * s), (1e-6, "µs"))
 
 

@@ -1,15 +1,14 @@
-"""A plan as one self-contained HTML page, and as what a notebook shows of it. Light, dark and on paper; no network.
+"""A plan as one self-contained HTML page, and its view in a notebook. Light, dark and printed; no network access.
 
-summary       what one sees first: numbers, devices and layers by stage                                `sections`
-timeline      drawn by the page's script: it zooms, and memory over time with it                       `page_data`
+summary       the key numbers, devices and layers by stage                                             `sections`
+timeline      drawn by the page's script, which zooms it together with the memory over time            `page_data`
 tables        stages, parameters as blocks, communication by axis, plans considered                    `sections`
 
-The script and the style of the page are the files of `page/`. In a notebook there is no script: the still drawings.
+`page.js` and `page.css` are the script and the style of the page. Notebooks remove scripts, so they get the static
+drawings.
 
-What a page's script draws, as compact data: the tasks of one step, and what devices hold meanwhile.
-
-Times are whole ticks, a million to the longest step; starts are differences to the start before. So a task is about a
-dozen characters, and the page of a plan with ten thousand tasks stays small.
+The script reads compact data: times are whole ticks, a million to the longest step, and starts are differences to the
+previous start. Thus a task takes about a dozen characters, and the page of a plan with ten thousand tasks stays small.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from alpa_lite.schedule.tasks import SpanLike
 
 TICKS = 1_000_000
 _LEVELS = 100_000
-"""Steps of memory between nothing and the capacity."""
+"""The number of levels of memory between zero and the capacity."""
 
 MAX_POINTS = 4000
-"""Of one line of memory; of longer ones the highest and the lowest in each of as many parts are kept."""
+"""The greatest number of points of a memory line; a longer line is reduced to the extremes of as many parts."""
 
 _KINDS = tuple(KINDS)
 
@@ -57,11 +56,12 @@ _KINDS = tuple(KINDS)
 def page_data(
     plan: Plan, *, simulated: Sequence[SpanLike] | None = None, measured: Sequence[SpanLike] | None = None
 ) -> dict[str, Any]:
-    """The data of a plan's page: `lanes` of tasks, one above the other, and `memory` on the clock of the first."""
+    """Return the data of a plan's page: `lanes` of tasks, one per timeline, and `memory` over the same time."""
     predicted = predicted_timeline(plan)
     listed = {"predicted": predicted.bars, "simulated": simulated, "measured": measured}
     shown = {name: _shown(found or ()) for name, found in listed.items()}
     spans: dict[str, Sequence[Any]] = {name: found for name, found in shown.items() if found}
+    # Never zero, since it is the divisor of all times.
     longest = max((span.end_seconds for found in spans.values() for span in found), default=0.0) or 1e-12
     tick = longest / TICKS
     return {
@@ -74,18 +74,18 @@ def page_data(
 
 
 def safe_json(data: Any) -> str:
-    """JSON that may stand in a `<script>` element: names of the user's cannot end it, nor begin a comment."""
+    """Return JSON that is safe inside a `<script>` element: names of the user cannot end it or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _shown(spans: Iterable[Any]) -> list[Any]:
-    """What takes time."""
+    """Return the spans that take time."""
     return [span for span in spans if span.end_seconds > span.start_seconds]
 
 
 def _lane(title: str, spans: Sequence[Any], plan: Plan, tick: float) -> dict[str, Any]:
-    """One timeline: a row for each submesh, and one below for what it receives where that is known."""
+    """Return one timeline: a row per submesh, and below it a row for the transfers to it if there are any."""
     row_of = {stage: row for row, stages in enumerate(plan.stages_together) for stage in stages}
     rows: dict[tuple[int, bool], list[Any]] = {}
     for span in spans:
@@ -102,7 +102,7 @@ def _lane(title: str, spans: Sequence[Any], plan: Plan, tick: float) -> dict[str
 
 
 def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
-    """Flat: kind, stage, micro-batch (-1: of the whole step), start since the start before, length."""
+    """Return the tasks as one list: kind, stage, micro-batch (-1: whole step), start minus previous start, length."""
     flat: list[int] = []
     before = 0
     for span in sorted(spans, key=lambda span: span.start_seconds):
@@ -115,7 +115,7 @@ def _tasks(spans: Sequence[Any], tick: float) -> list[int]:
 
 
 def _words(span: Any) -> str:
-    """What a span does: instructions say it in the name of their task."""
+    """Return the words that say what a span does; an instruction's are in the name of its task."""
     kind = span.kind.value if isinstance(span.kind, enum.Enum) else str(span.kind)
     return str(getattr(span, "name", kind)) if kind == "RUN" else kind
 
@@ -141,7 +141,7 @@ def _memory(track: MemoryTrack, tick: float) -> dict[str, Any]:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Not many more than `MAX_POINTS`, the highest and the lowest among them."""
+    """Return about `MAX_POINTS` of the points, including the highest and the lowest."""
     if len(points) <= MAX_POINTS:
         return points
     size = -(-2 * len(points) // MAX_POINTS)
@@ -170,7 +170,7 @@ def plan_html(
     measured: Sequence[SpanLike] | None = None,
     allocated_bytes: Sequence[float] | None = None,
 ) -> str:
-    """The page; for the arguments see `Plan.to_html`."""
+    """Return the page; `Plan.to_html` describes the arguments."""
     sections = [
         summary_section(plan),
         timeline_section(plan, simulated=simulated, measured=measured),
@@ -198,7 +198,7 @@ def plan_html(
 
 
 def plan_fragment(plan: Plan) -> str:
-    """The plan as a notebook shows it."""
+    """Return the plan as a notebook shows it."""
     return fragment_html(
         f"<h1>{escape(plan.function)}: {escape(plan.name)}</h1>",
         "".join(f"<p>{escape(line)}</p>" for line in headline(plan)),

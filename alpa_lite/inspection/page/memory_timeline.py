@@ -1,10 +1,11 @@
-"""What the devices of each submesh hold while a predicted step runs.
+"""The memory of the devices of each submesh during a predicted step.
 
-    held(t)  = Σ over the stages of the submesh: state + gradient sums + saved values of the micro-batches in flight
-    bytes(t) = held(t) + what the task at work needs besides                                     `memory_over_time`
+held(t)  = Σ over the stages of the submesh: state + gradient sums + saved values of the micro-batches in flight
+bytes(t) = held(t) + temporaries of the running task                                         `memory_over_time`
 
-A micro-batch is in flight from the start of its forward to the end of its backward; between the two parts of a backward
-pass in two parts only what is handed from one to the other is kept. Without a backward it is kept while it runs.
+A micro-batch is in flight from the start of its forward to the end of its backward. Between the two parts of a split
+backward pass, only the values passed from one part to the other stay alive. Without a backward pass, saved values live
+only while the forward runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from alpa_lite.schedule import TaskKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrack:
-    """Bytes per device of one submesh: `bytes[i]` from `seconds[i]` on. `kept_bytes` are there all the time."""
+    """Memory per device of one submesh over time.
+
+    stages            the stages of the submesh
+    seconds, bytes    `bytes[i]` are in use from `seconds[i]` to `seconds[i + 1]`
+    kept_bytes        the part in use all the time
+    capacity_bytes    the memory of a device
+    """
 
     stages: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -30,15 +37,17 @@ class MemoryTrack:
 
     @property
     def peak_bytes(self) -> float:
-        """The most at any time."""
+        """The greatest number of bytes at any time."""
         return max(self.bytes)
 
 
 def memory_over_time(plan: Plan, timeline: PredictedTimeline | None = None) -> tuple[MemoryTrack, ...]:
-    """One track per submesh, in the order of `plan.stages_together`. `timeline`: of this plan, if it is there already.
+    """Return one track per submesh, in the order of `plan.stages_together`.
 
-    The peak of a submesh that runs one stage is `plan.prediction.peak_bytes`; with several it can be below that, as
-    the plan counts the largest need of any of its tasks at the fullest moment.
+    timeline: the predicted timeline of this plan, if it has been computed already.
+
+    The peak of a submesh that runs one stage is `plan.prediction.peak_bytes`. With several stages it can be below that,
+    as the plan adds the largest temporaries of any of its tasks to the fullest moment.
     """
     shown = predicted_timeline(plan) if timeline is None else timeline
     return tuple(_track(plan, row, stages, shown) for row, stages in enumerate(plan.stages_together))
@@ -59,7 +68,7 @@ _BACKWARD = (TaskKind.BACKWARD.value, TaskKind.WEIGHT_GRADIENT.value)
 
 
 def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tuple[float, float]]:
-    """What a task takes and gives back, and when."""
+    """Yield the allocations and releases of a task as (seconds, bytes)."""
     start, end = bar.start_seconds, bar.end_seconds
     if bar.kind == "update":
         return
@@ -78,7 +87,7 @@ def _changes(bar: Bar, stage: StagePlan, *, with_backward: bool) -> Iterator[tup
 
 
 def _steps(changes: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times and sums, once per time: what ends when something else begins makes room for it."""
+    """Return times and sums, one per time: memory released at a time is available to what starts then."""
     ordered = sorted(changes)
     sums = list(accumulate(change for _, change in ordered))
     last = {seconds: number for number, (seconds, _) in enumerate(ordered)}

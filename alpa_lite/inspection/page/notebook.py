@@ -1,6 +1,6 @@
-"""Graphs and programs as a notebook shows them: what they are made of first, then line by line as far as is useful.
+"""Graphs and programs as a notebook shows them: a summary first, then line by line up to a limit.
 
-A graph as stable text: one line per op, loop bodies indented. For golden tests and for reading.
+`show` gives a graph as stable text, one line per op with loop bodies indented, for golden tests and for reading.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from alpa_lite.text import show_bytes, show_count, show_numbers
 
 
 def show(graph: Graph, *, step: StepGraph | None = None) -> str:
-    """`%5:float32[8,16] = dot_general(%0, %3)  # forward  model.py:12 (loss)`, line by line.
+    """Yield lines such as `%5:float32[8,16] = dot_general(%0, %3)  # forward  model.py:12 (loss)`.
 
-    With `step` the phase of each op is named. Parameters are left out but for those that change shapes.
+    With `step`, each line names the phase of its op. Only those op parameters are shown that change shapes.
     """
     return "\n".join(_lines(graph, step, indent=""))
 
@@ -52,7 +52,7 @@ MAX_LINES = 1000
 
 
 def graph_summary(graph: Graph) -> str:
-    """One line."""
+    """Return the number of ops, values and loops of a graph in one line."""
     loops = sum(op.primitive == "scan" for _, op in graph.walk())
     return (
         f"Graph: {show_count(len(graph.ops), 'op')}, {show_count(len(graph.values), 'value')}, "
@@ -63,7 +63,7 @@ def graph_summary(graph: Graph) -> str:
 
 
 def graph_table(graph: Graph) -> Table:
-    """A row per primitive, those with the largest results first. Loop bodies count once."""
+    """Return a row per primitive, those with the largest results first. Loop bodies count once."""
     numbers: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for inside, op in graph.walk():
@@ -83,17 +83,17 @@ def graph_table(graph: Graph) -> Table:
 
 
 def graph_text(graph: Graph) -> str:
-    """The summary as text."""
+    """Return the summary as text."""
     return render([graph_summary(graph), ""], [graph_table(graph)])
 
 
 def graph_html(graph: Graph) -> str:
-    """The summary, and the graph's lines folded away."""
+    """Return the summary, and the graph's lines in a collapsed box."""
     return _folded(graph_summary(graph), graph_table(graph), show(graph).splitlines())
 
 
 def program_summary(program: Program) -> str:
-    """One line."""
+    """Return the number of tasks, instructions and bytes sent of a program in one line."""
     moved = sum(instruction.bytes for instruction in program.instructions)
     return (
         f"Program: {show_count(len(program.instructions), 'instruction')}, {show_count(len(program.tasks), 'task')}, "
@@ -102,7 +102,7 @@ def program_summary(program: Program) -> str:
 
 
 def program_table(program: Program) -> Table:
-    """A row per task and per way between stages: how often it runs."""
+    """Return a row per task and per pair of stages with transfers, with the number of runs."""
     runs: Counter[int] = Counter(i.task for i in program.instructions if i.kind == "RUN")
     rows = [(task.name, str(runs[number]), str(len(task.ops)), "") for number, task in enumerate(program.tasks)]
     sends: dict[tuple[int, int], list[float]] = {}
@@ -122,12 +122,12 @@ def program_table(program: Program) -> Table:
 
 
 def program_text(program: Program) -> str:
-    """The summary as text."""
+    """Return the summary as text."""
     return render([program_summary(program), ""], [program_table(program)])
 
 
 def program_html(program: Program) -> str:
-    """The summary, and the instructions folded away."""
+    """Return the summary, and the instructions in a collapsed box."""
     return _folded(program_summary(program), program_table(program), map(str, program.instructions))
 
 
@@ -136,7 +136,7 @@ def _bytes(graph: Graph, values: Iterable[int]) -> float:
 
 
 def _folded(summary: str, table: Table, lines: Iterable[str]) -> str:
-    """The first lines in a box that opens, so that a notebook stays small."""
+    """Return a summary, a table and the first lines in a collapsed box, so that the notebook's output stays small."""
     kept = list(islice(lines, MAX_LINES + 1))
     more = ["… (str() gives all)"] if len(kept) > MAX_LINES else []
     text = escape("\n".join([*kept[:MAX_LINES], *more]))

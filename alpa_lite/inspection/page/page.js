@@ -1,4 +1,4 @@
-// The page of a plan: search, one stage at a time, light and dark, and the timeline with memory below it.
+// The page of a plan: search, selection of a stage, light and dark colours, the timeline and the memory below it.
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
@@ -9,9 +9,9 @@
   const themes = ["system", "light", "dark"];
   const theme = $("theme");
   const stored = {
-    // A page that was opened as a file may not be allowed to keep anything.
+    // Browsers may refuse storage to a page that was opened as a file.
     get: () => { try { return localStorage.getItem("alpa-lite-theme"); } catch { return null; } },
-    set: (value) => { try { localStorage.setItem("alpa-lite-theme", value); } catch { /* then it is asked again */ } },
+    set: (value) => { try { localStorage.setItem("alpa-lite-theme", value); } catch { /* the choice is lost with the page */ } },
   };
   const setTheme = (name) => {
     if (name === "system") delete document.documentElement.dataset.theme;
@@ -70,7 +70,7 @@
       entry.row.hidden = !visible;
       shown += visible;
       if (!visible || !entry.details) continue;
-      // Where names match and not the pattern, or a stage is asked for, only the names that match are listed.
+      // If names match but the pattern does not, or the query has a stage, only the matching names are listed.
       const fits = (name) => has(name.text, query.words) && query.stages.every((stage) => name.stage === stage);
       const some = asked && !(has(entry.head, query.words) && query.stages.length === 0) && entry.names.some(fits);
       for (const name of entry.names) name.item.hidden = some && !fits(name);
@@ -98,7 +98,7 @@
   const UNITS = {
     B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, "µs": 1e-6, ms: 1e-3, s: 1, k: 1e3, M: 1e6, G: 1e9,
   };
-  // A number is what it says it is, or the number that a text begins with, times its unit; what is none comes last.
+  // The value of a cell: its data-value, or the number at the start of its text times its unit. Others sort last.
   const valueOf = (cell) => {
     if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
     const found = cell.textContent.replace(/−/g, "-").match(/^\s*(-?[\d.]+(?:e[-+]?\d+)?)\s*([A-Za-zµ]*)/);
@@ -118,7 +118,7 @@
       button.append(...head.childNodes);
       head.append(button);
       head.scope = "col";
-      // Numbers begin with the largest, words with the first; the third time all is as it was.
+      // The first click sorts numbers in descending order and words in ascending order; the third restores the table.
       const orders = numeric ? ["descending", "ascending", null] : ["ascending", "descending", null];
       button.addEventListener("click", () => {
         const next = orders[(orders.indexOf(head.getAttribute("aria-sort")) + 1) % orders.length];
@@ -224,7 +224,7 @@
     return marks.join("");
   };
 
-  // The first task that ends after a time; tasks of a row start in order and hardly overlap.
+  // The first task that ends after a time, by bisection: tasks of a row start in order and hardly overlap.
   const firstAfter = (tasks, time) => {
     let low = 0, high = tasks.length;
     while (low < high) {
@@ -235,7 +235,7 @@
     return low;
   };
 
-  // One path for each colour of a row: tasks closer than a pixel become one piece, so that thousands draw at once.
+  // One path per colour of a row; tasks closer than a pixel are merged, since thousands of elements draw slowly.
   const drawRow = (row, y, scale, width) => {
     const pieces = {}, labels = [], marks = [];
     for (let i = firstAfter(row.tasks, view.from); i < row.tasks.length; i++) {
@@ -282,7 +282,7 @@
   const drawMemory = (width) => {
     const scale = scaleFor(width), body = [];
     const peak = Math.max(...memory.map((track) => track.peak_bytes));
-    // Where devices stay far from full, the lines would lie on the ground: then the capacity is told, not drawn.
+    // If the peak is far below the capacity, the lines would be flat: then the capacity is printed, not drawn.
     const roomy = memory.every((track) => track.capacity_bytes > 3 * peak);
     const most = roomy ? 1.1 * peak : Math.max(...memory.map((track) => track.full_bytes));
     let y = 0;
@@ -299,12 +299,12 @@
       y += TRACK;
     }
     $("scale").textContent = roomy
-      ? `The capacity of ${bytes(Math.min(...memory.map((track) => track.capacity_bytes)))} lies far above this.`
+      ? `The capacity of ${bytes(Math.min(...memory.map((track) => track.capacity_bytes)))} is far above this.`
       : "The dashed line is the capacity.";
     return svg(width, y + AXIS, axis(scale, width, y) + body.join(""), "memory per device over time");
   };
 
-  // The line of what is held; of the points within a pixel the highest and the last count.
+  // The line of memory in use. Within a pixel, only the highest and the last point are drawn.
   const outline = (track, scale, level, base, width) => {
     const right = Math.max(LEFT, Math.min(width - RIGHT, scale.x(data.end)));
     const part = [];
@@ -405,7 +405,7 @@
       event.preventDefault();
       KEYS[event.key]();
     });
-    // Only where the reader is at work, or asks for it: else the wheel scrolls the page.
+    // Zoom only if the element has the focus or Ctrl is held: otherwise the wheel scrolls the page.
     element.addEventListener("wheel", (event) => {
       const active = document.activeElement === element || event.ctrlKey || event.metaKey;
       if (!active || (event.deltaY > 0 && view.to - view.from >= end)) return;

@@ -1,8 +1,8 @@
-"""The sections of a plan's page, each a heading with an anchor and its body; those without a body are left out.
+"""The sections of a plan's page, each a heading with an anchor and a body; sections without a body are left out.
 
-The table of a plan's arguments on its page: each group of arrays as the blocks that it is cut into.
-
-A group is one row: its arrays with their shapes, a drawing, how it is cut, and what it takes of one device.
+The table of arguments has one row per group of arrays: their shapes, a drawing of the blocks, the sharding in words,
+and
+the bytes on one device.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _MARKS = {
     "each device": " data-numeric",
     "bytes of a device": " class=number",
 }
-"""Columns that are put in order by numbers, those of shapes by their bytes."""
+"""The columns that are sorted by numbers, shapes by their bytes."""
 
 
 def parameter_table(plan: Plan) -> str:
-    """The table with its controls; empty where a plan names no arguments."""
+    """Return the table of arguments with its controls; "" if the plan names no arguments."""
     arguments = arguments_of(plan)
     groups = [*group_arguments(arguments.plain), *group_arguments(arguments.optimizer)]
     kinds = "".join(f"<option>{kind}</option>" for kind in sorted({sharding_kind(group.spec) for group in groups}))
@@ -70,12 +70,12 @@ def parameter_table(plan: Plan) -> str:
     rows = "\n".join(_row(plan, group) for group in groups)
     table = (
         '<div class="tools"><label>cut <select id="kind">'
-        f'<option value="">in any way</option>{kinds}</select></label>'
+        f'<option value="">any sharding</option>{kinds}</select></label>'
         f'<label><input type="checkbox" id="open"> name every array</label>'
         f"{_optimizer_switch(len(arguments.optimizer), len(arguments.unlike_parameter))}</div>"
         f'<div class="scroll"><table id="arrays" data-search aria-label="Parameters and inputs">'
         f"<thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>"
-        "<p>A drawing is the whole array, its first dim downwards; filled is what the first device of the stage holds. "
+        "<p>A drawing is the whole array, its first dim downwards; the block of the stage's first device is filled. "
         "A spec names the mesh axes of each dim, - where it is whole. The bytes are those of all arrays of a row that "
         "one device holds, on the stage with the most of them.</p>"
     )
@@ -85,7 +85,7 @@ def parameter_table(plan: Plan) -> str:
 def _optimizer_switch(count: int, unlike: int) -> str:
     if not count:
         return ""
-    otherwise = f", {unlike} of them cut otherwise than their parameter" if unlike else ""
+    otherwise = f", {unlike} of them sharded differently from their parameter" if unlike else ""
     words = f"{show_count(count, 'array')} of optimizer state{otherwise}"
     return f'<label><input type="checkbox" id="optimizer"> {words}</label>'
 
@@ -110,7 +110,7 @@ def _row(plan: Plan, group: ArgumentGroup) -> str:
 
 
 def _shape_cell(shapes: Sequence[ArrayShape | None], *, named: bool) -> str:
-    """The shape that all have; of several the largest, and how many others there are."""
+    """Return the shape that all arrays share; of several shapes the largest, and the number of others."""
     known = sorted({shape for shape in shapes if shape is not None}, key=lambda shape: -shape.bytes)
     if not known:
         return "<td></td>"
@@ -125,7 +125,7 @@ def _dims(shape: ArrayShape) -> str:
 
 
 def _bytes_cell(group: ArgumentGroup) -> str:
-    """What one device holds of a group, and which part that is of each array."""
+    """Return the bytes of a group on one device, and the share of each array."""
     shares = sorted({member.num_shards for member in group.members})
     share = " or ".join("all" if number == 1 else f"1/{number}" for number in shares)
     held = {stage: sum(_held(member) for member in group.members if member.stage == stage) for stage in group.stages}
@@ -162,12 +162,12 @@ KEYS = (
 MAX_COLLECTIVES = 500
 _MANY_HOSTS = 8
 _CLOSE = 0.02
-"""A timeline that differs by no more from the predicted step needs no word."""
+"""The relative difference to the predicted step below which a timeline needs no explanation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page, and what links to it are called."""
+    """A section of the page; `title` is also the text of the link to it."""
 
     id: str
     title: str
@@ -182,12 +182,12 @@ class Section:
 
 
 def summary_section(plan: Plan) -> Section:
-    """What one sees first: the numbers, where each stage runs, which layers it has."""
+    """Return the summary: the key numbers, the devices and the layers of each stage."""
     first, second, *more = headline(plan)
     batch = "".join(f"<p>{escape(line)}</p>" for line in more)
     cards = "".join(_cards(plan))
     legend = "".join(_legend(plan))
-    # A few hosts leave room for the stages beside them.
+    # A few hosts leave room for the stages to their right.
     wide = " wide" if plan.cluster.num_hosts > _MANY_HOSTS else ""
     body = (
         f'<h1>{escape(plan.function)}: {escape(plan.name)}</h1><p class="lead">{escape(first)}</p>'
@@ -231,7 +231,7 @@ def _cards(plan: Plan) -> list[str]:
     others = [(seconds, name) for name, seconds in plan.alternatives if math.isfinite(seconds)]
     if others and step > 0:
         seconds, name = min(others)
-        cards.append(_card("best plan beside it", show_ratio(seconds / step), f"{name}, {show_seconds(seconds)}"))
+        cards.append(_card("best other plan", show_ratio(seconds / step), f"{name}, {show_seconds(seconds)}"))
     return cards
 
 
@@ -264,7 +264,7 @@ def _legend(plan: Plan) -> list[str]:
 def timeline_section(
     plan: Plan, *, simulated: Sequence[SpanLike] | None, measured: Sequence[SpanLike] | None
 ) -> Section:
-    """Where the script draws the step, and the tasks of both compared where they were simulated and measured."""
+    """Return the place where the script draws the step; with simulated and measured spans, a comparison too."""
     names = ["predicted", *(["simulated"] if simulated else []), *(["measured"] if measured else [])]
     buttons = "".join(
         f'<button type="button" data-zoom="{key}" aria-label="{label}" title="{label} ({key})">{sign}</button>'
@@ -292,7 +292,7 @@ def timeline_section(
     makespan, step = predicted_timeline(plan).makespan_seconds, plan.prediction.step_seconds
     if abs(makespan - step) > _CLOSE * step:
         body += (
-            f"<p>The predicted step of {show_seconds(step)} also holds what hosts take to start programs and to wait "
+            f"<p>The predicted step of {show_seconds(step)} also includes the time of hosts to start programs and wait "
             f"for each other; its tasks alone end after {show_seconds(makespan)}.</p>"
         )
     if simulated and measured:
@@ -301,7 +301,7 @@ def timeline_section(
 
 
 def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -> Section:
-    """Where the script draws memory over time, on the clock of the timeline; what XLA allocates, if that is known."""
+    """Return the place where the script draws memory over time, and the bytes that XLA allocates if they are given."""
     peaks = ", ".join(
         f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}: "
         f"{show_bytes(plan.prediction.peak_bytes[stages[0]])}"
@@ -319,14 +319,14 @@ def memory_section(plan: Plan, allocated_bytes: Sequence[float] | None = None) -
 
 
 def stages_section(plan: Plan) -> Section:
-    """The table of stages."""
+    """Return the table of stages."""
     table = stages_table(plan)
     cells = {"stage": lambda text: stage_names([int(text)])}
     return Section(id="stages", title="Stages", body=table_html(table, heading="", cells=cells, search=True))
 
 
 def communication_section(plan: Plan) -> Section:
-    """Bytes and seconds by mesh axis, then all collectives by line."""
+    """Return bytes and seconds by mesh axis, then all collectives by source line."""
     uses = axis_uses(plan)
     most = max((use.bytes for use in uses), default=0.0)
     rows = "".join(_axis_row(use, most) for use in uses)
@@ -337,7 +337,7 @@ def communication_section(plan: Plan) -> Section:
         '<th>links</th><th>kind</th><th class="number">count</th><th class="number">bytes</th>'
         '<th class="number">ms</th><th></th></tr>'
         f"</thead><tbody>\n{rows}</tbody></table></div>"
-        "<p>Per step, summed over the stages; bytes as each device hands them to the collective.</p>"
+        "<p>Per step, summed over the stages; bytes are the input of each device to the collective.</p>"
     )
     listed = table_html(collectives_table(plan, MAX_COLLECTIVES), heading="h3", search=True)
     body = (axes if uses else "") + between + (listed if uses else "")
@@ -355,7 +355,7 @@ def _axis_row(use: AxisUse, most: float) -> str:
 
 
 def alternatives_section(plan: Plan) -> Section:
-    """What else was priced, the fastest first."""
+    """Return the other plans that were priced, the fastest first."""
     table = alternatives_table(plan)
     seconds = (plan.prediction.step_seconds, *(found for _, found in plan.alternatives))
     worst = max((found for found in seconds if math.isfinite(found)), default=0.0)
@@ -377,7 +377,7 @@ def alternatives_section(plan: Plan) -> Section:
 
 
 def notes_sections(plan: Plan) -> list[Section]:
-    """What stays whole: for want of a rule, or of a divisor."""
+    """Return the sections on ops without a sharding rule and on dims that an axis size does not divide."""
     tables = {"opaque": opaque_table(plan), "undivided": undivided_table(plan)}
     return [
         Section(id=name, title=table.title, body=table_html(table, heading="", search=True) if table.rows else "")

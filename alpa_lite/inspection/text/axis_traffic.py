@@ -1,4 +1,4 @@
-"""How much the collectives of a plan move over each mesh axis, and over which links: inside hosts or between them."""
+"""The traffic of a plan's collectives over each mesh axis, and the links they use: inside hosts or between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from alpa_lite.text import show_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisUse:
-    """Collectives of one kind over one axis (or several, with `·` between them), of all stages: sums per step.
+    """Collectives of one kind over one axis (or several, joined by `·`), summed over all stages and one step.
 
-    devices   how many take part, `4` or `2, 8` where stages differ
+    axis      name of the mesh axis or axes
+    kind      kind of the collective
+    devices   number of devices that take part, `4`, or `2, 8` where stages differ
     links     `inside a host`, `between hosts`, or `both` where stages differ
+    count     runs per step
+    bytes     bytes of all runs
+    seconds   predicted seconds of all runs
     """
 
     axis: str
@@ -26,7 +31,7 @@ class AxisUse:
 
 
 def axis_uses(plan: Plan) -> tuple[AxisUse, ...]:
-    """By axis, that with most bytes first, and within it by kind."""
+    """Return the traffic by axis and kind: the axis with most bytes first, and within it the kind with most bytes."""
     groups: dict[tuple[str, str], list[CollectiveUse]] = {}
     by_axis: dict[str, float] = {}
     for use in plan.prediction.collectives:
@@ -50,8 +55,9 @@ def _use(plan: Plan, axis: str, kind: str, uses: list[CollectiveUse]) -> AxisUse
 
 
 def crosses_hosts(stage: StagePlan, axis: str, devices_per_host: int) -> bool:
-    """Whether devices that differ along an axis are on different hosts. False for an axis that the stage has not."""
+    """Whether devices that differ along an axis are on different hosts; False if the stage's mesh lacks it."""
     names = [name for name in axis.split("·") if name in stage.mesh_shape.axis_names]
+    # Devices are numbered host by host, so the host of a device is its number divided by the devices per host.
     first = stage.submesh.first_device
     return any(
         len({(first + place) // devices_per_host for place in group}) > 1 for group in stage.mesh_shape.groups(*names)

@@ -1,4 +1,4 @@
-"""A calibration as text: what was measured, and what the fitted cluster says of it."""
+"""A calibration as text: the measurements, and how well the fitted cluster predicts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alpa_lite.text import show_seconds
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """A table of the measurements, and the fit in a sentence."""
+    """Return a table of the measurements, and sentences on the fit."""
     rows = [
         (m.name, show_seconds(m.seconds), str(m.num_samples), f"{calibration.ratio(m):.2f}")
         for m in calibration.measurements
@@ -26,7 +26,7 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def calibration_data(calibration: Calibration) -> dict[str, Any]:
-    """The cluster file's content, and the measurements."""
+    """Return the content of the cluster file, and the measurements, as plain data."""
     measurements = [
         {
             "name": m.name,
@@ -40,25 +40,25 @@ def calibration_data(calibration: Calibration) -> dict[str, Any]:
 
 
 class CalibrationProgress:
-    """A bar that is redrawn while devices are measured; silent without a terminal."""
+    """A progress bar that is redrawn while devices are measured; silent without a terminal."""
 
     def __init__(self, console: Console) -> None:
-        """Draw on `console`."""
+        """Create a bar that draws on `console` inside its `with` block."""
         columns = (TextColumn("measuring"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> CalibrationProgress:
-        """Begin to draw."""
+        """Start drawing."""
         self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away."""
+        """Stop drawing and remove the bar."""
         self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """What `runtime.calibrate` calls."""
+        """Show what is being measured, and how many of the measurements are done; called by `runtime.calibrate`."""
         self._bar.update(self._task, description=what, completed=done, total=total)

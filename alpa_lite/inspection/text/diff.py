@@ -1,4 +1,4 @@
-"""What changes from one plan to another, and what it buys."""
+"""The differences between two plans in decisions, specs and collectives, and their effect on time and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_SPEC_ROWS = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that differs, as people read it."""
+    """One difference, in words."""
 
     what: str
     before: str
@@ -26,7 +26,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """Differences of two plans; `seconds` and `peak_bytes` are (before, after)."""
+    """The differences between two plans.
+
+    before, after      name and cluster of each plan
+    seconds            predicted seconds per step, (before, after)
+    peak_bytes         greatest peak memory per device over the stages, in bytes, (before, after)
+    decisions          differences in cluster, micro-batches, schedule, rematerialisation and stages
+    specs              differences in the specs of arguments
+    collectives        differences in the collectives per step, by kind
+    different_steps    whether the plans were certainly made for different steps
+    """
 
     before: str
     after: str
@@ -46,7 +55,7 @@ class PlanDiff:
         return render((*self.summary(), ""), [table for table in tables if table.rows])
 
     def summary(self) -> tuple[str, ...]:
-        """What it buys, in sentences."""
+        """Return the effect on time and memory in sentences."""
         lines = [f"From {self.before} to {self.after}:", f"  {_buys(*self.seconds)} {_memory(*self.peak_bytes)}"]
         if self.different_steps:
             lines.append("  The plans were made for different steps: other code, or arguments of other shapes.")
@@ -55,17 +64,17 @@ class PlanDiff:
         return tuple(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 def diff(plan: Plan, other: Plan) -> str:
-    """The differences from `plan` to `other` as text."""
+    """Return the differences from `plan` to `other` as text."""
     return str(compare(plan, other))
 
 
 def compare(plan: Plan, other: Plan) -> PlanDiff:
-    """The differences from `plan` to `other` as data."""
+    """Return the differences from `plan` to `other` as data."""
     return PlanDiff(
         before=f"{plan.name} on {plan.cluster.name}",
         after=f"{other.name} on {other.cluster.name}",
@@ -79,7 +88,10 @@ def compare(plan: Plan, other: Plan) -> PlanDiff:
 
 
 def _different_steps(plan: Plan, other: Plan) -> bool:
-    """Whether the plans surely belong to different code or shapes; micro-batches change the fingerprint as well."""
+    """Whether the plans certainly belong to different code or shapes.
+
+    The fingerprint covers the step at its number of micro-batches, so it tells nothing if these numbers differ.
+    """
     alike = (plan.num_microbatches, plan.loop_parts) == (other.num_microbatches, other.loop_parts)
     return alike and plan.fingerprint != other.fingerprint
 
@@ -110,9 +122,9 @@ def _stage(plan: Plan, number: int) -> str:
 
 
 def _specs(plan: Plan, other: Plan) -> tuple[Difference, ...]:
-    """Specs that differ, repeated layers as one row; optimizer state that changes as its parameter does is left out.
+    """Return the specs that differ, with repeated layers as one row.
 
-    The axis names count: [x] and [data] are different specs.
+    Optimizer state that changes like its parameter is left out. Axis names count: [x] and [data] are different specs.
     """
     arguments, others = arguments_of(plan), arguments_of(other)
     before, after = arguments.by_name, others.by_name

@@ -1,8 +1,8 @@
 """The specs of a plan's arguments, grouped: repeated layers become one row, optimizer state one line.
 
-layers/0/mlp/w, layers/1/mlp/w, … of one spec   →   layers/*/mlp/w ×n          (`group_arguments`)
-layers/w[0:6], layers/w[6:12] (rows of a stack) →   layers/w[*] ×2             (`group_arguments`)
-opt_state/0/mu/layers/0/mlp/w                   →   belongs to layers/0/mlp/w  (`parameter_of`)
+layers/0/mlp/w, layers/1/mlp/w, … with one spec          →   layers/*/mlp/w ×n          (`group_arguments`)
+layers/w[0:6], layers/w[6:12] (rows of a stacked array)  →   layers/w[*] ×2             (`group_arguments`)
+opt_state/0/mu/layers/0/mlp/w                            →   belongs to layers/0/mlp/w  (`parameter_of`)
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ _NUMBER = re.compile(r"^(?P<stem>|.*_)(?P<number>\d+)$")
 _ROWS = re.compile(r"^(?P<stem>.+)\[(?P<rows>\d+:\d+)\]$")
 
 _MOST_ROWS = 3
-"""Parts of a stack that are listed; of more the rest of the row has to tell."""
+"""The greatest number of row blocks of a stacked array that are listed; more are shown as `*`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One array among the arguments of the step: its path, the stage where it lives, its spec and number of blocks.
+    """One array among the arguments of the step.
 
-    `shape` is that of the whole array, `block` that of what one device holds; None in plans of earlier versions.
+    name          its path in the arguments
+    stage         the stage that stores it
+    spec          how its dims are split over the stage's mesh axes
+    num_shards    the number of different blocks it is split into
+    shape         shape and dtype of the whole array; None in plans of earlier versions
+    block         shape and dtype of the block on one device; None in plans of earlier versions
     """
 
     name: str
@@ -45,46 +50,46 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentGroup:
-    """Arguments that differ in numbers of their path alone and share a spec; `pattern` has `*` in those places."""
+    """Arguments that share a spec and whose paths differ only in numbers; `pattern` has `*` in those places."""
 
     pattern: str
     members: tuple[Argument, ...]
 
     @property
     def spec(self) -> Spec:
-        """The spec that all share."""
+        """The spec that all members share."""
         return self.members[0].spec
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Stages where members live."""
+        """The stages that store a member, in order."""
         return tuple(sorted({member.stage for member in self.members}))
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """All named arguments of a plan, and which of them are state of the optimizer."""
+    """All named arguments of a plan, with the optimizer state identified."""
 
     all: tuple[Argument, ...]
 
     @cached_property
     def by_name(self) -> Mapping[str, Argument]:
-        """Arguments by path."""
+        """The arguments by path."""
         return {argument.name: argument for argument in self.all}
 
     @cached_property
     def plain(self) -> tuple[Argument, ...]:
-        """Parameters and inputs: everything but optimizer state."""
+        """Parameters and inputs: all arguments but optimizer state."""
         return tuple(a for a in self.all if not is_optimizer_state(a.name))
 
     @cached_property
     def optimizer(self) -> tuple[Argument, ...]:
-        """State of the optimizer."""
+        """The arguments that are optimizer state."""
         return tuple(a for a in self.all if is_optimizer_state(a.name))
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
-        """Path of an optimizer array → path of the parameter that it belongs to, where there is one."""
+        """For the path of each optimizer array that belongs to a parameter, the path of this parameter."""
         by_suffix: dict[tuple[str, ...], str] = {}
         for argument in sorted(self.plain, key=lambda a: a.name.count("/")):
             parts = tuple(argument.name.split("/"))
@@ -95,14 +100,14 @@ class Arguments:
 
     @cached_property
     def unlike_parameter(self) -> tuple[Argument, ...]:
-        """Optimizer arrays whose spec is not that of their parameter."""
+        """The optimizer arrays whose spec differs from their parameter's spec."""
         return tuple(
             a for a in self.optimizer if a.name in self.owners and a.spec != self.by_name[self.owners[a.name]].spec
         )
 
 
 def arguments_of(plan: Plan) -> Arguments:
-    """The named arguments of a plan, stage by stage."""
+    """Return the named arguments of a plan, stage by stage."""
     return Arguments(
         tuple(_argument(name, number, stage) for number, stage in enumerate(plan.stages) for name in stage.specs)
     )
@@ -120,7 +125,7 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | None:
-    """The parameter that an optimizer array belongs to: the longest tail of its path that ends a parameter's path."""
+    """Return the parameter of an optimizer array: the one whose path ends in the longest suffix of its path."""
     parts = tuple(name.split("/"))
     last = max(i for i, part in enumerate(parts[:-1]) if part in OPTIMIZER_NAMES)
     tails = (parts[start:] for start in range(last + 1, len(parts)))
@@ -128,7 +133,7 @@ def parameter_of(name: str, by_suffix: Mapping[tuple[str, ...], str]) -> str | N
 
 
 def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
-    """Arguments with one spec whose paths differ in numbers alone; groups in order of first appearance of the path."""
+    """Group arguments with one spec whose paths differ only in numbers, in order of first appearance of the path."""
     listed = tuple(arguments)
     alike: dict[tuple[str, ...], int] = {}
     groups: dict[tuple[tuple[str, ...], Spec], list[Argument]] = {}
@@ -144,7 +149,7 @@ def group_arguments(arguments: Iterable[Argument]) -> tuple[ArgumentGroup, ...]:
 
 
 def _stems(name: str) -> tuple[str, ...]:
-    """The path with its numbers taken out."""
+    """Return the components of a path with `*` in place of their numbers."""
     return tuple(map(_stem, name.split("/")))
 
 
@@ -156,7 +161,10 @@ def _stem(part: str) -> str:
 
 
 def _pattern(members: Sequence[Argument], *, whole: bool) -> str:
-    """The common path: `*` (or the numbers, when others with another spec are left out) where the members differ."""
+    """Return the common path of members, with `*` where they differ.
+
+    Where others with the same stems have another spec (not `whole`), the numbers are listed instead of `*`.
+    """
     columns = zip(*(member.name.split("/") for member in members), strict=True)
     return "/".join(_column(parts, whole=whole) for parts in columns)
 

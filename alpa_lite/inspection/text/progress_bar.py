@@ -1,7 +1,7 @@
-"""A bar for planning, and for all that takes longer: what is done, the time so far, and about how long it still takes.
+"""A progress bar for planning and other long work: what is being done, the elapsed time, and the time left.
 
-It shows after `PATIENCE_SECONDS`, on a terminal only, and goes away at the end. As long as nobody knows how much work
-there is, it says so by showing no time. The bar never goes back; the time that is left is said anew as it is known.
+It appears after `PATIENCE_SECONDS`, on a terminal only, and is removed at the end. While the amount of work is unknown,
+it shows no time left. The bar never moves back; the estimate of the time left is renewed with each change.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from alpa_lite.plan.progress import Pace, Progress
 from alpa_lite.text import show_about
 
 PATIENCE_SECONDS = 2.0
-"""Planning that takes less shows no bar."""
+"""Seconds of planning before the bar appears."""
 
 REDRAWN_PER_SECOND = 4
 
 
 class PlanningBar:
-    """Follows a `Progress`, and draws it from a thread of its own, so that the time goes on within long steps."""
+    """A follower of a `Progress` that draws it from its own thread, so that the time advances during long steps."""
 
     def __init__(self, console: Console, pace: Pace | None = None) -> None:
-        """Nothing is drawn yet; `pace` says how long what is left will take."""
+        """Create a bar that is not drawn yet; `pace` estimates the time left."""
         columns = (
             SpinnerColumn(),
             TextColumn("{task.fields[phase]}"),
@@ -45,16 +45,16 @@ class PlanningBar:
         self._thread = threading.Thread(target=self._draw, daemon=True)
 
     def __call__(self, progress: Progress) -> None:
-        """Take note of a change."""
+        """Record a change of the progress."""
         self._pace(progress)
         self._progress = progress
 
     def start(self) -> None:
-        """Begin to wait, then to draw."""
+        """Start the thread, which waits for `PATIENCE_SECONDS` and then draws."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Stop the thread and remove the bar."""
         self._over.set()
         self._thread.join()
 
@@ -69,9 +69,10 @@ class PlanningBar:
             self._bar.stop()
 
     def _update(self) -> None:
-        """Draw what is known now; before anyone knows the end, the bar has none either."""
+        """Redraw the bar; it is indeterminate while the time left is unknown."""
         left, elapsed = self._pace.left_seconds(), time.perf_counter() - self._began
         if left is not None:
+            # A longer estimate must not move the bar back.
             self._furthest = max(self._furthest, elapsed / (elapsed + left))
         elif not self._progress.done:
             self._began, self._furthest = time.perf_counter(), 0.0  # another search
@@ -88,7 +89,7 @@ class PlanningBar:
 
 @contextmanager
 def planning_progress(console: Console) -> Generator[Progress]:
-    """A `Progress` with a bar; without a terminal, one that nobody sees."""
+    """Yield a `Progress` that a bar shows; without a terminal, one that nothing shows."""
     if not console.is_terminal or console.quiet:
         yield Progress()
         return

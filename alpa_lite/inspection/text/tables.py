@@ -1,6 +1,6 @@
-"""A plan as tables: what every stage does, how every parameter lies, which collectives cost most, what else was tried.
+"""A plan as tables: stages, parameters, collectives by cost, ops without a rule, undivided dims, other plans.
 
-Each table is built once as data (`Table`); `plan_text` renders them for a terminal, `html` for a page.
+Each table is built once as data (`Table`); `plan_text` renders them for a terminal, `page/html` for a page.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from alpa_lite.text import (
 )
 
 WIDTH = 120
-"""Columns of a plan in a terminal."""
+"""Width of a plan in a terminal, in characters."""
 
 MAX_PARAMETER_ROWS = 25
 MAX_COLLECTIVE_ROWS = 10
 
 SCREEN_ROWS = {"stages": 16, "parameters": 8, "collectives": 6, "opaque": 4, "undivided": 4, "alternatives": 5}
-"""Rows of each table of a plan in a terminal; all of them are in `plan_tables`, on pages and in JSON."""
+"""Rows of each table of a plan in a terminal; `plan_tables`, pages and JSON have all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of text: `numeric` columns are aligned to the right; `note` stands below."""
+    """A table of text: `numeric` columns are right-aligned; `note` is printed below."""
 
     title: str
     columns: tuple[str, ...]
@@ -54,7 +54,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveGroup:
-    """Collectives of one kind that arise on one source line: `count` per step, sums of bytes and seconds."""
+    """Collectives of one kind, axis and phase that arise on one source line.
+
+    stages     the stages that run them
+    count      runs per step
+    bytes      bytes of all runs in a step
+    seconds    predicted seconds of all runs in a step
+    """
 
     kind: str
     axis: str
@@ -67,7 +73,7 @@ class CollectiveGroup:
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan on one screen: `WIDTH` columns, no colour codes."""
+    """Return the plan on one screen: `WIDTH` columns, no colour codes."""
     tables = (
         shortened(stages_table(plan), SCREEN_ROWS["stages"]),
         parameters_table(plan, SCREEN_ROWS["parameters"]),
@@ -80,7 +86,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def shortened(table: Table, max_rows: int) -> Table:
-    """The first rows of a table, and how many more there are."""
+    """Return a table's first rows, with a note on how many more there are."""
     rest = len(table.rows) - max_rows
     if rest <= 0:
         return table
@@ -89,7 +95,7 @@ def shortened(table: Table, max_rows: int) -> Table:
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """The tables of a plan in reading order; empty ones are left out."""
+    """Return the tables of a plan in reading order, without the empty ones."""
     tables = (
         stages_table(plan),
         parameters_table(plan),
@@ -102,7 +108,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Lines: what was planned for what, what to expect, and which arguments hold the batch, where that is known."""
+    """Return two or three lines: the planned function and cluster, the prediction, and the batch if there is one."""
     prediction, solver, cluster = plan.prediction, plan.solver, plan.cluster
     layers = show_count(plan.num_layers, "layer")
     shared = ", which share one processor" if cluster.shared_processor else ""
@@ -125,7 +131,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
 
 
 def stages_table(plan: Plan) -> Table:
-    """A row per stage: where it runs, what it holds, how long it takes, communication too."""
+    """Return a row per stage: its layers, devices, mesh and memory, and its times, communication included."""
     rows = [_stage_row(plan, number, stage) for number, stage in enumerate(plan.stages)]
     capacities = sorted({plan.capacity_bytes(number) for number in range(len(plan.stages))})
     capacity = " to ".join(show_bytes(capacity) for capacity in dict.fromkeys((capacities[0], capacities[-1])))
@@ -153,7 +159,7 @@ def stages_table(plan: Plan) -> Table:
 
 
 def shared_note(plan: Plan) -> str:
-    """That stages share devices, if they do."""
+    """Return a note that the memory counts all stages on the device; "" if no stages share devices."""
     return "" if len(plan.stages_together) == len(plan.stages) else ", with that of all stages on the device"
 
 
@@ -176,7 +182,7 @@ def _stage_row(plan: Plan, number: int, stage: StagePlan) -> tuple[str, ...]:
 
 
 def parameters_table(plan: Plan, max_rows: int = MAX_PARAMETER_ROWS) -> Table:
-    """A row per group of parameters (and inputs) with one spec; optimizer state only where it differs."""
+    """Return a row per group of parameters (and inputs) with one spec; optimizer state only where its spec differs."""
     arguments = arguments_of(plan)
     groups = (*group_arguments(arguments.plain), *group_arguments(arguments.unlike_parameter))
     rows = [_parameter_row(group) for group in groups[:max_rows]]
@@ -209,7 +215,7 @@ def _optimizer_note(arguments: Arguments) -> str:
 
 
 def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, ...]:
-    """Collectives by kind, axis, phase and source line, the longest first."""
+    """Group collectives by kind, axis, phase and source line, the longest first."""
     groups: dict[tuple[str, ...], list[CollectiveUse]] = {}
     for use in uses:
         groups.setdefault((use.kind, use.axis, use.phase, source_of(use)), []).append(use)
@@ -230,7 +236,7 @@ def group_collectives(uses: Iterable[CollectiveUse]) -> tuple[CollectiveGroup, .
 
 
 def source_of(use: CollectiveUse) -> str:
-    """The user's line, short; what the collective is for where it belongs to no line."""
+    """Return the user's source line, shortened; for a collective that belongs to no line, its purpose."""
     if use.source:
         return short_source(use.source)
     if use.phase == "update":
@@ -239,7 +245,7 @@ def source_of(use: CollectiveUse) -> str:
 
 
 def collectives_table(plan: Plan, max_rows: int = MAX_COLLECTIVE_ROWS) -> Table:
-    """The collectives that cost most."""
+    """Return the collectives that cost most."""
     groups = group_collectives(plan.prediction.collectives)
     rows = collective_rows(groups[:max_rows])
     rest = groups[max_rows:]
@@ -249,7 +255,7 @@ def collectives_table(plan: Plan, max_rows: int = MAX_COLLECTIVE_ROWS) -> Table:
 
 
 def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...], ...]:
-    """Cells of `collectives_table`."""
+    """Return the cells of `collectives_table`."""
     return tuple(
         (
             group.kind,
@@ -266,7 +272,7 @@ def collective_rows(groups: Sequence[CollectiveGroup]) -> tuple[tuple[str, ...],
 
 
 def opaque_table(plan: Plan) -> Table:
-    """Primitives that no rule can split, and where they stand in the user's code."""
+    """Return the primitives that have no sharding rule, with their source lines."""
     rows = tuple(
         (
             use.primitive,
@@ -288,7 +294,7 @@ def opaque_table(plan: Plan) -> Table:
 
 
 def undivided_table(plan: Plan) -> Table:
-    """Dims that stay whole because their devices do not divide them, and what padding them would save."""
+    """Return the dims that stay whole because the axis size does not divide them, and what padding would save."""
     rows = tuple(
         (
             dim.name,
@@ -313,7 +319,7 @@ def undivided_table(plan: Plan) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """The other plans that the search priced; no rows for a manual plan."""
+    """Return the other plans that the search priced; a manual plan has none."""
     chosen = plan.prediction.step_seconds
     rows = [(f"{plan.name} (chosen)", show_milliseconds(chosen), show_ratio(1.0))] if plan.alternatives else []
     for name, seconds in plan.alternatives:
@@ -324,7 +330,7 @@ def alternatives_table(plan: Plan) -> Table:
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """The numbers of `plan_text` as plain data, for JSON."""
+    """Return the numbers of `plan_text` as plain data, for JSON."""
     prediction = plan.prediction
     return {
         "function": plan.function,
@@ -370,7 +376,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 
 def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
-    """Lines and tables as plain text of at most `WIDTH` columns (long lines are wrapped)."""
+    """Render lines and tables as plain text of at most `WIDTH` columns; long lines are wrapped."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         for line in lines:
@@ -386,7 +392,7 @@ def render(lines: Iterable[str], tables: Iterable[Table] = ()) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """The table for rich, without its note."""
+    """Return the table for rich, without its note."""
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         rich.add_column(column, justify="right" if column in table.numeric else "left", overflow="fold")

@@ -1,9 +1,9 @@
 """Timelines of one step, predicted and measured, and their form for chrome://tracing and Perfetto.
 
-predicted    schedule.simulate on the plan's stage times, then the update of each stage     (`predicted_timeline`)
-simulated    spans of runtime.simulate, of every instruction of a program                   (`chrome_trace`)
-measured     the same spans of runtime.execute; or any with stage, kind, start_seconds, end_seconds
-both         in one trace, and side by side, task by task                                   (`overlaid`, `compared`)
+predicted    schedule.simulate on the plan's stage times, then the update of each stage        (`predicted_timeline`)
+simulated    spans of runtime.simulate, one per instruction of a program                       (`chrome_trace`)
+measured     the same spans from runtime.execute; or any with stage, kind, start_seconds, end_seconds
+both         in one trace, and side by side, task by task                                      (`overlaid`, `compared`)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from alpa_lite.text import show_milliseconds, show_percent, show_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A predicted span: forward, backward or update of a stage. `row`: number of its submesh in the plan."""
+    """A predicted span: the forward, backward or update of a stage. `row` is the number of its submesh in the plan."""
 
     stage: int
     row: int
@@ -37,9 +37,14 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedTimeline:
-    """A predicted step. `busy_seconds` and `update_seconds` are per stage; the makespan includes the update.
+    """A predicted step.
 
-    `rows`: the stages on each submesh, which run in turn.
+    bars               the spans of all stages, in seconds from the start of the step
+    makespan_seconds   the end of the last span, updates included
+    bubble_fraction    the idle share of the devices before the update
+    busy_seconds       per stage, the seconds of its spans
+    update_seconds     per stage, the seconds of its update
+    rows               the stages on each submesh, which run one after the other
     """
 
     bars: tuple[Bar, ...]
@@ -67,19 +72,20 @@ class PredictedTimeline:
         return render([f"predicted step {end}, bubble {bubble}", ""], [table])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 def predicted_timeline(plan: Plan) -> PredictedTimeline:
-    """The step on a clock, from the times in the plan.
+    """Simulate the step's schedule with the times of the plan.
 
-    Every task pays one dispatch, as in the plan's own prediction. A plan keeps the sum of its transfers, so each
-    boundary between stages gets an equal share: with three stages or more the makespan can differ a little from
-    `plan.prediction.step_seconds`, which also holds what the step waits for the last host.
+    Every task pays one dispatch, as in the plan's own prediction. A plan stores only the sum of its transfers, so each
+    boundary between stages gets an equal share. Therefore with three stages or more the makespan can differ a little
+    from `plan.prediction.step_seconds`, which also includes the wait for the last host.
     """
     stages, count = plan.stages, plan.num_microbatches
     dispatch = dispatch_seconds(plan.cluster)
+    # A step in one stage and one micro-batch is a single program: its tasks share one dispatch.
     whole = len(stages) == 1 and count == 1
     tasks = plan.schedule.tasks(len(stages), count)
     each = dispatch / len(tasks[0]) if whole else dispatch
@@ -112,20 +118,23 @@ def predicted_timeline(plan: Plan) -> PredictedTimeline:
 
 
 def row_name(stages: Sequence[int]) -> str:
-    """The numbers of the stages on one submesh."""
+    """Return the numbers of the stages on one submesh, as text."""
     return ", ".join(map(str, stages))
 
 
 def chrome_trace(
     spans: Iterable[SpanLike] | Timeline | PredictedTimeline, process: str = "step", *, number: int = 1
 ) -> dict[str, Any]:
-    """Spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
+    """Return spans in the JSON format of chrome://tracing and https://ui.perfetto.dev: a row per stage, microseconds.
 
-    A predicted step has a row per submesh. Spans that overlap, as transfers may, get further rows of the same name:
-    viewers take spans of one row for calls within calls. `process` names the group of rows and `number` (from 1 on, as
-    Perfetto takes 0 for none) tells it from others; traces are joined by joining their `traceEvents`.
+    A predicted step has a row per submesh. Spans that overlap, as transfers may, are put on further rows of the same
+    name, since viewers read overlapping spans of one row as nested calls.
+
+    process    the name of the group of rows
+    number     the id of the group, from 1 on: Perfetto takes 0 for none. Traces with different numbers are joined by
+               joining their `traceEvents`.
     """
-    # Tasks and transfers count however short they are, and what else takes time: buffers come and go in between.
+    # Instructions that only free or name buffers take no time and would clutter the trace.
     listed: Sequence[Any] = [s for s in _spans(spans) if s.kind in _SHOWN or s.end_seconds > s.start_seconds]
     rows: dict[int, list[Any]] = {}
     for span in listed:
@@ -141,13 +150,13 @@ def chrome_trace(
 
 
 def overlaid(predicted: Iterable[SpanLike], measured: Iterable[SpanLike]) -> dict[str, Any]:
-    """Both in one trace, one group of rows above the other."""
+    """Return one trace with both timelines, one group of rows above the other."""
     traces = (chrome_trace(predicted, "predicted"), chrome_trace(measured, "measured", number=2))
     return {"traceEvents": [event for trace in traces for event in trace["traceEvents"]], "displayTimeUnit": "ms"}
 
 
 def _apart(spans: Iterable[Any]) -> list[list[Any]]:
-    """Spans in lists in which none begins before the one before it has ended."""
+    """Distribute spans over lists in which none begins before the previous one has ended."""
     lists: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)):
         free = (found for found in lists if found[-1].end_seconds <= span.start_seconds)
@@ -160,7 +169,7 @@ def _apart(spans: Iterable[Any]) -> list[list[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskComparison:
-    """Seconds per run of one task (or of all transfers to a stage), predicted and measured."""
+    """Median seconds per run of one task (or of all transfers to a stage), predicted and measured."""
 
     name: str
     runs: int
@@ -169,7 +178,7 @@ class TaskComparison:
 
 
 def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tuple[TaskComparison, ...]:
-    """Task by task: the median run as it was predicted and as it was measured, of the same instructions."""
+    """Compare the predicted and the measured spans of the same instructions, task by task."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for a, b in zip(predicted, measured, strict=True):
         if a.kind in ("RUN", "SEND"):
@@ -188,12 +197,12 @@ def compared(predicted: Sequence[SpanLike], measured: Sequence[SpanLike]) -> tup
 
 
 def comparison_text(rows: Sequence[TaskComparison]) -> str:
-    """The comparison as text."""
+    """Return the comparison as text."""
     return render(["median of the runs in one step", ""], [comparison_table(rows)])
 
 
 def comparison_table(rows: Sequence[TaskComparison]) -> Table:
-    """The comparison as a table."""
+    """Return the comparison as a table."""
     columns = ("task", "runs", "predicted ms", "measured ms", "measured / predicted")
     cells = tuple(
         (
@@ -231,17 +240,17 @@ def _event(number: int, row: int, span: Any) -> dict[str, Any]:
 
 
 _SHOWN = ("RUN", "SEND")
-"""The instructions that predicted and measured traces have in common."""
+"""The kinds of instructions that predicted and measured traces share."""
 
 _RECEIVING = 10_000
-"""Transfers to a stage have a row of their own, as they go on beside its tasks: its number plus this."""
+"""The offset of the row for transfers to a stage, which run at the same time as its tasks."""
 
 _FURTHER = 1_000_000
-"""Between the numbers of the rows that share a name."""
+"""The distance between the numbers of rows that share a name."""
 
 
 def _row(span: Any) -> int:
-    """From 1 on: viewers take thread 0 for none, or for the first one."""
+    """Return the number of a span's row, from 1 on: viewers take thread 0 for none, or for the first one."""
     return 1 + getattr(span, "row", span.stage) + (_RECEIVING if span.kind == "SEND" else 0)
 
 
@@ -266,7 +275,7 @@ def _bars(timeline: Timeline, row_of: Mapping[int, int]) -> tuple[Bar, ...]:
 def _updates(
     seconds: Sequence[float], in_turn: Iterable[Sequence[int]], start: float, row_of: Mapping[int, int]
 ) -> Iterable[Bar]:
-    """The updates after the last task: side by side, but in turn those of stages that run on the same devices."""
+    """Yield the updates after the last task: in parallel, but one after the other for stages on the same devices."""
     for stages in in_turn:
         end = start
         for stage in stages:

@@ -1,6 +1,6 @@
-"""Why a plan is as it is, and what else would cost.
+"""The reasons behind a plan's decisions, and the cost of their alternatives.
 
-Comes in: a plan and what is asked about: a parameter, an op, a line of the source. Goes out: sentences with numbers;
-alternatives are priced by solving the rest of a stage again (`repricing`).
+Input: a plan and a subject: a parameter, an op, a source line. Output: sentences with numbers; alternatives are priced
+by solving the rest of a stage again (`repricing`).
 Read `explain` first.
 """

@@ -1,13 +1,13 @@
-"""What else a decision of a plan could have been, what the step would take then, and what makes the difference.
+"""The alternatives of a decision: the predicted step with each, and the cost that makes the difference.
 
-Each row gives one decision another value and has everything else in its stage solved again (`planners.reprice`);
-stages, their devices and micro-batches stay. What decides is what grows the most: a collective on a line (an edge of
-the stage's problem), the compute, or the memory at the moment when the most is alive (a row of its memory limit).
+Each row gives one decision another value and solves everything else in its stage again (`repricing`); the stages, their
+devices and the micro-batches stay. The deciding cost is the one that grows the most: a collective on a source line (an
+edge of the stage's problem), the compute, or the memory at the peak (a memory row of the integer program).
 
     parameters   the specs that the arrays can have                                       `of_parameters`
     ops          the placements of an op                                                  `of_op`
     stages       other logical meshes over its devices                                    `of_stage`
-    layers       at the border of a stage: the neighbour's                                `of_layer`
+    layers       the neighbouring stage, for a layer at a border of its stage             `of_layer`
 """
 
 from __future__ import annotations
@@ -31,21 +31,27 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.text import short_sources, show_bytes, show_milliseconds, show_percent, show_seconds
 
 MAX_PRICED = 12
-"""So many values of a decision are priced: those that cost least while all else stays as it is."""
+"""The greatest number of values of a decision that are priced: those that cost least with all else unchanged."""
 
 MAX_ROWS = 8
 
 _PHASE = "alternatives"
-"""Of a `Progress`: each value of a decision that is priced is a unit of work."""
+"""The phase of the `Progress`; each value of a decision that is priced is a unit of work."""
 
 _SAME = 1e-3
-"""Differences below this part of the step are none: stages are solved to half of that."""
+"""The share of the step below which a difference counts as none: stages are solved to a gap of half of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One value of a decision: the predicted step with everything else in its stage chosen for it (None: not possible),
-    bytes per device at the peak of the stages that it concerns, and what decides for or against it."""
+    """One value of a decision.
+
+    what            the value, in words
+    chosen          whether the plan has this value
+    step_seconds    the predicted step with everything else in the stage solved for it; None if it is not possible
+    peak_bytes      the greatest peak memory per device of the stages concerned; None if it is not possible
+    decides         the cost that decides for or against it, in words
+    """
 
     what: str
     chosen: bool
@@ -56,14 +62,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternatives:
-    """The values of a decision, the chosen one first, others by their cost; `sentences`: what follows from them."""
+    """The values of a decision, the chosen one first, the others by their cost; `sentences` draw the conclusion."""
 
     decision: str
     rows: tuple[Alternative, ...]
     sentences: tuple[str, ...]
 
     def table(self) -> Table:
-        """For people."""
+        """Return the values as a table, the cheapest `MAX_ROWS` of them."""
         chosen = self.rows[0].step_seconds or 0.0
         columns = (self.decision, "ms per step", "change", "peak memory", "what decides")
         shown = self.rows[:MAX_ROWS]
@@ -77,7 +83,7 @@ class Alternatives:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {"decision": self.decision, "rows": [asdict(row) for row in self.rows]}
 
 
@@ -94,7 +100,7 @@ def _row(each: Alternative, chosen: float) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenStages:
-    """Stages with something given: by stage, its problem and what its nodes may take."""
+    """A value of a decision as restrictions: for each stage number, its problem and the strategies allowed."""
 
     what: str
     chosen: bool
@@ -102,7 +108,10 @@ class _GivenStages:
 
 
 def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) -> Alternatives | None:
-    """The specs that arguments can have, all of them the same; names by stage. None where there is no choice."""
+    """Price the specs that arguments can have, the same for all of them; `members` are names by stage number.
+
+    Returns None if there is no choice.
+    """
     tables: list[tuple[int, dict[Spec, Given]]] = []
     chosen: Spec | None = None
     for number, names in members.items():
@@ -125,13 +134,13 @@ def of_parameters(repricing: Repricing, members: Mapping[int, Sequence[str]]) ->
         )
         for spec in common
     ]
-    return _priced(repricing, "spec", str(chosen), _promising(repricing, changes))
+    return _priced(repricing, "spec", str(chosen), _cheapest_changes(repricing, changes))
 
 
 def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
-    """The placements of an op, or of the ops of several stages that do the same, all of them the same; by stage.
+    """Price the placements of an op, or of equal ops of several stages, the same for all; `keys` are by stage number.
 
-    None where there is no choice.
+    Returns None if there is no choice.
     """
     tables = {number: repricing.stages[number].strategies_of_op(key) for number, key in keys.items()}
     first, *_ = keys
@@ -149,7 +158,7 @@ def of_op(repricing: Repricing, keys: Mapping[int, Key]) -> Alternatives | None:
         for placement in common
     ]
     text = _placement_text(stage, keys[first], chosen)
-    return _priced(repricing, "reads → makes", text, _promising(repricing, changes))
+    return _priced(repricing, "reads → makes", text, _cheapest_changes(repricing, changes))
 
 
 def _chosen_placement(stage: StageProblem, options: Mapping[OpPlacement, Given]) -> OpPlacement:
@@ -165,10 +174,10 @@ def _placement_text(stage: StageProblem, key: Key, placement: OpPlacement) -> st
 
 
 def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
-    """Other logical meshes over the devices of a stage."""
+    """Price the other logical meshes over the devices of a stage. Returns None if there are none."""
     stage, plan = repricing.stages[number], repricing.plan
     meshes = meshes_of(stage.submesh, plan.cluster)
-    others = [mesh for mesh in meshes if not _alike(mesh, stage.mesh)]
+    others = [mesh for mesh in meshes if not _equivalent(mesh, stage.mesh)]
     if not others:
         return None
     first, last = plan.stages[number].layers
@@ -179,13 +188,13 @@ def of_stage(repricing: Repricing, number: int) -> Alternatives | None:
     return _priced(repricing, "logical mesh", str(stage.mesh), changes[:MAX_PRICED])
 
 
-def _alike(a: LogicalMesh, b: LogicalMesh) -> bool:
-    """One axis is like another, whatever its name."""
+def _equivalent(a: LogicalMesh, b: LogicalMesh) -> bool:
+    """Whether two meshes are equivalent: the name of an axis does not matter if it is the only one."""
     return a == b or (len(a.shape) == len(b.shape) == 1)
 
 
 def of_layer(repricing: Repricing, layer: int) -> Alternatives | None:
-    """The stages that a layer at the border of its stage could belong to as well."""
+    """Price moving a layer at the border of its stage to the neighbouring stage. Returns None if it cannot move."""
     plan = repricing.plan
     home = plan.stage_of_layer(layer)
     first, last = plan.stages[home].layers
@@ -213,8 +222,11 @@ def _merged(given: Iterable[Given]) -> Given:
     return found
 
 
-def _promising(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_GivenStages]:
-    """The changes that cost least while all else stays as it is, the chosen one among them."""
+def _cheapest_changes(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_GivenStages]:
+    """Return at most `MAX_PRICED` changes, those that cost least with all else unchanged, including the chosen one.
+
+    A single change costs a lookup in the problem's cost vectors, whereas pricing it with the rest free costs a solve.
+    """
     if len(changes) <= MAX_PRICED:
         return list(changes)
 
@@ -230,7 +242,7 @@ def _promising(repricing: Repricing, changes: Sequence[_GivenStages]) -> list[_G
 
 
 def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[_GivenStages]) -> Alternatives:
-    """All changes with their steps; the chosen value as the plan has it."""
+    """Price all changes; the row of the chosen value has the plan's own prediction."""
     plan = repricing.plan
     stages = sorted({number for change in changes for number in change.stages})
     rows: list[Alternative] = []
@@ -261,7 +273,7 @@ def _priced(repricing: Repricing, decision: str, chosen: str, changes: Sequence[
 
 
 def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternative | None) -> tuple[str, ...]:
-    """What it would cost to change, and whether the rest fits the decision as well as it could."""
+    """Return the cost of the cheapest change, and whether the rest of the stage could suit the chosen value better."""
     found: list[str] = []
     step = chosen.step_seconds or 0.0
     possible = [row for row in rows if row.step_seconds is not None]
@@ -276,8 +288,8 @@ def _sentences(chosen: Alternative, rows: Sequence[Alternative], anew: Alternati
         found.append(f"Nothing else is possible: {rows[0].decides}.")
     if anew is not None and anew.step_seconds is not None and anew.step_seconds < step * (1 - 10 * _SAME):
         found.append(
-            f"With {chosen.what} kept, and the rest of the stage free, a step would take "
-            f"{show_seconds(anew.step_seconds)}: the planner of this plan does not look for that."
+            f"With {chosen.what} fixed and the rest of the stage free, a step would take "
+            f"{show_seconds(anew.step_seconds)}: the planner of this plan does not search for this."
         )
     return tuple(found)
 
@@ -292,10 +304,12 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
             chosen=change.chosen,
             step_seconds=None,
             peak_bytes=None,
-            decides=_why_not(*change.stages[worst], solved[worst]),
+            decides=_reason_infeasible(*change.stages[worst], solved[worst]),
         )
     changed = {number: placed_stage(change.stages[number][0], solution) for number, solution in solved.items()}
     before, after = repricing.as_planned, repricing.predicted(changed)
+    # Only the difference of the two predictions counts, so that all rows are relative to the plan's own figure even
+    # where predicting it again would give a slightly different one.
     step = repricing.plan.prediction.step_seconds + after.step_seconds - before.step_seconds
     planned = {number: repricing.stages[number].as_planned for number in solved}
     return Alternative(
@@ -303,7 +317,7 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
         chosen=change.chosen,
         step_seconds=step,
         peak_bytes=max((after.peak_bytes[number] for number in solved), default=None),
-        decides=_decides(
+        decides=_deciding_cost(
             planned,
             solved,
             stacks_seconds=repricing.stacks_seconds(changed) - repricing.stacks_seconds({}),
@@ -312,10 +326,10 @@ def _alternative(repricing: Repricing, change: _GivenStages) -> Alternative:
     )
 
 
-def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
-    """The memory row that forbids it, or that nothing was found in time."""
+def _reason_infeasible(stage: StageProblem, given: Given, solution: StageSolution) -> str:
+    """Return the memory row that forbids a change, or that the solver ran out of time."""
     if solution.status is not Status.INFEASIBLE:
-        return "nothing was found in time"
+        return "the solver ran out of time"
     why = shortage_of(stage.builder, stage.problem(given), in_flight=stage.in_flight)
     if why.explained.impossible:
         return "no sharding of its neighbours goes with it"
@@ -324,11 +338,13 @@ def _why_not(stage: StageProblem, given: Given, solution: StageSolution) -> str:
     return f"memory: {show_bytes(over)} too much {short_sources(why.when)}{largest}"
 
 
-def _decides(
+def _deciding_cost(
     before: Mapping[int, StageSolution], after: Mapping[int, StageSolution], *, stacks_seconds: float, slower: bool
 ) -> str:
-    """What grows the most, or shrinks the most where the change is for the better: a collective, or the compute."""
-    changes = {"stacked arrays are brought together, as stages no longer hold their rows alike": stacks_seconds}
+    """Return the cost that grows the most, or shrinks the most if the change is an improvement."""
+    changes = {
+        "stacked arrays are resharded, as stages no longer agree on the spec of their row blocks": stacks_seconds
+    }
     for number, solution in after.items():
         for sign, which in ((-1.0, before[number]), (1.0, solution)):
             changes["compute"] = changes.get("compute", 0.0) + sign * which.compute_seconds
@@ -343,7 +359,7 @@ def _decides(
 
 
 def without_memory_limit(repricing: Repricing, number: int) -> str:
-    """What the memory limit of a stage costs, as a sentence; empty where it costs nothing."""
+    """Return a sentence on the seconds that the memory limit of a stage costs; "" if it costs none."""
     stage = repricing.stages[number]
     free, bound = stage.solve(limited=False), repricing.as_planned.step_seconds
     if free.choice is None:

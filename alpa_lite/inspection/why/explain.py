@@ -1,14 +1,13 @@
-"""Why something in a plan is as it is: a parameter, a stage, a layer, an op, or a line of the user's code.
+"""Explain a part of a plan: a parameter, a stage, a layer, an op, or a line of the user's code.
 
 stage 1                          its layers, devices, times, memory and collectives
-layer 3                          its stage, the arguments that live in it, how many ops it has
-op 12                            its layer, how its factors are split, the specs of its results
+layer 3                          its stage, the arguments stored with it, the number of its ops
+op 12                            its layer, the split of its factors, the specs of its results
 layers/0/mlp/w, mlp/w            a parameter: spec, stage, share per device, collectives over the same mesh axes
-model.py:31, (attention)         the collectives that arise on a source line
+model.py:31, (attention)         the collectives that arise on a source line, and the op that decides there
 
-Where the step is known (`Plan.request`), each comes with what else it could have been, priced (`alternatives`).
-
-The ops of a source line that have a choice.
+If the plan holds its request (`Plan.request`), and thus the step, each also lists the alternatives of the decision with
+their cost (`alternatives`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ from cost_models.text import printable
 
 
 def deciding_ops(repricing: Repricing, wanted: str) -> dict[int, Key]:
-    """By stage the op with the most work among those of a source line that have a choice, where they do the same."""
+    """Return, by stage number, the op with the most work among those of a source line that have a choice.
+
+    Only stages whose op is equal to the first stage's are returned, since their alternatives are priced together.
+    """
     found: dict[int, Key] = {}
     for number, stage in enumerate(repricing.stages):
         fitting = [
@@ -86,7 +88,7 @@ _MAX_COLLECTIVES = 12
 _MAX_HINTS = 6
 
 _NEARLY_FULL = 0.8
-"""From this part of a device's memory on it is asked whether the limit costs time."""
+"""The share of a device's memory from which on the cost of the memory limit is computed."""
 
 _NEEDS_THE_STEP = (
     "What else it could be, and at what cost, is priced with the step: replay the plan with"
@@ -96,8 +98,14 @@ _NEEDS_THE_STEP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of a subject: a sentence or more, the collectives that have to do with it, and what else it could
-    be (None where there is no choice, or the step is not known)."""
+    """The explanation of a subject.
+
+    subject         the part of the plan that is explained
+    kind            "stage", "layer", "op", "parameter" or "source"
+    sentences       the explanation
+    collectives     the collectives related to it
+    alternatives    the other values of the decision; None if there is no choice, or the plan has no request
+    """
 
     subject: str
     kind: str
@@ -122,7 +130,7 @@ class Explanation:
         return render((*lines, ""), tables) if tables else render(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         fields = ("kind", "axis", "phase", "source", "stages", "count", "bytes", "seconds")
         return {
             "subject": self.subject,
@@ -134,12 +142,12 @@ class Explanation:
 
 
 def explain(plan: Plan, subject: str) -> str:
-    """The explanation as text. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    """Return the explanation as text. Raises `PlanError`, with close matches, for an unknown subject."""
     return str(explanation(plan, subject))
 
 
 def explanation(plan: Plan, subject: str) -> Explanation:
-    """The explanation as data. Raises `PlanError`, with close matches, for a subject that the plan does not know."""
+    """Return the explanation as data. Raises `PlanError`, with close matches, for an unknown subject."""
     wanted = printable(subject)  # as names in plans are
     if plan.request is None:
         return _explanation(plan, wanted)
@@ -151,20 +159,20 @@ def _explanation(plan: Plan, wanted: str) -> Explanation:
     repricing = Repricing.of(plan, plan.request) if plan.request is not None else None
     if (match := _NUMBERED.match(wanted.strip())) is not None:
         explained = {"stage": _explain_stage, "layer": _explain_layer, "op": _explain_op}[match["what"]]
-        return _noted(plan, explained(plan, int(match["number"]), repricing))
+        return _with_hint(plan, explained(plan, int(match["number"]), repricing))
     arguments = arguments_of(plan)
     if (group := _find_group(arguments, wanted)) is not None:
-        return _noted(plan, _explain_parameter(plan, arguments, group, repricing))
+        return _with_hint(plan, _explain_parameter(plan, arguments, group, repricing))
     wanted = wanted.strip()
     uses = [use for use in plan.prediction.collectives if wanted and wanted in _searchable(use)]
     keys = deciding_ops(repricing, wanted) if repricing is not None and wanted else {}
     if uses or keys:
-        return _noted(plan, _explain_source(plan, wanted, uses, repricing, keys))
+        return _with_hint(plan, _explain_source(plan, wanted, uses, repricing, keys))
     raise PlanError(_unknown(plan, arguments, wanted))
 
 
-def _noted(plan: Plan, found: Explanation) -> Explanation:
-    """With a word on what is missing where the step is not known."""
+def _with_hint(plan: Plan, found: Explanation) -> Explanation:
+    """Add a sentence on how to get alternatives if the plan has no request."""
     return found if plan.request is not None else replace(found, sentences=(*found.sentences, _NEEDS_THE_STEP))
 
 
@@ -193,7 +201,7 @@ def _explain_stage(plan: Plan, number: int, repricing: Repricing | None) -> Expl
 
 
 def _limit_sentences(plan: Plan, number: int, repricing: Repricing | None) -> list[str]:
-    """Whether the memory limit of a stage costs time; asked where the stage comes near to it."""
+    """Return a sentence on the cost of a stage's memory limit, computed only if the stage is nearly full."""
     nearly = _NEARLY_FULL * plan.capacity_bytes(number)
     if repricing is None or plan.prediction.peak_bytes[number] < nearly:
         return []
@@ -292,7 +300,7 @@ def _explain_parameter(
 
 
 def _share_sentences(plan: Plan, group: ArgumentGroup) -> list[str]:
-    """What each device holds of an array, by stage; stages that do alike together."""
+    """Return what each device stores of an array, one sentence for all stages that store the same share."""
     alike: dict[tuple[str, str], list[int]] = {}
     for number in group.stages:
         member = next(m for m in group.members if m.stage == number)
@@ -315,7 +323,7 @@ def _names_by_stage(group: ArgumentGroup) -> dict[int, list[str]]:
 
 
 def _axis_sentence(plan: Plan, group: ArgumentGroup, uses: Sequence[CollectiveUse]) -> str:
-    """What the mesh axes that split the array, and those that do not, cost on its stages."""
+    """Return the cost of collectives over the mesh axes that split the array, and over the others, on its stages."""
     seconds: dict[str, float] = {}
     for use in uses:
         seconds[use.axis] = seconds.get(use.axis, 0.0) + use.seconds * use.count
@@ -377,9 +385,9 @@ def _searchable(use: CollectiveUse) -> str:
 
 
 def _find_group(arguments: Arguments, wanted: str) -> ArgumentGroup | None:
-    """The arguments that a path, a tail or a part of one, or a pattern with `*` names.
+    """Return the arguments that a path, a suffix or part of one, or a pattern with `*` names; None if there are none.
 
-    Raises `PlanError` when it names several that have not one spec.
+    Raises `PlanError` if it names several with different specs.
     """
     if wanted in arguments.by_name:
         return group_arguments([arguments.by_name[wanted]])[0]

@@ -1,9 +1,9 @@
-"""When each stage of a plan holds the most, and what is alive then.
+"""The peak memory of each stage of a plan, and the values that are alive at the peak.
 
-    predicted    state + sums + micro-batches in flight × saved values + temporaries, as the plan has them
-    alive        the usages of the stage at the time of its peak, copies that readers need among them     (`_at_peak`)
+predicted    state + gradient sums + micro-batches in flight × saved values + temporaries, from the plan
+alive        the usages of the stage at the time of its peak, copies for readers included             (`_at_peak`)
 
-Without the step (`Plan.request`) the four parts are known, but not the values.
+Without the step (`Plan.request`) only the four parts of the sum are available, not the values.
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.text import short_sources, show_bytes, show_percent
 
 MAX_NAMES = 2
-"""Values of each kind that the text names; the data hold all."""
+"""The number of values of each kind that the text names; the data have all."""
 
 _NOTED = 0.02
-"""From this part of the peak on a difference to what is alive is told."""
+"""The share of the peak from which on a difference to the sum of the values alive is mentioned."""
 
 MAX_DETAILED = 3
-"""Stages of which the text lists the values."""
+"""The number of stages whose values the text lists."""
 
 COPY = "copy for a reader"
-"""What lies in another spec than it is kept in, while something reads it."""
+"""A copy of a value in another spec than it is stored in, alive while an op reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveValues:
-    """Values of one kind with one name (up to numbers in it), alive at the peak: bytes per device of all of them."""
+    """Values of one kind and one name (with numbers in it ignored) that are alive at the peak.
+
+    kind     the role of the values
+    name     their common name
+    count    how many there are
+    bytes    bytes per device of all of them
+    """
 
     kind: str
     name: str
@@ -50,8 +56,15 @@ class LiveValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """One stage at its peak, in bytes per device. `peak_bytes` is what the plan predicts for its devices; `alive`, in
-    order of size, adds up to `alive_bytes`. `moment` is empty where the step is not known."""
+    """One stage at its peak, in bytes per device.
+
+    peak_bytes       the plan's prediction for its devices
+    *_bytes          the parts of the prediction: arguments (state), gradient sums (accumulator), saved values of one
+                     micro-batch, temporaries
+    in_flight        micro-batches whose saved values are alive at the peak
+    moment           the op at the peak, in words; "" without the step
+    alive            the values alive at the peak, the largest first; they add up to `alive_bytes`
+    """
 
     stage: int
     peak_bytes: float
@@ -66,7 +79,7 @@ class StageMemory:
 
     @property
     def alive_bytes(self) -> float:
-        """What is known by name."""
+        """The bytes of all values that are listed in `alive`."""
         return sum(each.bytes for each in self.alive)
 
 
@@ -102,16 +115,16 @@ class MemoryUse:
         details = [_details(each) for each in fullest[:MAX_DETAILED] if each.alive]
         lines = [f"{self.plan}: what devices hold at most (predicted)."]
         if not details:
-            lines.append("Which values these are is known with the step: al.plan(step, *args, planner=plan).")
+            lines.append("Which values these are can be listed with the step: al.plan(step, *args, planner=plan).")
         return render([*lines, ""], [summary, *details])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {"kind": "memory", **asdict(self)}
 
 
 def _details(stage: StageMemory) -> Table:
-    """A row per kind of value, with the largest of them by name."""
+    """Return a row per kind of value, with the names of the largest."""
     kinds: dict[str, list[LiveValues]] = {}
     for each in stage.alive:
         kinds.setdefault(each.kind, []).append(each)
@@ -141,7 +154,7 @@ def _details(stage: StageMemory) -> Table:
 
 
 def allocated_table(plan: Plan, allocated_bytes: Sequence[float]) -> Table:
-    """The predicted peak of each stage beside what XLA allocates for its programs."""
+    """Return a table of the predicted peak of each stage and the bytes that XLA allocates for its programs."""
     columns = ("stage", "predicted peak", "allocated by XLA", "predicted / allocated")
     return Table(
         title="Predicted and allocated memory",
@@ -156,7 +169,7 @@ def allocated_table(plan: Plan, allocated_bytes: Sequence[float]) -> Table:
 
 
 def memory_use(plan: Plan) -> MemoryUse:
-    """The peak of each stage, with what is alive then where the step is known."""
+    """Return the peak of each stage, with the values alive at it if the plan has its request."""
     problems: Sequence[StageProblem | None] = [None] * len(plan.stages)
     if plan.request is not None:
         problems = Repricing.of(plan, plan.request).stages
@@ -183,7 +196,7 @@ def memory_use(plan: Plan) -> MemoryUse:
 
 
 def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
-    """When a stage holds the most under the plan's choices, and what."""
+    """Return the moment of a stage's peak under the plan's choices, and the values alive then."""
     usages = stage.usages
     if not usages:
         return "", ()
@@ -201,6 +214,8 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
     for usage in usages:
         size, times = float(usage.sizes[0]), (usage.start, usage.end)
         if size > 0 and usage.start <= time < usage.end:
+            # A usage that lasts as long as its value, or the whole step, is the value itself; a shorter one is a copy
+            # of it for a reader, or a partial sum.
             is_itself = times in whole or usage.value[0] > 0 or owned.get(((), usage.value[1])) == times
             kind = _kind(stage, usage.value, saved) if is_itself else _kind_of_other(stage, usage.value)
             groups.setdefault((kind, _name(stage, usage.value)), []).append(size)
@@ -210,7 +225,7 @@ def _at_peak(stage: StageProblem) -> tuple[str, tuple[LiveValues, ...]]:
 
 
 def _kind_of_other(stage: StageProblem, key: Key) -> str:
-    """Of what takes memory besides a value itself: sums on their way, and copies in the spec that a reader wants."""
+    """Return the kind of memory that is not a value itself: a partial sum being reduced, or a copy for a reader."""
     return _kind(stage, key, set()) if key[1] in stage.builder.crossings and key[0] == 0 else COPY
 
 
@@ -229,7 +244,7 @@ def _kind(stage: StageProblem, key: Key, saved: set[int]) -> str:
 
 
 def _name(stage: StageProblem, key: Key) -> str:
-    """The name of a value without the numbers of layers in it, and without the folders of its source."""
+    """Return the name of a value without layer numbers and without the folders of its source."""
     graph = stage.builder.scopes[key[0]].graph
     name = value_name(graph, key[1])
     if graph.producer[key[1]] is None:

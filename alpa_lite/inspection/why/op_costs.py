@@ -1,4 +1,4 @@
-"""What each op of a stage takes: the estimator that prices tasks, with an entry for every op that it is given."""
+"""The cost of each op of a stage: the estimator that prices tasks, which also records an entry per op."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from alpa_lite.sharding.specs import Move
 from alpa_lite.text import short_source
 
 PRODUCTS, PASSES, OPAQUE = "matrix products", "passes over arrays", "ops without a sharding rule"
-"""What kernels do, as far as advice differs."""
+"""The kinds of kernels between which the advice distinguishes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one op takes per step and device, without collectives: seconds, FLOPs, bytes moved after fusion."""
+    """The cost of one op per step and device, without collectives: seconds, FLOPs, and bytes moved after fusion."""
 
     source: str
     primitive: str
@@ -34,24 +34,24 @@ class Entry:
 
 
 class Ledger:
-    """A machine that prices ops as `Estimator` does, and writes down each."""
+    """An interpreter of the walk that prices ops as `Estimator` does and records each."""
 
     def __init__(self, estimator: Estimator, opaque: Collection[str]) -> None:
-        """Wrap an estimator; `opaque`: primitives that have no rule."""
+        """Wrap an estimator; `opaque` are the primitives without a sharding rule."""
         self.estimator = estimator
         self.opaque = opaque
         self.entries: list[Entry] = []
 
     def literal(self, value: Value) -> int:
-        """Scalars are free."""
+        """Price a scalar, which is free."""
         return self.estimator.literal(value)
 
     def reshard(self, array: int, value: Value, steps: tuple[Move, ...], op: Op | None) -> int:
-        """Moves are collectives, which the plan lists."""
+        """Price a reshard as free: its collectives are listed by the plan."""
         return self.estimator.reshard(array, value, steps, op)
 
     def apply(self, application: Application, operands: list[int]) -> list[int]:
-        """One op, and its entry."""
+        """Price one op and record its entry."""
         estimator, op = self.estimator, application.op
         seconds, flops = estimator.compute_seconds, estimator.flops
         made = estimator.apply(application, operands)
@@ -72,12 +72,12 @@ class Ledger:
         return made
 
     def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
-        """The ops of bodies come back to this machine, for it is that of the walk."""
+        """Price a loop or branch; the walk runs the ops of the bodies on this interpreter, so they are recorded too."""
         return self.estimator.control_flow(application, operands, wiring, walk)
 
 
 def entries_of(stage: StageProblem, opaque: Collection[str]) -> list[Entry]:
-    """The ops of a stage as they are planned, phase by phase."""
+    """Return the entries of a stage's ops as they are planned, phase by phase."""
     choice, found = stage.as_planned.choice, list[Entry]()
     assert choice is not None
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):

@@ -1,10 +1,10 @@
-"""What a plan would cost with something in it changed: the rest of the stage is solved again, the schedule simulated.
+"""Predict a plan with one decision changed: the rest of the stage is solved again, the schedule simulated.
 
-    given       some nodes of a stage's problem may take some strategies alone                   `Repricing.solve_all`
-    step        predicted as plans are, with the solutions of the stages that change             `Repricing.predicted`
+restricted    some nodes of a stage's problem may take some strategies only                   `Repricing.solve_all`
+predicted     like a plan, with the solutions of the stages that change                       `Repricing.predicted`
 
-Submeshes, schedule and micro-batches stay as they are. What a manual plan forbids is allowed here, so that the same
-decision with the rest solved again may cost less.
+Submeshes, schedule and micro-batches stay. Restrictions of a manual plan do not apply here, so the same decision with
+the rest solved again may cost less than the plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from alpa_lite.step.rematerialisation import rematerialise
 
 
 def planned_step(plan: Plan, request: PlanRequest) -> StepGraph:
-    """The step whose ops a plan numbers: with what layers compute again."""
+    """Return the step whose ops the plan numbers, with its rematerialised layers."""
     step = request.step_at(plan.num_microbatches, plan.loop_parts)
     own = read_originals_across(step, plan.traced_layers if plan.remat else plan.op_layers)
     return rematerialise(own, plan.traced_layers, plan.remat).step if plan.remat else own
@@ -41,19 +41,19 @@ def planned_step(plan: Plan, request: PlanRequest) -> StepGraph:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RepricedStage:
-    """A stage that was solved."""
+    """A stage problem and its solution."""
 
     stage: StageProblem
     solution: StageSolution
 
     def answers(self, other: StageProblem) -> bool:
-        """Whether it will do for a stage like it: in the same memory, or as it fits there too."""
+        """Whether the solution is one of an equal stage too: its memory limit is the same, or the solution fits it."""
         mine, theirs = ((s.in_flight, s.limit_bytes) for s in (self.stage, other))
         has_choice = self.solution.choice is not None
         return mine == theirs or (has_choice and self.solution.bytes_in_flight(other.in_flight) <= other.limit_bytes)
 
     def solution_for(self, other: StageProblem) -> StageSolution:
-        """With the numbers of a stage like it."""
+        """Return the solution with the value numbers of an equal stage."""
         solution, view = self.solution, self.stage.view
         if solution.choice is None or view is other.view:
             return solution
@@ -74,21 +74,21 @@ class Repricing:
 
     @staticmethod
     def of(plan: Plan, request: PlanRequest) -> Repricing:
-        """Of a plan that was made for the step of the request. Prices are those of the plan's own cluster."""
+        """Create the repricing of a plan made for the request's step. Prices are those of the plan's own cluster."""
         layers = Layers(num_layers=plan.num_layers, of_op=plan.op_layers, of_input=plan.input_layers)
         own = replace(request, cluster=plan.cluster)
         return Repricing(plan=plan, request=own, step=planned_step(plan, own), layers=layers)
 
     @cached_property
     def stages(self) -> tuple[StageProblem, ...]:
-        """The stages of the plan."""
+        """The stages of the plan as problems."""
         return tuple(
             self.problem(number, first=stage.layers[0], last=stage.layers[1], mesh=stage.mesh_shape)
             for number, stage in enumerate(self.plan.stages)
         )
 
     def problem(self, number: int, *, first: int, last: int, mesh: LogicalMesh) -> StageProblem:
-        """What stage `number` would be with these layers and this mesh, in the memory that other stages leave."""
+        """Return the problem of stage `number` with other layers or another mesh, in the memory that is left for it."""
         stage, request = self.plan.stages[number], self.request
         tasks = self._tasks(number)
         cluster, submesh = request.cluster, stage.submesh
@@ -123,14 +123,14 @@ class Repricing:
         return next(tasks for tasks in lists if any(task.stage == number for task in tasks))
 
     def solve(self, stage: StageProblem, given: Given | None = None) -> StageSolution:
-        """`StageProblem.solve`, remembered."""
+        """Return `StageProblem.solve`, memoised."""
         return self._solve_each({0: (stage, given or {})})[0]
 
     def solve_all(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
-        """Stages with something given; a stage without a choice does not fit.
+        """Solve stages under restrictions; a solution without a choice means that the stage does not fit.
 
-        Where stages no longer hold stacked arguments alike, also with the forms of the last one given to all (or those
-        of the others to the ones that change), if that is better.
+        If the stages then no longer agree on the spec of a stacked argument, the changed stages are solved once more
+        with the specs of the last unchanged stage (or of the last stage, if all change); the better result counts.
         """
         found = self._solve_each(stages)
         after = self._as_placed(stages, found)
@@ -150,14 +150,17 @@ class Repricing:
     def _as_placed(
         self, stages: Mapping[int, tuple[StageProblem, Given]], found: Mapping[int, StageSolution]
     ) -> dict[int, PlacedStage] | None:
-        """The stages with their solutions; None where one does not fit."""
+        """Return the stages with their solutions; None if one does not fit."""
         if any(solution.choice is None for solution in found.values()):
             return None
         return {number: placed_stage(stages[number][0], solution) for number, solution in found.items()}
 
     def _solve_each(self, stages: Mapping[int, tuple[StageProblem, Given]]) -> dict[int, StageSolution]:
-        """Those that are alike are solved for the most memory, and once more for the least if that does not fit all of
-        them; what is known already counts."""
+        """Solve each stage under its restriction, equal stages once.
+
+        Equal stages are solved with the most memory that one of them has, and once more with the least if that solution
+        does not fit all of them. Memoised solutions are used where they apply.
+        """
         alike: dict[object, list[int]] = {}
         for number, (stage, given) in stages.items():
             submesh = (stage.submesh.num_hosts, stage.submesh.devices_per_host)
@@ -167,6 +170,7 @@ class Repricing:
         for key, numbers in alike.items():
             known = self._solved.setdefault(key, [])
             ordered = sorted(numbers, key=lambda n: (stages[n][0].in_flight, -stages[n][0].limit_bytes))
+            # Two solves are enough for equal stages: one for the loosest limit, one for the tightest, which fits all.
             for number in ordered:
                 stage = stages[number][0]
                 fitting = next((each for each in known if each.answers(stage)), None)
@@ -182,11 +186,11 @@ class Repricing:
         return found
 
     def predicted(self, changed: Mapping[int, PlacedStage]) -> Prediction:
-        """The step with some of its stages changed."""
+        """Predict the step with some of its stages changed."""
         return predict(self.request, self.step, self.layers, self._with(changed), self.plan.schedule)
 
     def stacks_seconds(self, changed: Mapping[int, PlacedStage]) -> float:
-        """What it takes to bring together stacked arrays of which stages no longer hold their rows alike."""
+        """Return the seconds that resharding takes for stacked arrays on whose spec the stages no longer agree."""
         return stacks_at_rest(self.request.cost_model, self.step, self.layers, self._with(changed)).seconds
 
     def _with(self, changed: Mapping[int, PlacedStage]) -> list[PlacedStage]:
@@ -199,11 +203,11 @@ class Repricing:
 
     @cached_property
     def as_planned(self) -> Prediction:
-        """The step as planned, predicted again."""
+        """The prediction of the step as planned, computed again."""
         return self.predicted({})
 
 
 def placed_stage(stage: StageProblem, solution: StageSolution) -> PlacedStage:
-    """A solved stage as `predict` takes it."""
+    """Return a solved stage in the form that `predict` takes."""
     view = stage.view
     return PlacedStage(first=view.first, last=view.last, submesh=stage.submesh, mesh=stage.mesh, solution=solution)

@@ -1,10 +1,10 @@
-"""A stage as a problem of its own: solved with something given, and taken apart under what a plan decided for it.
+"""The problem of one stage: solved under restrictions, and analysed under the plan's choices.
 
-    given       some nodes of the problem may take some strategies alone                         `StageProblem.solve`
-    choices     the strategies that mean what the plan says                                      `StageProblem.choices`
-    usages      what is alive when under these                                                   `StageProblem.usages`
+solution    some nodes of the problem may take some strategies only                          `StageProblem.solve`
+choices     the strategies that correspond to the plan                                       `StageProblem.choices`
+usages      the values alive at each time under the choices                                  `StageProblem.usages`
 
-The problem is that of the search on the stage's logical mesh: what a manual plan forbids is allowed here.
+The problem is the search's on the stage's logical mesh; restrictions of a manual plan do not apply here.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from alpa_lite.sharding.meshes import LogicalMesh, Submesh
 from alpa_lite.sharding.specs import Spec
 
 SOLVE_SECONDS = 10.0
-"""How long the rest of a stage may take to be solved again."""
+"""The time limit for solving the rest of a stage again, in seconds."""
 
 REPRICING_GAP = 5e-4
-"""How close to the best it is solved: closer than plans are, since differences are what counts."""
+"""The relative gap of these solutions: smaller than for plans, since differences of solutions are reported."""
 
 Given = Mapping[int, frozenset[int]]
-"""The strategies that nodes may take; others are free."""
+"""The strategies that nodes may take, by node; nodes that are not in the mapping are free."""
 
 Option = TypeVar("Option", Spec, OpPlacement)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageProblem:
-    """The problem of some layers on a logical mesh, with so many micro-batches in flight within so many bytes.
+    """The problem of some layers on a logical mesh.
 
-    `placed`: what the plan decided for these layers on this mesh, if it did. `restriction`: what each axis may be used
-    for; None: as the search uses axes of these names, unless the plan uses them otherwise.
+    in_flight      the number of micro-batches in flight
+    limit_bytes    the memory limit per device
+    placed         the plan's decisions for these layers on this mesh; None if it has none
+    restriction    what each axis may be used for; None: as the search uses axes of these names, unless the plan uses
+                   them otherwise
     """
 
     view: StageView
@@ -65,7 +68,7 @@ class StageProblem:
 
     @cached_property
     def builder(self) -> Builder:
-        """Nodes, edges and usages, and what they stand for."""
+        """The builder of the problem: nodes, edges and usages, and their meaning."""
         usual = self.restriction or free_restriction(self.mesh)
         found = Builder(self.view, Catalogue(self.pricer, usual))
         if self.restriction is not None or self.placed is None or _expresses(found, self.placed):
@@ -74,11 +77,11 @@ class StageProblem:
 
     @property
     def used_restriction(self) -> Restriction:
-        """What each axis may be used for here."""
+        """What each axis may be used for in this problem."""
         return self.builder.catalogue.restriction
 
     def problem(self, given: Given | None = None, *, limited: bool = True) -> Problem:
-        """The problem in which nodes take what is given; `limited`: within the memory that is there."""
+        """Return the problem with the restrictions; `limited` keeps the memory limit."""
         limit = self.limit_bytes if limited else None
         problem = self.builder.problem(limit_bytes=limit, in_flight=self.in_flight)
         if not given:
@@ -90,7 +93,7 @@ class StageProblem:
         return replace(problem, node_costs=Ragged(values=costs, starts=starts))
 
     def solve(self, given: Given | None = None, *, limited: bool = True) -> StageSolution:
-        """The best choices under what is given, priced as they run."""
+        """Return the best choices under the restrictions, priced as they run."""
         solver = Portfolio(relative_gap=REPRICING_GAP, peak_seconds=0.0)
         found = solver.solve(self.problem(given, limited=limited), time_limit_seconds=SOLVE_SECONDS)
         if found.choices is None:
@@ -105,7 +108,7 @@ class StageProblem:
 
     @cached_property
     def as_planned(self) -> StageSolution:
-        """What the plan decided, priced as it runs. The plan must have decided it."""
+        """The plan's decisions, priced as they run. The stage must have been `placed`."""
         stage = self.placed
         assert stage is not None
         choice = Choice(inputs=stage.inputs, ops=stage.ops, accumulators=stage.accumulators)
@@ -131,19 +134,19 @@ class StageProblem:
         return in_two_parts(self.view, self.pricer, priced) if self.in_two else priced
 
     def strategies_of_input(self, value: int) -> dict[Spec, Given]:
-        """For each spec that an input can have, what to give to have it so; () for what lies in one way."""
+        """Return, for each spec that an input can have, the restriction that gives it; empty if the spec is fixed."""
         offer = self.builder.offers[(0, value)]
         return _grouped(offer.node, offer.specs)
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Of each stacked argument that the stage holds rows of: its number, and the input of the graph."""
+        """Return number and graph input of each stacked argument of which the stage stores a row block."""
         step = self.view.step
         inputs = zip(step.input_parts, step.graph.inputs, strict=True)
         return [(part.leaf, v) for part, v in inputs if part.rows is not None and self.view.lives_here(v)]
 
     def with_forms(self, given: Given, forms: Mapping[int, Spec]) -> Given:
-        """What is given, and besides the forms of stacked arguments, by number, of which nothing is given."""
+        """Add the specs of stacked arguments, by number, to a restriction, except for inputs that it covers already."""
         found = dict(given)
         for leaf, v in self.rows:
             if leaf in forms:
@@ -152,18 +155,18 @@ class StageProblem:
         return found
 
     def strategies_of_op(self, key: Key) -> dict[OpPlacement, Given]:
-        """The same for the placements of an op that is neither a loop nor an addition of scalars."""
+        """Return the restriction for each placement of an op; none for a loop or an addition of scalars."""
         placed = self.builder.placed.get(key)
         return _grouped(placed.node, placed.options) if isinstance(placed, Placed) else {}
 
     def op(self, key: Key) -> tuple[Graph, Op]:
-        """An op of the stage and the graph that holds it."""
+        """Return an op of the stage and the graph that holds it."""
         graph = self.builder.scopes[key[0]].graph
         return graph, graph.ops[key[1]]
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
-        """For each node the strategy that fits most of what the plan decided."""
+        """The strategy of each node that agrees with most of the plan's decisions."""
         builder, stage = self.builder, self.placed
         assert stage is not None
         votes = [np.zeros(costs.size) for costs in builder.costs]
@@ -193,7 +196,7 @@ class StageProblem:
 
     @cached_property
     def usages(self) -> tuple[UsageOf, ...]:
-        """What is alive when under the plan's choices, each in one way: copies count wherever the plan makes them."""
+        """The usages under the plan's choices, copies included wherever the plan makes them."""
         builder, choices = self.builder, self.choices
 
         def chosen(offer: Offer) -> Offer:
@@ -226,7 +229,7 @@ class StageProblem:
         return usages_of(layout, SharedArrays(), in_flight=self.in_flight)
 
     def single_change_seconds(self, node: int) -> np.ndarray:
-        """What each strategy of a node costs while all others stay as planned."""
+        """Return the cost of each strategy of a node, in seconds, with all other nodes as planned."""
         problem = self.problem(limited=False)
         costs = problem.node_costs[node].copy()
         for edge in problem.edges:
@@ -238,7 +241,7 @@ class StageProblem:
 
 
 def _expresses(builder: Builder, stage: StagePlan) -> bool:
-    """Whether the problem has all that a plan decided about ops and inputs, those in loops apart."""
+    """Whether the problem can express all decisions of a plan on ops and inputs, except inside loops."""
     for number, placement in stage.ops.items():
         placed = builder.placed.get((0, number))
         if isinstance(placed, Placed) and placement not in placed.options:
@@ -257,7 +260,7 @@ def _only_sum(options: SumOptions, i: int) -> SumOptions:
 
 
 def _grouped(node: int, options: Sequence[Option]) -> dict[Option, Given]:
-    """What to give for each of a node's options, of which several strategies may share one."""
+    """Return the restriction for each option of a node; several strategies may share an option."""
     found: dict[Option, set[int]] = {}
     for number, option in enumerate(options):
         found.setdefault(option, set()).add(number)

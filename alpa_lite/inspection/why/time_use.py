@@ -1,16 +1,14 @@
-"""Where the time of a step goes: by source line, collective and wait, each with what may be done about it.
+"""The time of a step by cause: source line, collective and wait, each with a suggestion from the plan's own numbers.
 
-Seconds are those of an average device: a stage counts by its part of the devices. Compute and collectives of a device
-may overlap, so that the rows can add up to more than the step; what nothing hides is said in the second line.
+Seconds are those of an average device: a stage counts by its share of the devices. Compute and collectives of a device
+may overlap, so the rows can add up to more than the step; the second line of the text has the exposed communication.
 
-    compute      kernels of a line, from the walk that also prices the plan                        (`_compute`)
-    collective   of one kind over one axis for one line                                            (`_collectives`)
-    transfer     between stages                                                                    (`_waits`)
-    waiting      step − what the device is at work: bubble, other stages' updates, other hosts     (`_waits`)
+compute      kernels of a source line, from the walk that also prices the plan                 (`_compute`)
+collective   of one kind over one axis on one source line                                      (`_collectives`)
+transfer     between stages                                                                    (`_waiting_items`)
+waiting      the step minus the time a device works: bubble, other stages' updates, hosts      (`_waiting_items`)
 
-Without the step (`Plan.request`) compute is known by stage and phase alone.
-
-What may be done about what takes time, by its kind: sentences, from the plan's own numbers.
+Without the step (`Plan.request`) compute is available by stage and phase only.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from alpa_lite.schedule import passes_of, simulate
 from alpa_lite.text import show_bytes, show_milliseconds, show_numbers, show_percent, show_seconds
 
 _LOW = 0.4
-"""Below this part of the peak rate a product is said to be small."""
+"""The share of the peak FLOP rate below which a matrix product is called small."""
 
 _MUCH_FASTER = 1.5
-"""A type is recommended from this ratio of peak rates on."""
+"""The ratio of peak FLOP rates from which on another dtype is recommended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What the kernels of a line take per step, on an average device."""
+    """The cost of the kernels of one source line per step, on an average device."""
 
     seconds: float
     flops: float
@@ -49,7 +47,7 @@ class Spent:
 
 
 def advice_on_compute(plan: Plan, step: StepGraph, what: str, spent: Spent) -> str:
-    """For kernels of one line of a step."""
+    """Suggest how to reduce the kernels of one source line."""
     if what == OPAQUE:
         listed = ", ".join(spent.primitives)
         return f"every device runs {listed} whole; a rule of yours splits it (al.register_rule)"
@@ -86,11 +84,11 @@ def _on_passes(plan: Plan, step: StepGraph, spent: Spent) -> str:
 
 
 _COPIES = 1.1
-"""Devices that hold this many times the bytes of the state between them are said to hold copies of it."""
+"""The ratio of the bytes on all devices to the bytes of the state above which the state counts as replicated."""
 
 
 def _on_state(plan: Plan, step: StepGraph) -> str:
-    """Whether the devices of the stages hold copies of what the step updates; nothing where there is one device."""
+    """Suggest splitting the state that the step updates if the devices of the stages store copies; "" on one device."""
     updated = {step.graph.values[v].name for v in step.aliases.values()}
     whole = held = 0
     for argument in arguments_of(plan).all:
@@ -106,7 +104,7 @@ def _on_state(plan: Plan, step: StepGraph) -> str:
 
 
 def advice_on_collective(plan: Plan, group: CollectiveGroup) -> str:
-    """For collectives of one kind over one axis."""
+    """Suggest how to reduce collectives of one kind over one axis."""
     each = show_bytes(group.bytes / group.count)
     per_host = plan.cluster.devices_per_host
     far = any(crosses_hosts(plan.stages[number], group.axis, per_host) for number in group.stages)
@@ -133,14 +131,14 @@ _IN_LOOP = {
 
 
 def advice_on_transfers(plan: Plan) -> str:
-    """For what stages send each other."""
+    """Suggest how to reduce transfers between stages."""
     if plan.schedule.overlaps_transfers:
-        return "they go on beside the work of their stages; cutting where less data flows shortens them"
-    return "al.schedule.EagerOneFOneB sends them beside the work; cutting where less data flows shortens them"
+        return "they overlap with the compute of their stages; cutting where less data flows shortens them"
+    return "al.schedule.EagerOneFOneB overlaps them with compute; cutting where less data flows shortens them"
 
 
 def advice_on_waiting(plan: Plan) -> str:
-    """For devices that wait."""
+    """Suggest how to reduce the waiting of devices."""
     if len(plan.stages) == 1:
         fewer = f"fewer micro-batches (now {plan.num_microbatches}) need fewer" if plan.num_microbatches > 1 else ""
         return fewer or "a larger batch makes it weigh less"
@@ -161,7 +159,7 @@ def advice_on_waiting(plan: Plan) -> str:
 
 
 def bubble_at(plan: Plan, num_microbatches: int) -> float:
-    """The bubble of the plan's schedule if the same work came in so many micro-batches."""
+    """Return the bubble fraction of the plan's schedule with the same work in `num_microbatches` micro-batches."""
     part = plan.num_microbatches / num_microbatches
     timeline = simulate(
         plan.schedule.tasks(len(plan.stages), num_microbatches),
@@ -173,12 +171,21 @@ def bubble_at(plan: Plan, num_microbatches: int) -> float:
 
 
 MAX_ITEMS = 10
-"""Rows of the text; the data hold all."""
+"""The number of rows of the text; the data have all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeItem:
-    """One thing that takes time: seconds per step of an average device, where, and what to do about it."""
+    """One cause of time.
+
+    kind          "compute", "task" (without the step), "collective", "transfer" or "waiting"
+    what          the cause in words
+    source        the user's source line; "" if it belongs to none
+    stages        the stages concerned
+    phases        the phases concerned
+    seconds       seconds per step of an average device
+    suggestion    how to reduce it; may be ""
+    """
 
     kind: str
     what: str
@@ -191,8 +198,12 @@ class TimeItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUse:
-    """A step taken apart; all seconds are those of an average device. `exposed_seconds`: communication that no compute
-    hides; `by_line`: whether compute is known by line."""
+    """The time of a step by cause; all seconds are those of an average device.
+
+    exposed_seconds    communication that no compute overlaps
+    by_line            whether compute is split by source line
+    items              the causes, the longest first
+    """
 
     plan: str
     step_seconds: float
@@ -215,7 +226,7 @@ class TimeUse:
             f" {part(self.exposed_seconds)}, and waits for {part(self.waiting_seconds)}.",
         ]
         if not self.by_line:
-            lines.append("Which lines compute so long is known with the step: al.plan(step, *args, planner=plan).")
+            lines.append("The time by source line is available with the step: al.plan(step, *args, planner=plan).")
         shown, rest = self.items[:MAX_ITEMS], self.items[MAX_ITEMS:]
         columns = ("", "ms", "of the step", "what, and what to do", "where")
         rows = tuple(
@@ -235,12 +246,12 @@ class TimeUse:
         return render([*lines, ""], [table])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {"kind": "time", **asdict(self)}
 
 
 def time_use(plan: Plan) -> TimeUse:
-    """The time of a step by cause, the longest first."""
+    """Return the time of a step by cause, the longest first."""
     weights = [stage.submesh.num_devices / plan.cluster.num_devices for stage in plan.stages]
     busy = sum(
         weight * (plan.num_microbatches * (stage.forward_seconds + stage.backward_seconds) + stage.update_seconds)
@@ -255,7 +266,7 @@ def time_use(plan: Plan) -> TimeUse:
         compute = _compute_of_phases(plan, weights)
         total = max(0.0, busy - in_all)
     waiting = max(0.0, step - busy)
-    items = [*compute, *collectives, *_waits(plan, waiting)]
+    items = [*compute, *collectives, *_waiting_items(plan, waiting)]
     return TimeUse(
         plan=f"{plan.function} on {plan.cluster.name}, {plan.name}",
         step_seconds=step,
@@ -269,7 +280,7 @@ def time_use(plan: Plan) -> TimeUse:
 
 
 def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
-    """The kernels of each line, by what they do."""
+    """Return the kernels of each source line, by kind of kernel."""
     repricing = Repricing.of(plan, plan.request)
     opaque = {use.primitive for use in plan.opaque}
     groups: dict[tuple[str, str], list[tuple[int, Any]]] = {}
@@ -301,7 +312,7 @@ def _compute(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
 
 
 def _compute_of_phases(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
-    """What a plan alone knows: the tasks of each stage, collectives included."""
+    """Return the tasks of each stage, collectives included: all that a plan without its step has on compute."""
     found: list[TimeItem] = []
     for number, (stage, weight) in enumerate(zip(plan.stages, weights, strict=True)):
         runs = plan.num_microbatches
@@ -341,7 +352,7 @@ def _collectives(plan: Plan, weights: Sequence[float]) -> list[TimeItem]:
     ]
 
 
-def _waits(plan: Plan, waiting: float) -> list[TimeItem]:
+def _waiting_items(plan: Plan, waiting: float) -> list[TimeItem]:
     everywhere = tuple(range(len(plan.stages)))
     boundaries = len(plan.stages) - 1
     found: list[TimeItem] = []

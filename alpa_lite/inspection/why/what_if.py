@@ -1,4 +1,4 @@
-"""What if: other clusters side by side, and what the user's pins cost against the free optimum."""
+"""What-if questions: one step on several clusters, and the cost of the user's pins against the free optimum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from cost_models.varied import with_bandwidth, with_memory
 
 
 def varied(cluster: Cluster, *, memory_bytes: float | None = None, bandwidth_scale: float | None = None) -> Cluster:
-    """The cluster with other memory or links, which its name then says. Raises `ClusterError` for what cannot be."""
+    """Return the cluster with other memory or link bandwidth, as its name then says.
+
+    memory_bytes       memory per device in bytes; None: unchanged
+    bandwidth_scale    factor on the bandwidth of all links; None: unchanged
+
+    Raises `ClusterError` for impossible values.
+    """
     if memory_bytes is not None:
         changed = with_memory(cluster, memory_bytes)
         cluster = replace(changed, name=f"{cluster.name} with {show_bytes(memory_bytes)} per device")
@@ -27,7 +33,7 @@ def varied(cluster: Cluster, *, memory_bytes: float | None = None, bandwidth_sca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A cluster and the plan for it; without one, why there is none."""
+    """A cluster with its plan; without a plan, `problem` is the error message."""
 
     cluster: Cluster
     plan: Plan | None
@@ -36,13 +42,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterComparison:
-    """The same step on several clusters."""
+    """The same step planned for several clusters."""
 
     candidates: tuple[Candidate, ...]
 
     @property
     def fastest(self) -> Plan | None:
-        """The plan with the shortest step; None where nothing fits anywhere."""
+        """The plan with the shortest step; None if no cluster has a plan."""
         plans = [candidate.plan for candidate in self.candidates if candidate.plan is not None]
         return min(plans, key=lambda plan: plan.prediction.step_seconds, default=None)
 
@@ -79,7 +85,7 @@ class ClusterComparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {
             "clusters": [
                 {
@@ -95,7 +101,7 @@ class ClusterComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinsCost:
-    """A plan with pins against the one without: `fraction` of the free step that the pins add."""
+    """A plan with pins and the plan without."""
 
     pins: tuple[str, ...]
     free: Plan
@@ -103,18 +109,18 @@ class PinsCost:
 
     @property
     def fraction(self) -> float:
-        """Seconds that the pins cost, relative to the free step; below 0 where the free search missed something."""
+        """The time that the pins add, as a fraction of the free step; negative if the free search was suboptimal."""
         free = self.free.prediction.step_seconds
         return (self.pinned.prediction.step_seconds - free) / free if free > 0 else 0.0
 
     @property
     def changes(self) -> PlanDiff:
-        """From the free plan to the pinned one."""
+        """The differences from the free plan to the pinned one."""
         return compare(self.free, self.pinned)
 
     @property
     def sentence(self) -> str:
-        """What the pins cost."""
+        """The cost of the pins in a sentence."""
         before, after = (show_seconds(plan.prediction.step_seconds) for plan in (self.free, self.pinned))
         what = "Your pin" if len(self.pins) == 1 else f"Your {len(self.pins)} pins"
         verb = "costs" if len(self.pins) == 1 else "cost"
@@ -129,7 +135,7 @@ class PinsCost:
         return f"{self.pinned}\n\n{self.sentence}\n\n{self.changes}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {
             "pins": list(self.pins),
             "pins_cost_fraction": self.fraction,

@@ -72,7 +72,7 @@ def test_a_file_of_the_user(tmp_path):
         ("gpt-huge", None, "no model 'gpt-huge'.*bert-large.*gpt-350M.*MODULE:FUNCTION"),
         ("no_such_module:f", None, "no module"),
         ("nowhere/mine.py:f", None, "no file"),
-        ("mine:", None, "names no function"),
+        ("mine:", None, "does not name a function"),
         ("json:loads", 4, "in its arguments"),
     ],
 )

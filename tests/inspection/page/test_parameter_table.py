@@ -61,4 +61,4 @@ def test_plans_of_earlier_versions_have_no_shapes(tensor_plan):
 
 
 def test_optimizer_state_is_told_in_one_line(zero_plan):
-    assert re.search(r"\d+ arrays of optimizer state, \d+ of them cut otherwise", parameter_table(zero_plan))
+    assert re.search(r"\d+ arrays of optimizer state, \d+ of them sharded differently", parameter_table(zero_plan))
