@@ -1,11 +1,11 @@
-"""The state that ``simplify`` works on, and what it takes to undo a reduction.
+"""The mutable state that ``simplify`` works on, and the inverses of its reductions.
 
     every reduction:  optimum(before) = optimum(after) + (growth of ``offset``)
-    every step:       optimal choices after  ->  optimal choices before           ``Step.restore``
+    every step:       optimal choices after  ->  optimal choices before           ``UndoStep.restore``
 
 Matrices are held in both directions: ``edges[u][v]`` has u's strategies as rows, and ``edges[v][u]`` is its transpose.
-Memory is held by the rows of ``binding_times``: a node's ``NodeUsage`` says, for disjoint runs of rows, how many bytes each
-of its strategies needs beyond the least; that least has moved to the base, which all choices keep alive.
+Memory is expressed over the rows of ``binding_times``: a node's ``NodeUsage`` says, for disjoint runs of rows, how many
+bytes each of its strategies needs beyond the least one; that least is added to the base, which all choices keep alive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compile the kernels ahead of their first use: `python -m alpa_lite.intra_op.solvers.compile_kernels` (about 10 s, once)."""
+"""Compile all numba kernels ahead of their first use (about 10 s, once).
+
+Run it as `python -m alpa_lite.intra_op.solvers.compile_kernels`.
+"""
 
 from __future__ import annotations
 
