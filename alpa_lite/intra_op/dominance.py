@@ -1,4 +1,7 @@
-"""Goldstein's dominance rule: remove strategies that another one beats whatever the neighbours choose; see `simplify`."""
+"""Goldstein's dominance rule: remove strategies that another one beats for all choices of the neighbours.
+
+It is one of the reductions of `simplify`.
+"""
 
 # Pyright cannot infer the types of functions that numba compiles.
 # pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false

@@ -25,7 +25,10 @@ def frozen(array: FloatArray) -> FloatArray:
 
 
 class Numbering(Generic[T]):
-    """Numbering of equal objects from 0 on; an object seen before is recognised by its identity, without a comparison."""
+    """Numbering of equal objects from 0 on.
+
+    An object seen before is recognised by its identity, without a comparison.
+    """
 
     def __init__(self) -> None:
         """Start empty."""

@@ -41,14 +41,14 @@ class Deciding:
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
-        # Zeros count as a partial sum too: they are what the first addition of a loop adds to.
+        # Zeros count as a partial sum too: the first addition of a loop whose body runs once adds to them.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
     def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
         """Return True for a sample value that several contractions of this stage read.
 
-        As a leader it is resharded once for all of them. Weights are excluded: each contraction gathers them for
-        itself, which shortens the lifetime of the copies.
+        As a leader it is resharded once for all of them. Weights are excluded: it is better that each contraction
+        gathers them for itself.
         """
         if len(op.results) != 1 or self.scopes[scope].batch_dims[op.results[0]] is None:
             return False
