@@ -67,7 +67,7 @@ class BatchSplit(Enum):
 SCATTERED = 100.0
 """The factor on the price of moves that scatter partial sums where these are to be whole."""
 
-#: The roles of the axes that `Restriction.scatter_sums` controls: contractions in the loop leave partial sums over them.
+#: The roles of the axes that `Restriction.scatter_sums` controls: contractions in the loop leave sums over them.
 _SUMMED_IN_LOOP = frozenset({AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY})
 
 

@@ -14,7 +14,7 @@ Prices steer blocks away from full rows; the limit itself is kept by the test, n
 some choices overran them (``Neighbourhood``): few ever do.
 """
 
-# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
 # pyright: reportArgumentType=false
