@@ -215,8 +215,9 @@ class Dual:
         return self._step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
 
     def run(self, num_passes: int, *, upper: float) -> None:
-        """Run passes in alternating directions; ``upper`` is the best known cost, or an estimate of it, for the step
-        length.
+        """Run passes in alternating directions.
+
+        ``upper`` (seconds) is the best known cost, or an estimate of it; it determines the step length of the prices.
         """
         flat, before = self.flat, self.bound
         theta = np.empty(int(np.diff(flat.cost_start).max()))
