@@ -1,4 +1,7 @@
-"""A layout that is given for the values of a step, or some of them; `wanted` keeps the search to it."""
+"""Layout constraints from the user: which tensor dim a mesh axis must split, for some or all values of a step.
+
+`layout_constraints` restricts the strategies of a stage to them.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from dataclasses import dataclass, field
 from alpa_lite.program.ir import Graph
 
 Wanted = tuple[tuple[str, int | None], ...]
-"""Pairs of a mesh axis and the dim that it must split; None: no dim."""
+"""The layout constraint of one value: pairs of a mesh axis and the tensor dim that it must split; None means no dim."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GivenLayout:
-    """What is wanted of each value of a graph, bodies too; `exempt`: ops that need not keep to it, by their number."""
+    """The layout constraints of all values of a step, loop bodies included.
+
+    `values` holds one constraint per value id of a graph; `exempt` holds the ids of the ops that need not satisfy the
+    constraints of their operands and results.
+    """
 
     values: Mapping[Graph, Sequence[Wanted]] = field(default_factory=dict[Graph, Sequence[Wanted]])
     exempt: Mapping[Graph, frozenset[int]] = field(default_factory=dict[Graph, frozenset[int]])
 
     def of(self, graph: Graph, v: int) -> Wanted:
-        """What is wanted of a value."""
+        """Return the layout constraint of value `v` of a graph; it is empty if the graph has none."""
         return self.values[graph][v] if graph in self.values else ()
 
 

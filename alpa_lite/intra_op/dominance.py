@@ -1,6 +1,9 @@
-"""Strategies that another beats whatever the neighbours choose (Goldstein's rule); see `simplify`."""
+"""Goldstein's dominance rule: remove strategies that another one beats for all choices of the neighbours.
 
-# What numba makes of functions pyright cannot know.
+It is one of the reductions of `simplify`.
+"""
+
+# Pyright cannot infer the types of functions that numba compiles.
 # pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ _ROUNDING = 1e-13
 
 
 def drop_dominated(work: Workspace, node: int) -> None:
-    """Take away strategies that another beats whatever the neighbours choose.
+    """Remove the strategies of a node that another strategy beats whatever the neighbours choose.
 
-    A pair (i, j) is dropped early when an upper bound of Goldstein's sum is negative: that with min_k C(i, k) -
-    min_k C(j, k) for each neighbour, or with C(i, k) - C(j, k) at the k of the least C(i, k) (``_difference_bound``).
+    Strategy i is dominated by j if c(i) - c(j) + sum over neighbours n of min_k (C_n(i, k) - C_n(j, k)) >= 0 and j uses
+    no more bytes than i in any memory row.
+
+    A pair (i, j) is discarded early when an upper bound of this sum is negative: the sum with min_k C(i, k) - min_k
+    C(j, k) for each neighbour, or with C(i, k) - C(j, k) at the k of the least C(i, k) (``_difference_bound``).
     """
     costs = work.costs[node]
     matrices = list(work.edges[node].values())
@@ -39,6 +45,8 @@ def drop_dominated(work: Workspace, node: int) -> None:
         bound += _difference_bound(matrix, low)
     possible &= bound >= -slack
     worse, better = np.nonzero(possible)
+    # The exact sum takes O(strategies) per pair and neighbour. `upper` starts as the cheap bound and is replaced
+    # neighbour by neighbour with the exact term, so that most pairs are discarded after a few neighbours.
     upper = total[worse] - total[better]
     exact = costs[worse] - costs[better]
     for matrix, low in zip(matrices, least, strict=True):
@@ -55,7 +63,10 @@ def drop_dominated(work: Workspace, node: int) -> None:
 
 
 def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:
-    """For each i and j an upper bound of min_k matrix[i, k] - matrix[j, k]: that at the k of the least matrix[i, k]."""
+    """Return for each (i, j) an upper bound of min_k matrix[i, k] - matrix[j, k].
+
+    It is the difference at the k of the least matrix[i, k].
+    """
     return least[:, None] - matrix[:, matrix.argmin(axis=1)].T
 
 
@@ -63,9 +74,10 @@ def _difference_bound(matrix: FloatArray, least: FloatArray) -> FloatArray:
 def _least_differences(
     matrix: FloatArray, worse: IntArray, better: IntArray, enough: FloatArray, found: FloatArray
 ) -> None:
-    """For each pair min_k matrix[worse, k] - matrix[better, k], or that at some k which is below `enough`.
+    """Write min_k matrix[worse, k] - matrix[better, k] of each pair to `found`.
 
-    Where both are inf, k does not count.
+    The scan of a pair ends early at the first difference below `enough`, which already rules the pair out. Entries
+    where both are inf do not count.
     """
     for pair in range(worse.size):
         first, second, least = matrix[worse[pair]], matrix[better[pair]], np.inf
@@ -79,7 +91,10 @@ def _least_differences(
 
 
 def _undominated(count: int, *, worse: IntArray, better: IntArray) -> NDArray[np.bool_]:
-    """What stays when each strategy with a better one that is still there goes; of equals, the last stays."""
+    """Return the mask of the strategies that remain when each strategy with a remaining better one is removed.
+
+    Of several equal strategies, the last remains.
+    """
     kept = np.ones(count, dtype=np.bool_)
     for first, second in zip(worse.tolist(), better.tolist(), strict=True):
         if kept[second]:

@@ -1,29 +1,31 @@
-"""From a stage and a logical mesh to the intra-op problem, and from a solution back to placements.
+"""Build the intra-op problem of a stage on a logical mesh, and decode a solution into placements.
 
-Nodes choose one strategy each:
+Every node chooses one strategy:
 
     input    a spec for a graph input, or for a value that another stage sends                       (_add_input)
-    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of sums    (_add_leader),
-             and of samples that several contractions read: they are moved for all of them at once
-    crossing how a value that is summed over micro-batches is stored, and how the update reads it    (_add_crossing);
-             what the update only adds to other such sums may stay a partial sum until then
+    leader   a placement of a contraction, convolution, gather, scatter, sort or addition of partial
+             sums, or of a sample value that several contractions read: it is resharded once for all
+             of them                                                                                 (_add_leader)
+    crossing how a value that is summed over micro-batches is stored, and the spec in which the
+             update reads it; if the update only adds it to other sums of this kind, it may remain
+             a partial sum until that addition                                                     (_add_crossing)
 
-All other ops (`deciding`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
-that are added up (a gradient norm) stay partial sums until the last addition, which is never worse (_add_sum). An edge
-prices the resharding between what a node offers and what an op demands:
+All other ops (`leaders`) follow their main operand: their strategies are those of its node (_add_follower). Scalars
+that are only added up (a gradient norm) remain partial sums until the last addition, which is never worse (_add_sum).
+An edge prices the resharding from the spec that a node offers to the spec that an op demands:
 
     R[i, j] = runs × seconds(spec offered under i → spec demanded under j)                           (_add_edge)
 
-Costs are seconds per step: what runs in the loop counts once per micro-batch. A loop's body is laid out in the same
-problem, with its cost multiplied by its trips and its carried values tied to the specs that they came in; so is each
-branch of a `cond`, and what the branches make has one spec.
+Costs are seconds per step: what runs inside the micro-batch loop counts once per micro-batch. A loop body is laid out
+in the same problem, with its cost multiplied by its trip count and its carried values tied to the specs in which they
+enter. The branches of a `cond` are laid out likewise, and the results of all branches have the same spec.
 
-Parameters that stay gathered from the forward to the backward pass: what the backward pass makes of them alone.
+If parameters remain gathered from the forward to the backward pass, so does what the backward pass computes from them
+alone. The transposed kernel of a convolution, for example, is computed from the gathered kernel and not from one shard
+of it, which would have to be gathered a second time.
 
-The turned kernel of a convolution, say, is made of the kernel as it was gathered, not of its part, of which it would
-have to be gathered once more.
-
-The builders of stages on one mesh, of which the last few are kept: a stage is often solved quickly and then well.
+`Builders` caches the last few builders of stages on one mesh, since a stage is often solved twice: first with a rough
+and then with a close gap.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from itertools import combinations
 from alpa_lite.intra_op.interning import FloatArray, Recent, SharedArrays
 from alpa_lite.intra_op.layout_constraints import Keeping
 from alpa_lite.intra_op.leaders import Deciding
+from alpa_lite.intra_op.memory.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.intra_op.placements import Choice, Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope, placements_of
 from alpa_lite.intra_op.problem import Edge, Problem, Usage
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategies import AxisRole, BatchSplit, Restriction
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions, batch_factors
 from alpa_lite.intra_op.sums import PartialSums, is_scalar_sum
-from alpa_lite.intra_op.usages import StageLayout, UsageOf, usages_of
 from alpa_lite.plan.walk import stacked
 from alpa_lite.program.ir import Graph, Op, Value
 from alpa_lite.program.phases import Phase, parameters
@@ -52,7 +54,11 @@ from alpa_lite.sharding.specs import Spec, replicated
 
 
 def reads_gathered(view: StageView, op: Op, operand: int) -> bool:
-    """Whether an op makes something for the backward pass alone of a parameter that the forward pass reads itself."""
+    """Return True if an op derives a value for the backward pass alone from a parameter that the forward pass also
+    reads.
+
+    Such an op reads the gathered parameter when the stage keeps parameters gathered.
+    """
     graph, phases, v = view.graph, view.step.phases, op.operands[operand]
     if not view.keeps_gathered or not parameters(view.step).issuperset((v, *op.results)):
         return False
@@ -61,19 +67,19 @@ def reads_gathered(view: StageView, op: Op, operand: int) -> bool:
 
 
 def gathered(spec: Spec, restriction: Restriction) -> Spec:
-    """The spec of a parameter that is split over BATCH axes no more."""
+    """Return the spec of a parameter after an all-gather over all BATCH axes."""
     kept = tuple(tuple(a for a in dim if restriction.role(a) is not AxisRole.BATCH) for dim in spec.dims)
     return Spec(kept, spec.partial)
 
 
-_UNIT = 0  # the node of everything that has no choice
+_UNIT = 0  # the node with a single strategy, shared by all values and ops without a choice
 
 
 class Builder:
-    """Builds the problems of one stage on one logical mesh, which differ in their memory alone."""
+    """Builder of the intra-op problems of one stage on one logical mesh, which differ in their memory terms alone."""
 
     def __init__(self, view: StageView, catalogue: Catalogue) -> None:
-        """Lay the stage out. The catalogue may be shared by all builders with its mesh and restriction."""
+        """Lay out the stage. All builders of the same mesh and restriction may share the catalogue."""
         self.view = view
         self.step = view.step
         self.catalogue = catalogue
@@ -86,11 +92,11 @@ class Builder:
         self.offers: dict[Key, Offer] = {}
         self.placed: dict[Key, Placed | PlacedSum | PlacedBodies] = {}
         self.crossings: dict[int, tuple[int, SumOptions]] = {}
-        self.demanded: dict[Key, PlacementOptions] = {}  # what ops without bodies want of their operands
+        self.demanded: dict[Key, PlacementOptions] = {}  # placements of ops without bodies, with their operand specs
         self.scopes = [StageScope(graph=view.graph, batch_dims=view.step.batch_dims, in_loop=False)]
         self.sums = PartialSums(view, self.scopes)
-        self.accumulating: set[Key] = set()  # additions to what a loop carries
-        self.waiting: set[Key] = set()  # scalars that stay partial sums until they are added
+        self.accumulating: set[Key] = set()  # ops that add to a carried value of a loop
+        self.waiting: set[Key] = set()  # scalars that remain partial sums until an addition reads them
         self.deciding = Deciding(view, self.scopes, self.sums, self.offers)
         self._last_problem: dict[tuple[float | None, int], Problem] = {}
         self._last_usages: dict[int, tuple[UsageOf, ...]] = {}
@@ -99,7 +105,10 @@ class Builder:
     # ------------------------------------------------------------------------------------------------ the problem
 
     def problem(self, *, limit_bytes: float | None, in_flight: int) -> Problem:
-        """The problem of the whole stage; `in_flight` micro-batches are held when memory peaks."""
+        """Return the problem of the whole stage within `limit_bytes` per device.
+
+        `in_flight` is the number of micro-batches whose activations are held at the memory peak.
+        """
         key = (limit_bytes, in_flight)
         if key not in self._last_problem:
             problem = Problem.of(
@@ -112,7 +121,7 @@ class Builder:
         return self._last_problem[key]
 
     def usages(self, in_flight: int) -> tuple[UsageOf, ...]:
-        """The memory that the choices take when so many micro-batches are held."""
+        """Return the memory usages of all strategies when `in_flight` micro-batches are held."""
         if in_flight not in self._last_usages:
             self._last_usages = {in_flight: usages_of(self._layout(), self.arrays, in_flight=in_flight)}
         return self._last_usages[in_flight]
@@ -140,7 +149,7 @@ class Builder:
                 self._add_edge((0, out), graph.values[out], _UNIT, (spec,), runs)
 
     def choice(self, choices: Sequence[int]) -> Choice:
-        """Specs and placements of a solution."""
+        """Decode a solution (one strategy per node) into specs, placements and accumulators."""
         inputs = {v: self.offers[(0, v)].specs[choices[self.offers[(0, v)].node]] for v in self.view.external}
         ops = placements_of(self.placed, self.offers, self.scopes, self.view.ops, choices)
         sums = {v: options.accumulators[choices[node]] for v, (node, options) in self.crossings.items()}
@@ -164,7 +173,7 @@ class Builder:
         return len(self.costs) - 1
 
     def _charge(self, node: int, seconds: FloatArray, runs: float) -> None:
-        """Add to what the strategies of a node cost."""
+        """Add `seconds` (one entry per strategy) times `runs` to the costs of a node."""
         self.costs[node] = self.arrays.sum(self.costs[node], self.arrays.product(seconds, runs))
 
     def _add_input(self, v: int) -> None:
@@ -179,7 +188,9 @@ class Builder:
         self.offers[(0, v)] = Offer(node=self._node(self.arrays.zeros(len(specs))), specs=specs)
 
     def _split_of(self, v: int) -> BatchSplit:
-        """Whether a value without batch is split over BATCH axes: parameters and optimizer state differ (ZeRO)."""
+        """Return whether a value without a batch dim is split over BATCH axes; parameters and optimizer state may
+        differ (ZeRO).
+        """
         if self.view.graph.producer[v] is not None:
             return BatchSplit.NEVER
         restriction = self.catalogue.restriction
@@ -207,14 +218,17 @@ class Builder:
             self._add_follower(scope, graph, op, runs)
 
     def _add_fixed(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
-        """An op without a choice: everything whole."""
+        """Add an op without a choice: all of its operands and results are replicated."""
         options = self.catalogue.whole(graph, op)
         self._charge(_UNIT, options.seconds, runs)
         self._record(scope, op, _UNIT, options)
         self._demand(scope, graph, op, _UNIT, options, runs)
 
     def _add_sum(self, scope: int, graph: Graph, op: Op, runs: float) -> None:
-        """An addition of scalars, of which some are partial sums: what the sum costs is all but the same everywhere."""
+        """Add an addition of scalars, some of which are partial sums.
+
+        It gets no node: the cost of adding scalars hardly depends on their placement.
+        """
         self._charge(_UNIT, self.catalogue.whole(graph, op).seconds, runs)
         (result,) = op.results
         waits = self._wait(scope, op)
@@ -223,14 +237,14 @@ class Builder:
         self.offers[(scope, result)] = self._whole(graph.values[result])
 
     def _stacks_sums(self, scope: int, op: Op) -> bool:
-        """True when a loop may stack partial sums up, which are added up once per step.
+        """Return True if a loop may stack the partial sums that an op computes, to be reduced once per step.
 
-        Where gradients must be stored split, they are scattered trip by trip.
+        Where gradients must be stored sharded, they are reduce-scattered in every trip instead.
         """
         return self.catalogue.restriction.parameters is not BatchSplit.MUST and self.sums.stacks_up(scope, op)
 
     def _wait(self, scope: int, op: Op) -> bool:
-        """Let a scalar stay a partial sum if it is only added up; True when it does."""
+        """Record that a scalar remains a partial sum if it is only added up; return True in that case."""
         waits = self.sums.feeds_scalars(scope, op)
         self.waiting |= {(scope, op.results[0])} if waits else set()
         return waits
@@ -272,7 +286,11 @@ class Builder:
             self.deciding.computed.add(node)
 
     def _add_crossing(self, v: int) -> None:
-        """Replace what the update sees of a value by a node of its own: stored inside the loop, resolved once after."""
+        """Replace the offer of a value that crosses into the update by a node of its own.
+
+        Inside the loop the value is accumulated in the stored spec; once after the loop it is resharded to the resolved
+        spec.
+        """
         value = self.view.graph.values[v]
         options = self.catalogue.sums(value, self.offers[(0, v)].specs, keep_partial=self.sums.feeds_sums(v))
         options = self.keeping.sums(self.view.graph, v, options)
@@ -285,7 +303,10 @@ class Builder:
     # ------------------------------------------------------------------------------------------------ control flow
 
     def _add_control_flow(self, scope: int, graph: Graph, op: Op, wiring: Wiring, runs: float) -> None:
-        """Bodies are laid out in the same problem: operands, and results that are no operands, are nodes."""
+        """Lay out the bodies of a control-flow op in the same problem.
+
+        Operands become nodes, and so do the results that are not carried operands.
+        """
         first, in_loop = len(self.scopes), self.sums.in_loop(scope, op)
         split = self._split_inside(in_loop=in_loop)
         for body in op.bodies:
@@ -308,7 +329,8 @@ class Builder:
                 self._add_op(n, body, o, runs * wiring.trips)
             for v, r in zip(body.outputs, outputs, strict=True):
                 if r in wiring.stacked:
-                    # The loop hands on what its body made, as a stack; what is free is made as it is wanted.
+                    # A stacked output keeps the spec of the body's value, with an unsplit leading dim. A value that
+                    # every device computes for itself has no offer and gets a slot, since it may have any spec.
                     offer = self.offers.get((n, v)) or self._add_slot(
                         body, body.values[v], self.scopes[n].batch_dims[v], BatchSplit.MAY
                     )
@@ -334,9 +356,11 @@ class Builder:
         *,
         sums: bool,
     ) -> Offer:
-        """The spec in which the bodies read an operand (each slice of a scanned one), and what it takes to have it.
+        """Add the node of an operand of control flow, and the edge that prices resharding it to the spec that the
+        bodies read.
 
-        `sums`: the loop only adds to it.
+        For a scanned operand the spec is that of each slice. `sums`: the loop only adds to the operand, which may then
+        be a partial sum.
         """
         outer = graph.values[op.operands[number]]
         readers = [
@@ -346,8 +370,8 @@ class Builder:
             return self._whole(outer)
         n, place = readers[0]
         value = self.scopes[n].graph.values[self.scopes[n].graph.inputs[place]]
-        # What every device can make for itself is no parameter to be stored split, and what all trips read alike may be
-        # gathered once before the loop, as any other parameter is before it is used.
+        # A value that every device computes for itself is not stored, so it is never split over BATCH axes. A value
+        # that all trips read alike may be gathered once before the loop, as any other parameter is before its use.
         split = self._split_inside(in_loop=self.sums.in_loop(scope, op))
         if outer.id in free_values(graph):
             split = BatchSplit.NEVER
@@ -364,9 +388,10 @@ class Builder:
         return Offer(node=_UNIT, specs=(replicated(value.rank),))
 
     def _split_inside(self, *, in_loop: bool) -> BatchSplit:
-        """Whether values without a batch are split over BATCH axes inside control flow.
+        """Return whether values without a batch dim are split over BATCH axes inside control flow.
 
-        An update may leave its values as they come: only what the loop reads is stored split at any price.
+        Only what the micro-batch loop reads must be stored sharded under BatchSplit.MUST: inside the update, values may
+        keep the specs in which they come.
         """
         restriction = self.catalogue.restriction
         outside = BatchSplit.NEVER if restriction.optimizer is BatchSplit.NEVER else BatchSplit.MAY
@@ -375,11 +400,14 @@ class Builder:
     def _add_slot(
         self, graph: Graph, value: Value, batch_dim: int | None, split: BatchSplit, *, sums: bool = False
     ) -> Offer:
-        """A value inside control flow that keeps one spec of its own choice; `sums`: it may be a partial sum."""
+        """Add a node for a value inside control flow that keeps one spec throughout.
+
+        `sums`: the value may be a partial sum.
+        """
         if value.dtype.startswith("key<") or (value.rank == 0 and not sums):
             return self._whole(value)
         specs = self.catalogue.value_specs(value, batch_dim, split=split)
-        # Where gradients must be stored split, they are scattered trip by trip.
+        # Where gradients must be stored sharded, they are reduce-scattered in every trip and are no partial sums.
         if sums and (split is not BatchSplit.MUST or value.rank == 0):
             sums_of = [
                 Spec(spec.dims, axes)
@@ -405,12 +433,13 @@ class Builder:
                 self._add_edge((scope, v), graph.values[v], node, options.demanded[i], runs)
 
     def _add_edge(self, key: Key, value: Value, node: int, demanded: tuple[Spec, ...], runs: float) -> None:
-        """Price every (offered, demanded) pair of specs of one value."""
+        """Price the resharding of one value for every (offered, demanded) pair of specs, `runs` times per step."""
         offer = self.offers.get(key)
         if offer is None:
             return
         table = self.catalogue.move_table(value, offer.specs, demanded)
         if offer.node == node:
+            # Both specs depend on the same choice, so only the diagonal of the table can occur.
             self._charge(node, self.arrays.diagonal(table), runs)
         elif self.arrays.any(matrix := self.arrays.product(table, runs)):
             self._accumulate(offer.node, node, matrix)
@@ -426,13 +455,13 @@ _NUM_BUILDERS = 4
 
 
 class Builders:
-    """Makes them from one catalogue, which they share."""
+    """Cache of the builders of the last few stages, which share one catalogue."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        """Start without any."""
+        """Start without any builder."""
         self.catalogue = catalogue
         self._recent: Recent[StageView, Builder] = Recent(_NUM_BUILDERS)
 
     def of(self, view: StageView) -> Builder:
-        """The builder of a stage."""
+        """Return the builder of a stage, from the cache if it is among the last few."""
         return self._recent(view, lambda: Builder(view, self.catalogue))

@@ -1,8 +1,8 @@
-"""Equal things made once: numbers for equal lists, and one array for equal sums and products of the same arrays.
+"""Interning: one number for equal lists, and one array object for equal sums and products of the same arrays.
 
-The layers of a model repeat each other, and so do the nodes and edges of its problem. What is looked up by identity
-rather than by content costs a repetition little more than the look-up; and arrays that are equal because they are made
-alike are one object, so that whoever reads the problem may look at each of them once.
+The layers of a model repeat each other, and so do the nodes and edges of its intra-op problem. Look-ups go by identity
+and not by content, so that a repetition costs little more than a dict look-up. Arrays computed from the same operands
+are one object, so that readers of the problem can process each distinct array once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ Made = TypeVar("Made")
 
 
 def frozen(array: FloatArray) -> FloatArray:
-    """The array itself, which from now on nobody can write to."""
+    """Make an array read-only in place and return it."""
     array.setflags(write=False)
     return array
 
 
 class Numbering(Generic[T]):
-    """Equal things get equal numbers, from 0 on; what was seen before is found without being compared."""
+    """Numbering of equal objects from 0 on.
+
+    An object seen before is recognised by its identity, without a comparison.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
@@ -34,28 +37,28 @@ class Numbering(Generic[T]):
         self._seen: dict[int, tuple[T, int]] = {}
 
     def __call__(self, thing: T) -> int:
-        """The number of a thing."""
+        """Return the number of an object; equal objects have equal numbers."""
         seen = self._seen.get(id(thing))
         if seen is None:
-            # It is kept, so that its id stays its own.
+            # Hold a reference: the id of a collected object could be given to another one.
             seen = self._seen[id(thing)] = (thing, self._numbers.setdefault(thing, len(self._numbers)))
         return seen[1]
 
     def one(self, thing: T) -> T:
-        """The one object that stands for all that equal this."""
+        """Return the canonical object among all that equal this one."""
         return self._ones.setdefault(thing, thing)
 
 
 class Recent(Generic[T, Made]):
-    """The things that were asked for last; others are made anew."""
+    """Cache of the `size` results requested last; older ones are made again."""
 
     def __init__(self, size: int) -> None:
-        """Keep so many."""
+        """Start empty, with room for `size` results."""
         self._size = size
         self._made: dict[T, Made] = {}
 
     def __call__(self, key: T, make: Callable[[], Made]) -> Made:
-        """What was made for a key."""
+        """Return the cached result of a key, or make and cache it."""
         made = self._made[key] = self._made.pop(key) if key in self._made else make()
         if len(self._made) > self._size:
             del self._made[next(iter(self._made))]
@@ -63,7 +66,7 @@ class Recent(Generic[T, Made]):
 
 
 class SharedArrays:
-    """Arithmetic on frozen arrays; the same operands give the same object, frozen too."""
+    """Arithmetic on read-only arrays; equal operands (by identity) give the same read-only result object."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -71,37 +74,37 @@ class SharedArrays:
         self._any: dict[int, tuple[FloatArray, bool]] = {}
 
     def any(self, array: FloatArray) -> bool:
-        """Whether anything in it is not zero."""
+        """Return True if any entry of the array is not zero."""
         found = self._any.get(id(array))
         if found is None:
-            # It is kept, so that its id stays its own.
+            # Hold a reference: the id of a collected array could be given to another one.
             found = self._any[id(array)] = (array, bool(array.any()))
         return found[1]
 
     def zeros(self, size: int) -> FloatArray:
-        """A vector of zeros."""
+        """Return a vector of `size` zeros."""
         return self._once(("zeros", size), (), lambda: np.zeros(size))
 
     def product(self, array: FloatArray, factor: float) -> FloatArray:
-        """array · factor."""
+        """Return array · factor."""
         if factor == 1.0:
             return array
         return self._once(("product", id(array), factor), (array,), lambda: array * factor)
 
     def sum(self, first: FloatArray, second: FloatArray) -> FloatArray:
-        """first + second."""
+        """Return first + second."""
         return self._once(("sum", id(first), id(second)), (first, second), lambda: first + second)
 
     def transposed(self, array: FloatArray) -> FloatArray:
-        """arrayᵀ."""
+        """Return arrayᵀ."""
         return self._once(("transposed", id(array)), (array,), lambda: array.T)
 
     def diagonal(self, array: FloatArray) -> FloatArray:
-        """The diagonal of a matrix."""
+        """Return a copy of the diagonal of a square matrix."""
         return self._once(("diagonal", id(array)), (array,), lambda: np.diagonal(array).copy())
 
     def kept_where_zero(self, array: FloatArray, other: FloatArray) -> FloatArray:
-        """array where other is zero, else 0."""
+        """Return `array` with zeros in all places where `other` is not zero."""
         return self._once(("kept", id(array), id(other)), (array, other), lambda: np.where(other == 0.0, array, 0.0))
 
     def _once(
@@ -109,6 +112,6 @@ class SharedArrays:
     ) -> FloatArray:
         found = self._made.get(key)
         if found is None:
-            # The operands are kept, so that their ids stay their own.
+            # Hold references to the operands: ids of collected arrays could be given to others.
             found = self._made[key] = (frozen(make()), operands)
         return found[0]

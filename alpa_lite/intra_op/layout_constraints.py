@@ -1,12 +1,12 @@
-"""Layouts that are given: which dim of a value a mesh axis must split, and that everything on the way keeps to it.
+"""Restrict the strategies of a stage to the layout constraints that the user gave.
 
-    wanted(v) = ((axis, dim), …)          dim None: the axis splits no dim of v        axes that are not named are free
+    constraint(v) = ((axis, dim), …)      dim None: the axis splits no dim of v       axes that are not named are free
 
-An op is only run in ways in which all its operands and results are as wanted (`Keeping.options`); a sum over
-micro-batches is only kept in such (`Keeping.sums`). What follows an operand must not need it in another way, nor
-split another dim than is wanted (`Keeping.penalty`); a dim that the operand does not have comes out whole, and is cut
-where it is read, which sends nothing. Where nothing is left, the op cannot be split as it was asked for: that is an
-error.
+An op keeps only the placements in which all its operands and results satisfy their constraints (`Keeping.options`), and
+a sum over micro-batches only the accumulators that do (`Keeping.sums`). A follower must not demand its main operand in
+a spec that violates the operand's constraint, nor split a result dim that must not be split (`Keeping.penalty`). A
+constrained dim that the main operand lacks comes out unsplit; it is sliced where it is read, which needs no
+communication. If nothing remains, the op cannot be sharded as requested, and PlanError is raised.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from alpa_lite.sharding.specs import Spec
 
 
 def agrees(spec: Spec, wanted: Wanted) -> bool:
-    """Whether each axis that is named splits the dim that it must, and no other. Partial sums are no split."""
+    """Return True if every constrained axis splits exactly the dim that it must; partial sums are no splits."""
     return all(
         axis in axes if d == dim else axis not in axes for axis, dim in wanted for d, axes in enumerate(spec.dims)
     )
 
 
 def _strays(spec: Spec, wanted: Wanted) -> bool:
-    """Whether an axis splits a dim that it must not."""
+    """Return True if a constrained axis splits a dim that it must not split."""
     return any(axis in axes and d != dim for axis, dim in wanted for d, axes in enumerate(spec.dims))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Keeping:
-    """Keeps what a stage may choose from to a layout."""
+    """Filter of the strategies of a stage by layout constraints; results are cached by the options' identity."""
 
     layout: GivenLayout
     _options: dict[tuple[int, tuple[Wanted, ...]], tuple[PlacementOptions, PlacementOptions]] = field(
@@ -49,11 +49,11 @@ class Keeping:
     )
 
     def of(self, graph: Graph, v: int) -> Wanted:
-        """What is wanted of a value."""
+        """Return the layout constraint of a value."""
         return self.layout.of(graph, v)
 
     def specs(self, graph: Graph, v: int, specs: Sequence[Spec]) -> tuple[Spec, ...]:
-        """Those of the specs of a value that are as wanted."""
+        """Return the specs of a value that satisfy its constraint. Raise PlanError if there are none."""
         wanted = self.of(graph, v)
         kept = tuple(spec for spec in specs if agrees(spec, wanted)) if wanted else tuple(specs)
         if not kept:
@@ -61,7 +61,10 @@ class Keeping:
         return kept
 
     def options(self, graph: Graph, op: Op, options: PlacementOptions) -> PlacementOptions:
-        """Those of the ways to run an op in which its operands and results are as wanted."""
+        """Return the placements of an op whose operand and result specs all satisfy their constraints.
+
+        Raise PlanError if there are none.
+        """
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return options
@@ -78,7 +81,10 @@ class Keeping:
     def penalty(
         self, graph: Graph, op: Op, main: int, specs: Sequence[Spec], options: PlacementOptions
     ) -> FloatArray | None:
-        """Infinite for each of the `specs` of operand `main` that cannot be followed as wanted; None without any."""
+        """Return inf for each spec of operand `main` that a follower cannot follow within the constraints, else 0.
+
+        The result is None if no spec is penalised. Raise PlanError if all of them are.
+        """
         wanted = self._around(graph, op)
         if not any(wanted) or op.id in self.layout.exempt.get(graph, ()):
             return None
@@ -97,7 +103,10 @@ class Keeping:
         return penalty if penalty.any() else None
 
     def sums(self, graph: Graph, v: int, options: SumOptions) -> SumOptions:
-        """Those of the ways to keep a sum in which it is as wanted, when it is stored and when it is read."""
+        """Return the accumulators of a sum whose stored and resolved specs both satisfy its constraint.
+
+        Raise PlanError if there are none.
+        """
         wanted = self.of(graph, v)
         fits = [agrees(s, wanted) and agrees(r, wanted) for s, r in zip(options.stored, options.resolved, strict=True)]
         if all(fits):

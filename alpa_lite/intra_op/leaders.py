@@ -1,4 +1,4 @@
-"""Who decides: which ops choose for themselves, and which operand the others follow."""
+"""Decide which ops choose their own placement (leaders), and which operand every other op follows."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from alpa_lite.rules.op_info import is_zero, ranked_values, rule_of_op
 
 
 class Deciding:
-    """Answers about the ops of a stage while it is laid out, in order."""
+    """Classification of the ops of a stage into leaders and followers, in execution order during its layout."""
 
     def __init__(
         self, view: StageView, scopes: Sequence[StageScope], sums: PartialSums, offers: Mapping[Key, Offer]
     ) -> None:
-        """`scopes` and `offers` grow while the stage is laid out."""
+        """Start with the builder's `scopes` and `offers`, which grow while the stage is laid out."""
         self.view = view
         self.scopes = scopes
         self.sums = sums
         self.offers = offers
-        self.computed: set[int] = set()  # nodes that decide values of the loop rather than parameters
-        self._extents: dict[Key, int] = {}  # least elements on the way from the decision to a value that follows it
+        self.computed: set[int] = set()  # nodes of values that the loop computes, in contrast to parameters
+        self._extents: dict[Key, int] = {}  # least number of elements from the leader to a value that follows it
 
     def _ranked(self, scope: int, graph: Graph, op: Op) -> list[int]:
-        """Positions of the operands that somebody decided on."""
+        """Return the positions of the operands of rank 1 and more that have a node."""
         ranked = ranked_values(graph)
         return [i for i, v in enumerate(op.operands) if v in ranked and (scope, v) in self.offers]
 
     def leads(self, scope: int, graph: Graph, op: Op, rule: Rule) -> bool:
-        """True for an op that decides for itself, whatever its operands are in."""
+        """Return True for an op that chooses its own placement, independent of the specs of its operands."""
         if rule.work_kind != "elementwise" or op.primitive == "gather" or op.primitive.startswith("scatter"):
             return True
         ranked = self._ranked(scope, graph, op)
@@ -41,13 +41,14 @@ class Deciding:
             return True
         if not self.sums.in_loop(scope, op) or op.primitive not in ADDITIONS:
             return not ranked
-        # Zeros are a partial sum too: the first addition of a loop whose body runs once.
+        # Zeros count as a partial sum too: the first addition of a loop whose body runs once adds to them.
         return len(ranked) + sum(is_zero(graph, v) for i, v in enumerate(op.operands) if i not in ranked) >= 2
 
     def _is_shared(self, scope: int, graph: Graph, op: Op) -> bool:
-        """True for samples that several contractions of this stage read: moved for all of them, they are moved once.
+        """Return True for a sample value that several contractions of this stage read.
 
-        Weights are better gathered by each that wants them.
+        As a leader it is resharded once for all of them. Weights are excluded: it is better that each contraction
+        gathers them for itself.
         """
         if len(op.results) != 1 or self.scopes[scope].batch_dims[op.results[0]] is None:
             return False
@@ -55,10 +56,11 @@ class Deciding:
         return sum(rule_of_op(graph, c).work_kind != "elementwise" for c in readers) > 1
 
     def follow(self, scope: int, graph: Graph, op: Op) -> int:
-        """The number of the operand that an op follows.
+        """Return the position of the operand that an op follows.
 
-        It is one that a leader computed before one that came in, then the larger, then the later. What was broadcast
-        counts as large as it was before: its specs split nothing of what it was broadcast over.
+        Operands computed by a leader precede stage inputs, then larger ones precede smaller ones, then later ones
+        earlier ones. A broadcast value counts with its size before the broadcast, because its specs split none of the
+        broadcast dims.
         """
 
         def rank(i: int) -> tuple[bool, int, int]:

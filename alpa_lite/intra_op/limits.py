@@ -1,16 +1,16 @@
-"""Memory limits: why one is too low and what would do; and what each byte of memory buys in time.
+"""Explain why a memory limit is too low and what would suffice, and compute the trade-off between memory and time.
 
 leanest      P = min peak(x) over the choices of finite cost; P is proven the smallest
-             once nothing fits P - 1, for bytes are whole numbers                         ``explain_infeasible``
+             peak once nothing fits P - 1, since bytes are whole numbers                  ``explain_infeasible``
 at P         x = argmin cost(x)  with  peak(x) <= P: its peak is P, and its usage
-             says what needs so much, and when                                            ``explain_infeasible``
+             shows which nodes hold how much memory, and when                             ``explain_infeasible``
 time         t = argmax U(t);  over = U(t) - limit;  U(t) = sum of the nodes' bytes at t  ``_worst``
-impossible   a node, or an edge, that is left without a strategy of finite cost when
-             strategies without a finite partner at a neighbour go                        ``_conflict``
-front        c(L) = min cost(x)  with  peak(x) <= L, which falls in steps as L grows      ``pareto_front``
+impossible   a node or an edge without a finite entry after the removal of all
+             strategies without a finite partner at a neighbour                           ``_conflict``
+front        c(L) = min cost(x)  with  peak(x) <= L, a step function that falls with L    ``pareto_front``
 one answer   x at L with peak p settles c for all limits from p to L                      ``_Gap``
-next         the middle of the gap of largest bytes times seconds; its highest limit
-             if the gap's lower end was no worse than the last answer                     ``_Gap.limit``
+next limit   the middle of the gap of largest bytes times seconds; its highest limit
+             if the last answer was no cheaper than the gap's lower end                   ``_Gap.limit``
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from alpa_lite.intra_op.solvers.smallest_peak import Leanest, Solve, leanest, pr
 from alpa_lite.intra_op.solvers.solver import PROOF_TOLERANCE, Solver
 
 _LEAST_SECONDS = 1.0
+"""The least time in seconds that one solve gets while time is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBytes:
-    """What one node keeps alive."""
+    """The bytes that one node keeps alive at a time."""
 
     node: int
     bytes: float
@@ -41,16 +42,16 @@ class NodeBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasibility:
-    """Why nothing fits into ``limit_bytes``, and what would.
+    """Explanation why no choices fit into ``limit_bytes``, with the smallest limit that would suffice.
 
-    ``impossible``: proven that no choices have finite cost, whatever the limit; ``conflict`` then names a node, or the
-    two nodes of an edge, that is left without a finite entry (empty if that is not easily seen).
+    ``impossible``: it is proven that no choices have finite cost, whatever the limit; ``conflict`` then names a node,
+    or the two nodes of an edge, without a finite entry (empty if no single one is to blame).
 
-    ``smallest_limit_bytes``: the smallest peak that choices of finite cost reach, if ``proven``, else the smallest
-    found (inf if none was); no limit below ``bound_bytes`` can do, which is proven. ``choices`` are the cheapest found
-    under that limit: they cost ``cost`` seconds, and none cost less than ``bound`` seconds. At ``time`` they use most,
-    ``over_bytes`` more than the given limit (0 if it suffices); ``nodes`` are alive then, largest first, and their
-    bytes sum up to what is used.
+    ``smallest_limit_bytes``: the smallest peak of choices of finite cost if ``proven``, else the smallest peak that a
+    search reached (inf if it reached none). It is proven that no limit below ``bound_bytes`` suffices. ``choices`` are
+    the cheapest ones reached under that limit: they cost ``cost`` seconds, and ``bound`` (seconds) is a proven lower
+    bound. Their memory usage peaks at ``time``, ``over_bytes`` above the given limit (0 if that suffices); ``nodes``
+    are alive then, largest first, and their bytes sum up to the usage.
     """
 
     limit_bytes: float | None
@@ -67,7 +68,7 @@ class Infeasibility:
 
     @property
     def proven(self) -> bool:
-        """Whether no limit below ``smallest_limit_bytes`` can do."""
+        """Return True if it is proven that no limit below ``smallest_limit_bytes`` suffices."""
         return self.bound_bytes >= self.smallest_limit_bytes
 
     def sentence(
@@ -77,7 +78,9 @@ class Infeasibility:
         show_bytes: Callable[[float], str] = "{:,.0f} bytes".format,
         num_names: int = 3,
     ) -> str:
-        """What was given, what is needed and why, and what to do; the ``num_names`` largest nodes are named."""
+        """Describe the limit, the memory that is needed and its holders, and a remedy; name the ``num_names``
+        largest nodes.
+        """
         if self.impossible:
             return f"No choices have finite cost, with however much memory{self._why(name_of)}."
         if self.choices is None:
@@ -119,7 +122,10 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The best choices within ``limit_bytes``: they use ``peak_bytes`` and cost ``cost`` seconds; see ``Solution``."""
+    """One point of the Pareto front: the best choices within ``limit_bytes``.
+
+    They use ``peak_bytes`` per device and cost ``cost`` seconds; ``bound`` and ``status`` are as in ``Solution``.
+    """
 
     limit_bytes: float
     peak_bytes: float
@@ -131,7 +137,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Budget:
-    """The solver to ask, and until when."""
+    """A solver and the deadline (``time.perf_counter()`` seconds) of all of its calls together."""
 
     solver: Solver
     deadline: float
@@ -145,13 +151,13 @@ class _Budget:
         return lambda problem, seconds: self.solver.solve(problem, time_limit_seconds=max(seconds, 0.05))
 
     def best(self, problem: Problem, limit_bytes: float | None, *, share: float) -> Solution:
-        """The solution under another limit, in a share of the time that is left but no less than it takes to begin."""
+        """Solve under another limit in a `share` of the remaining time, but no less than a solver needs to start."""
         seconds = max(share * self.left, min(_LEAST_SECONDS, self.left))
         return self.solve(replace(problem, limit_bytes=limit_bytes), seconds)
 
 
 def _budget(solver: Solver | None, seconds: float) -> _Budget:
-    # What would fit is found out here, once; solvers need not do so for each limit that is too low.
+    # The smallest feasible peak is computed once, in `_leanest`; the portfolio need not repeat it for each low limit.
     return _Budget(solver=solver or Portfolio(peak_seconds=0.0), deadline=time.perf_counter() + seconds)
 
 
@@ -166,7 +172,10 @@ def _leanest(problem: Problem, budget: _Budget) -> Leanest:
 def explain_infeasible(
     problem: Problem, *, solver: Solver | None = None, time_limit_seconds: float = 30.0
 ) -> Infeasibility:
-    """The smallest limit that would do, what it costs, and what needs so much; ``solver`` is the portfolio if None."""
+    """Compute the smallest sufficient limit, the cost under it and the holders of the memory.
+
+    ``solver`` is the portfolio if None.
+    """
     budget = _budget(solver, time_limit_seconds)
     lean = _leanest(problem, budget)
     if lean.choices is None:
@@ -196,7 +205,7 @@ def explain_infeasible(
 
 
 def _worst(problem: Problem, choices: Sequence[int]) -> tuple[int | None, tuple[NodeBytes, ...]]:
-    """The first time of the largest usage, and what each node keeps alive then, largest first."""
+    """Return the first time of the largest usage, and the bytes that each node keeps alive then, largest first."""
     times, alive = usage_over_time(problem, choices)
     if times.size == 0:
         return None, ()
@@ -212,7 +221,11 @@ def _worst(problem: Problem, choices: Sequence[int]) -> tuple[int | None, tuple[
 
 
 def _conflict(problem: Problem) -> tuple[int, ...]:
-    """A node or an edge without a finite entry among the strategies that all neighbours leave possible."""
+    """Return a node, or the nodes of an edge, without a finite entry once arc consistency has removed strategies.
+
+    Arc consistency removes each strategy without a finite partner at some neighbour, until nothing changes. The result
+    is empty if every node and edge retains a finite entry, which does not prove that finite choices exist.
+    """
     possible: list[NDArray[np.bool_]] = [np.isfinite(costs) for costs in problem.node_costs]
     for node, left in enumerate(possible):
         if not left.any():
@@ -238,13 +251,14 @@ def _conflict(problem: Problem) -> tuple[int, ...]:
 def pareto_front(
     problem: Problem, *, num_points: int = 8, solver: Solver | None = None, time_limit_seconds: float = 60.0
 ) -> tuple[Point, ...]:
-    """Up to ``num_points`` limits with their best choices, from the smallest that does to where more buys nothing.
+    """Return up to ``num_points`` limits with their best choices, by growing peak and strictly falling cost.
 
-    Peaks grow and costs fall strictly. The whole front if the solver is exact, there are no more points on it and the
-    time suffices; otherwise its ends, and points between them that leave no large gap. The problem's own limit plays
-    no part. Empty when no choices of finite cost are found. ``solver`` is the portfolio if None.
+    The first point has the smallest feasible limit; beyond the last, more memory saves no time. The front is complete
+    if the solver is exact, the front has no more points and the time suffices; otherwise it has both ends, and points
+    between them that leave no large gap. The problem's own limit is ignored. The front is empty when no choices of
+    finite cost are reached. ``solver`` is the portfolio if None.
 
-    Raises ValueError when fewer than two points are asked for.
+    Raises ValueError when ``num_points`` is less than two.
     """
     if num_points < 2:
         raise ValueError(f"A front of {num_points} points was asked for; its two ends are the least.")
@@ -280,7 +294,7 @@ def _point(problem: Problem, budget: _Budget, limit_bytes: float | None, *, shar
 
 
 def _unsolved(problem: Problem, lean: Leanest) -> Point:
-    """The leanest choices, when no cheaper ones were found under their peak in the time."""
+    """Return the point of the leanest choices, for when no cheaper ones were reached under their peak in time."""
     choices = lean.choices or ()
     return Point(
         limit_bytes=lean.peak_bytes,
@@ -293,12 +307,12 @@ def _unsolved(problem: Problem, lean: Leanest) -> Point:
 
 
 def _cheaper(first: Point, second: Point) -> bool:
-    """Whether the first costs less by more than rounding."""
+    """Return True if the first point costs less than the second by more than rounding."""
     return first.cost < second.cost - PROOF_TOLERANCE * max(abs(first.cost), abs(second.cost))
 
 
 def _front(points: Iterable[Point]) -> tuple[Point, ...]:
-    """The points that no other matches in both peak and cost, by growing peak."""
+    """Return the points that no other one matches in both peak and cost, by growing peak."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.cost)):
         if not kept or _cheaper(point, kept[-1]):
@@ -308,9 +322,9 @@ def _front(points: Iterable[Point]) -> tuple[Point, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
-    """The limits from ``first_bytes`` to just below the peak of ``above`` of which nothing is known.
+    """The unexplored limits from ``first_bytes`` to just below the peak of ``above``.
 
-    ``fruitless``: the last answer between the two was no better than ``below``.
+    ``fruitless``: the last answer between the two points was no cheaper than ``below``.
     """
 
     below: Point
@@ -324,16 +338,16 @@ class _Gap:
 
     @property
     def area(self) -> float:
-        """Bytes times seconds: how much of the front may be hidden here."""
+        """The bytes times seconds of the gap: an upper bound of the part of the front that may be hidden in it."""
         return (self.above.peak_bytes - self.first_bytes) * (self.below.cost - self.above.cost)
 
     @property
     def limit(self) -> float:
-        """Where to look next."""
+        """The limit in bytes to solve for next."""
         return self.last_bytes if self.fruitless else float(math.floor((self.first_bytes + self.last_bytes) / 2))
 
     def split(self, found: Point | None) -> Iterable[_Gap]:
-        """What is left to be known after an answer at ``limit``."""
+        """Return the gaps that remain after an answer at ``limit``."""
         rest = replace(self, first_bytes=self.limit + 1.0)
         if found is None or not _cheaper(found, self.below):
             return (replace(rest, fruitless=True),)
@@ -341,5 +355,5 @@ class _Gap:
 
 
 def _open(gaps: Iterable[_Gap]) -> list[_Gap]:
-    """The gaps in which there may be something."""
+    """Return the gaps that can still hide a point of the front."""
     return [gap for gap in gaps if gap.first_bytes <= gap.last_bytes and _cheaper(gap.above, gap.below)]

@@ -1,6 +1,6 @@
-"""What the builder knows of values and ops while it makes a problem, and the placements that a solution means.
+"""Data that the builder records about values and ops, and the decoding of a solution into placements.
 
-What is decided for one stage: specs, placements and how sums are kept.
+`Choice` is the decoded solution of one stage: specs, placements, and accumulators of sums over micro-batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from alpa_lite.sharding.specs import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A decoded solution of one stage."""
+    """The decoded solution of a stage: specs of its inputs, placements of its ops and accumulators of its sums, by
+    id.
+    """
 
     inputs: Mapping[int, Spec]
     ops: Mapping[int, OpPlacement]
@@ -24,7 +26,7 @@ class Choice:
 
 
 def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
-    """The same decisions for a stage with an equal `signature`."""
+    """Transfer the decisions to another stage whose `signature` is equal."""
     ops = dict(zip(source.ops, target.ops, strict=True))
     values = dict(zip(source.external, target.external, strict=True))
     sums = dict(zip(source.crossing, target.crossing, strict=True))
@@ -37,12 +39,12 @@ def remap(choice: Choice, source: StageView, target: StageView) -> Choice:
 
 
 Key = tuple[int, int]
-"""A value or an op: (scope, id). Scope 0 is the graph of the step, every loop body has its own."""
+"""A value or an op as (scope, id). Scope 0 is the graph of the step; every body has a scope of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What is known of a value: the node that decides it and its spec under each of the node's strategies."""
+    """The node that decides on a value, and the value's spec under each strategy of that node."""
 
     node: int
     specs: tuple[Spec, ...]
@@ -58,7 +60,7 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class PlacedBodies:
-    """Control flow: the scopes of its bodies, and who decides on its operands (inside) and results."""
+    """A control-flow op: the scopes of its bodies, and the offers of its operands (as seen inside) and results."""
 
     scopes: tuple[int, ...]
     operands: tuple[Offer, ...]
@@ -67,21 +69,23 @@ class PlacedBodies:
 
 @dataclass(slots=True, kw_only=True)
 class PlacedSum:
-    """An addition of scalars, partial over all axes that an operand is partial over; so is the result if it `waits`."""
+    """An addition of scalars, partial over all axes over which an operand is partial; the result remains so if it
+    `waits`.
+    """
 
     operands: tuple[Key, ...]
     result: Key
     waits: bool
 
     def placement(self, operands: Sequence[Spec]) -> OpPlacement:
-        """The placement for operands in these specs."""
+        """Return the placement for operands in these specs."""
         partial = tuple(sorted({axis for spec in operands for axis in spec.partial}))
         return OpPlacement(factors=(), partial=partial, results=(Spec((), partial if self.waits else ()),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageScope:
-    """One graph of the stage: the step's own (number 0) or that of a body."""
+    """One graph of the stage: the step's own graph (number 0) or a body."""
 
     graph: Graph
     batch_dims: tuple[int | None, ...]
@@ -95,13 +99,13 @@ def placements_of(
     ops: Iterable[int],
     choices: Sequence[int],
 ) -> dict[int, OpPlacement]:
-    """The placements of ops of the step, in order, when the nodes of the problem choose so."""
+    """Return the placements of ops of the step, in order, under the given choices of the nodes."""
     return _Chosen(placed=placed, offers=offers, scopes=scopes, choices=choices).within(0, ops)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Chosen:
-    """What ops and values get under some choices. `sums`: specs of the additions that were met."""
+    """Lookup of placements and specs under some choices. `sums`: the specs of the scalar additions decoded so far."""
 
     placed: Mapping[Key, Placed | PlacedSum | PlacedBodies]
     offers: Mapping[Key, Offer]

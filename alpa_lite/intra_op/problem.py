@@ -1,7 +1,8 @@
 """The intra-op problem: one strategy for every node, at least total cost, within a memory limit.
 
 Nodes v have strategies i with costs c_v(i); edges (u, v) have costs C_uv(i, j) for pairs of strategies; a usage says
-how many bytes b_v(i) a node keeps alive during a half-open interval of time. Costs are seconds; ``inf`` forbids.
+how many bytes b_v(i) a node keeps alive during a half-open interval of time. Costs are in seconds; ``inf`` forbids a
+strategy or a pair.
 
     choices    x_v in {0, ..., S_v - 1} for every node v                      ``Problem``
     cost       sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v)                      ``_cost``
@@ -10,8 +11,8 @@ how many bytes b_v(i) a node keeps alive during a half-open interval of time. Co
     feasible   cost < inf and peak <= limit                                   ``evaluate``
     gap        (cost - bound) / |cost|                                        ``Solution.gap``
 
-``evaluate`` shares no code with any solver: it is the judge of all of them. Everything lies in a few flat arrays, for a
-problem may have 10^5 nodes and 10^7 pairs of strategies.
+``evaluate`` shares no code with any solver, so that it can verify all of them. All data is held in a few flat arrays,
+since a problem may have 10^5 nodes and 10^7 pairs of strategies.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
 
 _MAX_TOTAL_BYTES = 2.0**62
-"""Sums of bytes are kept in 64-bit integers."""
+"""The largest total of bytes: sums of bytes are computed in 64-bit integers."""
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only view; the caller's own array stays writable."""
+    """Return a read-only view; the caller's own array stays writable."""
     view = array.view()
     view.setflags(write=False)
     return view
@@ -53,7 +54,7 @@ class Ragged:
 
     @staticmethod
     def of(vectors: Iterable[object]) -> Ragged:
-        """One vector after the other; matrices are laid out row by row."""
+        """Concatenate vectors; matrices are flattened row by row."""
         flat = [np.asarray(vector, dtype=np.float64).reshape(-1) for vector in vectors]
         sizes = np.array([vector.size for vector in flat], dtype=np.intp)
         values = np.concatenate(flat) if flat else np.zeros(0)
@@ -80,7 +81,9 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
-    """The cost in seconds between two nodes' strategies: ``costs[i, j]`` for ``source`` at i and ``target`` at j."""
+    """The cost in seconds of each pair of strategies of two nodes: ``costs[i, j]`` for ``source`` at i and
+    ``target`` at j.
+    """
 
     source: int
     target: int
@@ -89,7 +92,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """``bytes[i]`` that ``node`` keeps alive in the times ``start <= t < end`` when it takes strategy i."""
+    """The memory that ``node`` keeps alive in the times ``start <= t < end``: ``bytes[i]`` under strategy i."""
 
     node: int
     bytes: FloatArray
@@ -99,15 +102,15 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One intra-op problem, in flat arrays; ``Problem.of`` makes one from its parts.
+    """An intra-op problem in flat arrays; ``Problem.of`` makes one from its parts.
 
     ``node_costs``: vector v holds c_v, in seconds. ``edge_nodes`` (E, 2): source and target; ``edge_costs``: vector e
-    holds the matrix of edge e row by row. ``usage_nodes`` (U,); ``usage_times`` (U, 2): start and end, half-open;
-    ``usage_bytes``: vector k holds one number for each strategy of the node. Fractions of a byte are rounded up: sums
-    of whole numbers are exact, so "fits" never depends on their order. ``limit_bytes`` is None when memory does not
-    matter.
+    holds the matrix of edge e row by row, in seconds. ``usage_nodes`` (U,); ``usage_times`` (U, 2): start and end,
+    half-open; ``usage_bytes``: vector k holds one number for each strategy of the node. Fractions of a byte are rounded
+    up: sums of whole numbers are exact, so whether choices fit never depends on the order of summation. ``limit_bytes``
+    is None when memory is unlimited.
 
-    Raises ValueError, in a sentence, when the parts do not fit together.
+    Raises ValueError when the parts do not fit together.
     """
 
     node_costs: Ragged
@@ -139,9 +142,9 @@ class Problem:
         usages: Iterable[Usage] = (),
         limit_bytes: float | None = None,
     ) -> Problem:
-        """A problem from one vector of costs per node, and edges and usages one by one.
+        """Make a problem from one vector of costs per node, and edges and usages one by one.
 
-        Raises ValueError, in a sentence, when the parts do not fit together.
+        Raises ValueError when the parts do not fit together.
         """
         vectors = [np.asarray(costs, dtype=np.float64) for costs in node_costs]
         edges, usages = tuple(edges), tuple(usages)
@@ -162,7 +165,7 @@ class Problem:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.node_costs)
 
     @property
@@ -172,7 +175,7 @@ class Problem:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """The edges one by one; their matrices are views."""
+        """Iterate over the edges; their matrices are views."""
         sizes = self.num_strategies
         sources: list[int] = self.edge_nodes[:, 0].tolist()
         targets: list[int] = self.edge_nodes[:, 1].tolist()
@@ -181,7 +184,7 @@ class Problem:
 
     @property
     def usages(self) -> Iterator[Usage]:
-        """The usages one by one; their bytes are views."""
+        """Iterate over the usages; their bytes are views."""
         for node, (start, end), used in zip(
             self.usage_nodes.tolist(), self.usage_times.tolist(), self.usage_bytes, strict=True
         ):
@@ -242,7 +245,7 @@ class Problem:
 
 
 def _first_bad(vectors: Ragged, bad: NDArray[np.bool_]) -> int | None:
-    """The number of the first vector with a bad entry."""
+    """Return the number of the first vector with a bad entry, or None."""
     position = int(bad.argmax()) if bad.any() else None
     return None if position is None else int(np.searchsorted(vectors.starts, position, side="right")) - 1
 
@@ -273,7 +276,9 @@ def _bad_edge(nodes: IntArray, shape: tuple[int, ...], needed: Sequence[int] | I
 
 
 def _check_shape(edge: Edge, vectors: Sequence[FloatArray]) -> None:
-    """A matrix of the right number of entries and the wrong shape; ``Problem`` itself checks the rest."""
+    """Raise ValueError for a matrix with the right number of entries but the wrong shape; ``Problem`` checks the
+    rest.
+    """
     nodes, shape = np.array([edge.source, edge.target], dtype=np.intp), np.shape(edge.costs)
     if all(0 <= node < len(vectors) for node in nodes.tolist()):
         needed = (vectors[edge.source].size, vectors[edge.target].size)
@@ -282,7 +287,7 @@ def _check_shape(edge: Edge, vectors: Sequence[FloatArray]) -> None:
 
 
 class Status(enum.Enum):
-    """How a solve ended."""
+    """The outcome of a solve."""
 
     OPTIMAL = "optimal"  # choices found, proven best
     FEASIBLE = "feasible"  # choices found, not proven best
@@ -292,7 +297,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a problem says of some choices."""
+    """The cost (seconds), peak memory (bytes) and feasibility of some choices."""
 
     cost: float
     peak_bytes: float
@@ -303,9 +308,10 @@ class Evaluation:
 class Solution:
     """The answer of a solver.
 
-    ``cost`` (seconds) is ``evaluate``'s, ``inf`` without choices. ``bound`` (seconds) is proven: no choices cost less.
-    ``peak_bytes`` is that of the choices; when the status is INFEASIBLE, the smallest peak found among the choices of
-    finite cost (``inf`` if there are none), so that a message can say how much memory would be needed.
+    ``cost`` (seconds) is computed by ``evaluate``, and is ``inf`` without choices. ``bound`` (seconds) is a proven
+    lower bound: no choices cost less. ``seconds`` is the duration of the solve. ``peak_bytes`` is the peak of the
+    choices; when the status is INFEASIBLE, it is the smallest peak that the solver reached with choices of finite cost
+    (``inf`` if there are none), so that a message can say how much memory would be needed.
     """
 
     choices: tuple[int, ...] | None
@@ -318,7 +324,9 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / |cost|, relative and never negative; 0 when they agree, ``inf`` when nothing is known."""
+        """The relative gap (cost - bound) / |cost|, never negative; 0 when both agree, ``inf`` without choices or a
+        bound.
+        """
         if self.choices is None or math.isinf(self.bound):
             return math.inf
         difference = max(self.cost - self.bound, 0.0)
@@ -326,7 +334,7 @@ class Solution:
 
 
 def _cost(problem: Problem, choices: IntArray) -> float:
-    """sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v), in seconds, correctly rounded: the order does not matter."""
+    """Return sum_v c_v(x_v) + sum_(u,v) C_uv(x_u, x_v) in seconds, correctly rounded: the order does not matter."""
     sources, targets = problem.edge_nodes.T
     pairs = choices[sources] * problem.node_costs.sizes[targets] + choices[targets]
     own = problem.node_costs.values[problem.node_costs.starts[:-1] + choices]
@@ -334,7 +342,7 @@ def _cost(problem: Problem, choices: IntArray) -> float:
 
 
 def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Times at which usage may change, ascending, and the bytes alive from each of them until the next."""
+    """Return the times at which usage may change, ascending, and the bytes alive from each of them until the next."""
     chosen = np.asarray(choices, dtype=np.intp)[problem.usage_nodes]
     used = problem.usage_bytes.values[problem.usage_bytes.starts[:-1] + chosen].astype(np.int64)
     times, index = np.unique(problem.usage_times, return_inverse=True)
@@ -346,7 +354,7 @@ def usage_over_time(problem: Problem, choices: Sequence[int]) -> tuple[IntArray,
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
-    """The cost in seconds, the peak in bytes and the feasibility of one strategy per node.
+    """Return the cost in seconds, the peak in bytes and the feasibility of one strategy per node.
 
     Raises ValueError when ``choices`` does not name one existing strategy for each node.
     """

@@ -1,14 +1,14 @@
-"""Problems and solutions as files: the JSON of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.
+"""Read and write problems and solutions in the JSON format of the ASPLOS/EuroSys 2025 contest on intra-op parallelism.
 
     problem.nodes.costs[v][i]        c_v(i)                                       ``read_problem``
     problem.nodes.intervals[v]       [start, end), empty when start >= end
     problem.nodes.usages[v][i]       bytes of v under i in that interval
     problem.edges.nodes[e]           [u, v]
     problem.edges.costs[e]           C_uv row by row: entry i S_v + j
-    problem.usage_limit              the memory limit; left out for none
+    problem.usage_limit              the memory limit; absent for none
     10^18 and more                   infinity
 
-A name that ends with ``.gz`` is compressed. Format: github.com/google/iopddl.
+Files whose names end with ``.gz`` are compressed. The format is documented at github.com/google/iopddl.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from alpa_lite.intra_op.problem import FloatArray, Problem, Ragged, Solution
 from alpa_lite.program.collector import rare_collection
 
 INFINITY = 10**18
-"""What stands for infinity in a file."""
+"""The number that represents infinity in a file."""
 _EXACT = 2.0**53
+"""The bound below which every whole number has an exact float representation."""
 
 
 def read_problem(path: str | Path) -> Problem:
-    """The problem of a ``.json`` or ``.json.gz`` file.
+    """Read the problem of a ``.json`` or ``.json.gz`` file.
 
-    Raises ProblemFileError, in a sentence that begins with the file's name, when it is missing or not of this format.
+    Raises ProblemFileError, with a message that begins with the file's name, when the file is missing or not of this
+    format.
     """
     path = Path(path)
     try:
-        with rare_collection():  # millions of numbers in lists, none of which goes before all of them do
+        with rare_collection():  # the lists hold millions of numbers and live until the end: collections free nothing
             return _problem_of(_load(path))
     except OSError as error:
         raise ProblemFileError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -95,10 +97,10 @@ def _costs(vectors: Sequence[Sequence[float]]) -> Ragged:
 
 
 def write_problem(problem: Problem, path: str | Path) -> None:
-    """The problem as a file that ``read_problem`` reads.
+    """Write a problem as a file that ``read_problem`` reads.
 
-    The format has one interval per node: a node with several usages gets followers, nodes with the same strategies
-    that an edge of zeros and infinities ties to it. Whole numbers are written as such.
+    The format has one interval per node. A node with several usages therefore gets followers: nodes with the same
+    strategies that an edge of zeros and infinities ties to it. Whole numbers are written as JSON integers.
     """
     usages: list[list[tuple[int, int, FloatArray]]] = [[] for _ in range(problem.num_nodes)]
     for usage in problem.usages:
@@ -132,12 +134,14 @@ def write_problem(problem: Problem, path: str | Path) -> None:
 
 
 def write_solution(solution: Solution, path: str | Path) -> None:
-    """``solution_data`` as a file."""
+    """Write ``solution_data`` as a JSON file."""
     _write(Path(path), solution_data(solution))
 
 
 def solution_data(solution: Solution) -> dict[str, Any]:
-    """What JSON can hold of a solution: choices, cost, bound, gap (null when not known), status, seconds, solver."""
+    """Return the JSON fields of a solution: choices, cost, bound, gap (null when infinite), status, seconds, solver,
+    peak.
+    """
     return {
         "choices": None if solution.choices is None else list(solution.choices),
         "cost": _number(solution.cost),
@@ -151,7 +155,7 @@ def solution_data(solution: Solution) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """A whole number as such; null for what is not finite."""
+    """Return an int for a whole number, and None (JSON null) for a number that is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() and abs(value) < _EXACT else value

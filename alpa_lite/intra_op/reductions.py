@@ -1,11 +1,11 @@
-"""The state that ``simplify`` works on, and what it takes to undo a reduction.
+"""The mutable state that ``simplify`` works on, and the inverses of its reductions.
 
     every reduction:  optimum(before) = optimum(after) + (growth of ``offset``)
-    every step:       optimal choices after  ->  optimal choices before           ``Step.restore``
+    every step:       optimal choices after  ->  optimal choices before           ``UndoStep.restore``
 
 Matrices are held in both directions: ``edges[u][v]`` has u's strategies as rows, and ``edges[v][u]`` is its transpose.
-Memory is held by the rows of ``binding_times``: a node's ``NodeUsage`` says, for disjoint runs of rows, how many bytes each
-of its strategies needs beyond the least; that least has moved to the base, which all choices keep alive.
+Memory is expressed over the rows of ``binding_times``: a node's ``NodeUsage`` says, for disjoint runs of rows, how many
+bytes each of its strategies needs beyond the least one; that least is added to the base, which all choices keep alive.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from alpa_lite.intra_op.memory_rows import binding_times
+from alpa_lite.intra_op.memory.memory_rows import binding_times
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 
 class UndoStep(ABC):
-    """One reduction's inverse."""
+    """The inverse of one reduction."""
 
     __slots__ = ()
 
     @abstractmethod
     def restore(self, choices: dict[int, int]) -> None:
-        """Turn choices that are right after the reduction into choices that are right before it, in place."""
+        """Change optimal choices of the reduced problem into optimal choices before the reduction, in place."""
 
     @abstractmethod
     def project(self, choices: dict[int, int]) -> None:
-        """Turn any choices before the reduction into choices after it, in place; 0 for a strategy that is gone."""
+        """Change any choices before the reduction into choices after it, in place; 0 replaces a removed strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepStrategies(UndoStep):
-    """``node`` lost all strategies but ``kept``: x_before = kept[x_after]."""
+    """Removal of all strategies of ``node`` but ``kept``: x_before = kept[x_after]."""
 
     node: int
     kept: IntArray
@@ -56,7 +56,7 @@ class KeepStrategies(UndoStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoveNode(UndoStep):
-    """``node`` was decided by its ``neighbours``: x_node = best[x of the neighbours]."""
+    """Elimination of ``node``, whose choice its ``neighbours`` determine: x_node = best[x of the neighbours]."""
 
     node: int
     neighbours: tuple[int, ...]
@@ -73,9 +73,9 @@ class RemoveNode(UndoStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NodeUsage:
-    """What one node keeps alive: ``bytes[k, i]`` in the rows ``rows[k, 0] <= t < rows[k, 1]``, for runs k of rows.
+    """The memory of one node: ``bytes[k, i]`` in the rows ``rows[k, 0] <= t < rows[k, 1]``, for runs k of rows.
 
-    The runs may overlap until they are settled (``Workspace.alive_of``).
+    ``rows`` is (K, 2) and ``bytes`` (K, S). The runs may overlap until they are settled (``Workspace.alive_of``).
     """
 
     rows: IntArray
@@ -86,7 +86,7 @@ class NodeUsage:
 
 
 def _join(parts: list[NodeUsage]) -> NodeUsage:
-    """Runs that may overlap -> disjoint runs in order of rows, neighbours with equal bytes joined."""
+    """Merge runs that may overlap into disjoint runs in order of rows."""
     rows = np.concatenate([part.rows for part in parts])
     used = np.concatenate([part.bytes for part in parts])
     bounds, index = np.unique(rows, return_inverse=True)
@@ -98,7 +98,7 @@ def _join(parts: list[NodeUsage]) -> NodeUsage:
 
 
 def _joined_equal(alive: NodeUsage) -> NodeUsage:
-    """Without runs of nothing, and with equal neighbours in one run."""
+    """Remove runs without bytes, and merge adjacent runs with equal bytes."""
     some = alive.bytes.any(axis=1)
     rows, used = alive.rows[some], alive.bytes[some]
     new = np.ones(len(rows), dtype=np.bool_)
@@ -113,7 +113,8 @@ class Workspace:
     """A problem under reduction, keyed by the original node numbers; the only mutable object of this module.
 
     ``changed_edges`` (pairs in ascending order) and ``changed`` nodes await the cheap reductions, ``stale`` nodes the
-    search for dominated strategies. ``base_change[t]`` is the base of row t less that of the row before.
+    search for dominated strategies. ``base_change[t]`` is the base (bytes) of row t less the base of row t - 1.
+    ``offset`` (seconds) is the part of the optimum that the reductions have already fixed.
     """
 
     costs: dict[int, FloatArray]
@@ -130,7 +131,7 @@ class Workspace:
 
     @staticmethod
     def load(problem: Problem) -> Workspace:
-        """The problem's arrays; parallel edges are added up here (cost = C(i, j) + C'(i, j))."""
+        """Make a workspace from a problem; parallel edges are added up (cost = C(i, j) + C'(i, j))."""
         times = binding_times(problem)
         work = Workspace(
             costs=dict(enumerate(problem.node_costs)),
@@ -151,16 +152,16 @@ class Workspace:
 
     @property
     def base_bytes(self) -> FloatArray:
-        """What all choices keep alive, row by row; a lower estimate while nodes are unsettled."""
+        """The bytes that all choices keep alive in each row; a lower estimate while nodes are unsettled."""
         return np.cumsum(self.base_change[:-1])
 
     @property
     def infeasible(self) -> bool:
-        """Whether it is proven that no choices have finite cost."""
+        """True once it is proven that no choices have finite cost within the limit."""
         return math.isinf(self.offset)
 
     def touch(self, nodes: Iterable[int]) -> None:
-        """These nodes changed: look at them again."""
+        """Mark nodes as changed, so that all reductions are tried on them again."""
         for node in nodes:
             self.changed[node] = None
             self.stale[node] = None
@@ -168,12 +169,12 @@ class Workspace:
     # ------------------------------------------------------------------------------------------------ memory
 
     def add_alive(self, node: int, alive: NodeUsage) -> None:
-        """Add to what the node's strategies keep alive."""
+        """Add bytes that the node's strategies keep alive."""
         self._alive.setdefault(node, []).append(alive)
         self._unsettled.add(node)
 
     def alive_of(self, node: int) -> NodeUsage | None:
-        """What the strategies of ``node`` keep alive beyond the least of them; None when that is nothing."""
+        """Return what the strategies of ``node`` keep alive beyond the least of them in each row; None if nothing."""
         if node in self._unsettled:
             self._settle(node)
         parts = self._alive.get(node)
@@ -191,14 +192,14 @@ class Workspace:
             self._alive[node] = [alive]
 
     def take_alive(self, node: int) -> list[NodeUsage]:
-        """What ``node`` keeps alive, which is now nobody's."""
+        """Remove and return the usage of ``node``, so that another node can take it over."""
         self._unsettled.discard(node)
         return self._alive.pop(node, [])
 
     # ------------------------------------------------------------------------------------------------ edges, nodes
 
     def add_edge(self, source: int, target: int, costs: FloatArray) -> None:
-        """Add ``costs`` to what the pair already has."""
+        """Add ``costs`` to the edge of a pair of nodes, or make the edge."""
         if target in self.edges[source]:
             costs = self.edges[source][target] + costs
         self._set_edge(source, target, costs)
@@ -209,12 +210,12 @@ class Workspace:
         self.changed_edges[min(source, target), max(source, target)] = None
 
     def remove_edge(self, source: int, target: int) -> None:
-        """Forget the pair's costs."""
+        """Remove the edge of a pair of nodes."""
         del self.edges[source][target]
         del self.edges[target][source]
 
     def keep(self, node: int, mask: NDArray[np.bool_]) -> None:
-        """Take away the strategies of ``node`` outside ``mask``."""
+        """Remove the strategies of ``node`` outside ``mask``; without any left, the problem is infeasible."""
         if mask.all():
             return
         kept = np.flatnonzero(mask)
@@ -231,7 +232,7 @@ class Workspace:
         self.touch([node, *self.edges[node]])
 
     def remove_node(self, node: int, *, best: IntArray, neighbours: tuple[int, ...]) -> None:
-        """Take ``node`` away; its costs must already be with its neighbours, and its bytes too."""
+        """Remove ``node``, whose costs and bytes must have moved to its neighbours already."""
         self.steps.append(RemoveNode(node=node, neighbours=neighbours, best=best))
         self.touch(self.edges[node])
         for other in self.edges.pop(node):

@@ -1,6 +1,7 @@
-"""Why a stage does not fit into the memory of a device: when, by how much, and the user's values that are alive then.
+"""Describe why a stage does not fit into device memory: when, by how much, and which of the user's values are alive
+then.
 
-The numbers are those of ``limits.explain_infeasible``; here they get the names of arguments and lines of code.
+The numbers come from ``limits.explain_infeasible``; here they get the names of arguments and lines of source code.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 
 from alpa_lite.intra_op.formulate import Builder
 from alpa_lite.intra_op.limits import Infeasibility, explain_infeasible
-from alpa_lite.intra_op.liveness import Lives
+from alpa_lite.intra_op.memory.liveness import Lives
+from alpa_lite.intra_op.memory.usages import UsageOf, stage_lives
 from alpa_lite.intra_op.placements import Key
 from alpa_lite.intra_op.problem import Problem
 from alpa_lite.intra_op.solvers.solver import Solver
 from alpa_lite.intra_op.stage import StageView
-from alpa_lite.intra_op.usages import UsageOf, stage_lives
 from alpa_lite.program.ir import Graph, Op
 
 _NUM_NAMES = 4
@@ -24,7 +25,9 @@ _NUM_NAMES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBytes:
-    """What a value takes per device, all of its copies, in words: an argument's name, or what made it and where."""
+    """The bytes per device of all copies of a value, and its name: an argument's name, or the op that made it and
+    where.
+    """
 
     name: str
     bytes: float
@@ -32,14 +35,16 @@ class ValueBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """An explanation with names: ``when`` the most is used, and the values alive then, largest first."""
+    """An explanation with names: ``when`` the memory usage peaks, and the values alive then, largest first."""
 
     explained: Infeasibility
     when: str
     values: tuple[ValueBytes, ...]
 
     def sentence(self, *, show_bytes: Callable[[float], str] = "{:,.0f} bytes".format) -> str:
-        """By how much it is too much, what is alive then, and what the stage would take with enough; maybe empty."""
+        """Describe the overrun, the values alive at the peak, and the time per step with enough memory; may be
+        empty.
+        """
         why = self.explained
         if why.choices is None or why.over_bytes == 0.0:
             return ""
@@ -55,7 +60,7 @@ class Shortage:
 
 
 def show_seconds(seconds: float) -> str:
-    """`1.23 ms`, `45.6 s`, `3446 s`: three digits, or all of a whole number."""
+    """Format seconds with three digits, or all digits of a whole number: `1.23 ms`, `45.6 s`, `3446 s`."""
     if seconds < 1.0:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"
@@ -69,7 +74,7 @@ def explain_shortage(
     solver: Solver | None = None,
     time_limit_seconds: float = 5.0,
 ) -> Shortage:
-    """What a stage needs at least; see ``solve_stage`` for the arguments."""
+    """Explain the least memory that a stage needs; see ``solve_stage`` for the arguments."""
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     return shortage_of(builder, problem, in_flight=in_flight, solver=solver, time_limit_seconds=time_limit_seconds)
 
@@ -82,7 +87,10 @@ def shortage_of(
     solver: Solver | None = None,
     time_limit_seconds: float = 5.0,
 ) -> Shortage:
-    """What a problem of the stage needs at least: its own, or one in which nodes may not take all of its strategies."""
+    """Explain the least memory that a problem of the stage needs.
+
+    The problem may be the stage's own, or one in which nodes may take only some of their strategies.
+    """
     explained = explain_infeasible(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if explained.choices is None or explained.time is None:
         return Shortage(explained=explained, when="", values=())
@@ -97,7 +105,7 @@ def shortage_of(
 
 
 def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> dict[Key, float]:
-    """Bytes per device of the values that are alive at a time when the nodes of the problem choose so."""
+    """Return the bytes per device of the values alive at `time` under the given choices."""
     held: dict[Key, float] = {}
     for usage in usages:
         if usage.start <= time < usage.end:
@@ -107,7 +115,7 @@ def held_bytes(usages: Iterable[UsageOf], choices: Sequence[int], time: int) -> 
 
 
 def moment_name(view: StageView, lives: Lives, time: int) -> str:
-    """When it is: the innermost op that starts at a time."""
+    """Describe a time by the innermost op that starts then."""
     if time not in lives.running:
         return "at the end"
     path, op_id = lives.running[time]
@@ -122,7 +130,7 @@ def _op_name(op: Op) -> str:
 
 
 def value_name(graph: Graph, v: int) -> str:
-    """An argument's name, or what made the value and where; with its type."""
+    """Return an argument's name, or the op that made the value and its source line; with dtype and shape."""
     value, producer = graph.values[v], graph.producer[v]
     made = value.name if producer is None else f"the result of {_op_name(graph.ops[producer])}"
     return f"{made or 'an argument'} {value.dtype}[{','.join(map(str, value.shape))}]"

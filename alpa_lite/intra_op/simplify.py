@@ -1,19 +1,19 @@
-"""Exact reductions of the intra-op problem, to a fixpoint. None of them changes the optimum; each can be undone.
+"""Exact reductions of the intra-op problem, applied to a fixpoint. None changes the optimum, and each can be undone.
 
     parallel edges    C, C' on one pair                  -> C + C'                              ``Workspace.load``
     forbidden         i has c_v(i) = inf, no finite partner at a neighbour, or more bytes
-                      than the others' least leave free  -> i goes           ``_drop_forbidden``, ``_drop_lonely``
+                      than the others' least leave free  -> remove i     ``_drop_forbidden``, ``_drop_lonely``
     separable edge    C(i, j) = f(i) + g(j)              -> c_u + f, c_v + g, no edge            ``_fold_separable``
     functional edge   each i of u allows one j = m(i)    -> v joins u: x_v = m(x_u)              ``_merge``
     degree 0, 1, 2    T(N) = min_i c_v(i) + sum_n C_vn(i, x_n) -> offset, node costs, edge       ``eliminate``
     dominated (Goldstein)
                       c(i) - c(j) + sum_n min_k (C_vn(i, k) - C_vn(j, k)) >= 0 and
-                      b_j <= b_i in every row            -> i goes                              ``drop_dominated``
-    rows of memory    what is alive in one row is alive in another -> the row goes               ``_rows_that_bind``
+                      b_j <= b_i in every row            -> remove i                           ``drop_dominated``
+    memory rows       all bytes alive in one row are alive in another -> remove the row        ``_rows_that_bind``
 
 A node with one strategy needs no rule of its own: each of its edges is separable, and then its degree is 0. A node is
-eliminated only if all its strategies use the same bytes, for the minimum over i must not depend on memory. Equal
-sub-problems, as repeated layers make them, are minimised once (``_MinPlus``).
+eliminated only if all its strategies use the same bytes, since the minimum over i must not depend on memory. Equal
+sub-problems, which repeated layers cause, are minimised once (``_MinPlus``).
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_lite.intra_op.dominance import drop_dominated
-from alpa_lite.intra_op.memory_rows import RangeMaximum, sum_over_rows
+from alpa_lite.intra_op.memory.memory_rows import RangeMaximum, sum_over_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, IntArray, Problem, Usage
 from alpa_lite.intra_op.reductions import NodeUsage, UndoStep, Workspace
 
 _ROUNDING = 1e-13
 _CHUNK_ENTRIES = 4_000_000
+"""The most entries of one temporary array of a min-plus product (8 bytes each)."""
 _MAX_JOINT_ENTRIES = 50_000_000
-"""A node whose elimination would look at more triples of strategies stays."""
+"""A node is not eliminated if that would enumerate more combinations of its and its neighbours' strategies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simplified:
-    """A reduced problem and the way back: optimum of the original = ``offset`` + optimum of ``problem``.
+    """A reduced problem with its inverse: optimum of the original = ``offset`` + optimum of ``problem`` (seconds).
 
-    ``offset`` is inf when the reductions proved that no choices are feasible (``problem`` is then empty). ``nodes``
-    are the original numbers of the nodes left. The reduced problem's time runs over the memory rows that can bind.
+    ``offset`` is inf when the reductions proved that no choices are feasible (``problem`` is then empty). ``nodes`` are
+    the original numbers of the remaining nodes. Times of the reduced problem number the memory rows that can bind.
     """
 
     problem: Problem
@@ -50,7 +51,7 @@ class Simplified:
     steps: tuple[UndoStep, ...]
 
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the original problem from choices of the reduced one; they cost ``offset`` more."""
+        """Return choices of the original problem from choices of the reduced one; they cost ``offset`` more."""
         if math.isinf(self.offset):
             raise ValueError(
                 "The problem has no feasible choices, so there is nothing to restore; look at offset first."
@@ -61,7 +62,7 @@ class Simplified:
         return tuple(restored[node] for node in sorted(restored))
 
     def project(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the reduced problem near ``choices`` of the original one: the same where they are still there."""
+        """Return choices of the reduced problem near ``choices`` of the original: equal where the strategies remain."""
         left = dict(enumerate(choices))
         for step in self.steps:
             step.project(left)
@@ -70,7 +71,7 @@ class Simplified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large a problem is; ``pairs`` are the entries of its matrices."""
+    """The size of a problem; ``pairs`` counts the entries of its matrices."""
 
     nodes: int
     strategies: int
@@ -79,10 +80,10 @@ class Size:
 
 
 Tick = Callable[[], None]
-"""Called between two reductions; raises `_Stopped` once time is up."""
+"""Callback between two reductions; it raises `_Stopped` once time is up."""
 
 Observer = Callable[[str, Size], None]
-"""Called after each kind of reduction with its name and what is left."""
+"""Callback after each kind of reduction, with the name of the kind and the size of the remaining problem."""
 
 
 def simplify(
@@ -92,11 +93,12 @@ def simplify(
     early: Callable[[Simplified], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simplified:
-    """Apply every reduction until none applies. Without a limit, usages play no part and are left out.
+    """Apply every reduction until none applies. Without a limit, usages have no effect and are left out.
 
-    ``observe`` is told, for tables of what each kind of reduction removes. ``early`` gets what is left after those of
-    edges, which come first, take a small part of the time, and leave no long chains of nodes that follow each other.
-    Once ``stop`` says so, the problem comes back as it is: time is up, and even to write down what is left takes some.
+    ``observe`` is called after each kind of reduction, for tables of what each kind removes. ``early`` gets the problem
+    after the edge reductions, which come first, take a small part of the time, and leave no long chains of nodes that
+    follow each other. Once ``stop`` returns True, the problem is returned unreduced: writing down a partly reduced
+    problem would itself take a good part of the time.
     """
     work = Workspace.load(problem)
     try:
@@ -107,7 +109,7 @@ def simplify(
 
 
 class _Stopped(Exception):
-    """Time is up."""
+    """Raised to leave the reductions when time is up."""
 
 
 def _tick(stop: Callable[[], bool]) -> Tick:
@@ -142,6 +144,7 @@ def _to_a_fixpoint(
         done("memory")
         _eliminate_changed(work, tables, tick, max_degree=1)
         done("degree 1")
+        # Cheap reductions go first: dominance and degree 2 are tried only when none of them applies any more.
         if work.changed_edges or work.changed:
             continue
         for node in sorted(work.stale):
@@ -205,14 +208,14 @@ def _reduce_edge(work: Workspace, source: int, target: int) -> None:
 
 
 def _drop_lonely(work: Workspace, *kept: tuple[int, NDArray[np.bool_]]) -> None:
-    """Strategies without a finite partner across an edge go."""
+    """Remove the strategies without a finite partner across an edge."""
     for node, mask in kept:
         if not work.infeasible:
             work.keep(node, mask)
 
 
 def _fold_separable(work: Workspace, source: int, target: int) -> None:
-    """An edge with C(i, j) = f(i) + g(j), up to rounding, becomes node costs."""
+    """Fold an edge with C(i, j) = f(i) + g(j), up to rounding, into node costs."""
     costs = work.edges[source][target]
     row_part = costs[:, 0]
     column_part = costs[0, :] - costs[0, 0]
@@ -225,7 +228,7 @@ def _fold_separable(work: Workspace, source: int, target: int) -> None:
 
 
 def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
-    """``node`` takes strategy follows[x] when ``into`` takes x: the two become one."""
+    """Merge ``node`` into ``into``: it takes strategy follows[x] when ``into`` takes x."""
     columns = np.arange(follows.size)
     work.costs[into] = work.costs[into] + work.costs[node][follows] + work.edges[node][into][follows, columns]
     for other, costs in list(work.edges[node].items()):
@@ -241,9 +244,10 @@ def _merge(work: Workspace, *, node: int, into: int, follows: IntArray) -> None:
 
 
 def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> FloatArray:
-    """Strategies that do not fit beside the least of all the others go; returns the base that was looked at.
+    """Remove the strategies that exceed the limit even if all other nodes use their least bytes; return the current
+    base.
 
-    Where the base grew since it was ``seen``, everybody is looked at again, elsewhere only what changed.
+    If the base grew anywhere since it was ``seen``, every node is examined again, else only the changed ones.
     """
     if seen.size == 0 or work.infeasible:
         return seen
@@ -270,7 +274,9 @@ def _drop_what_cannot_fit(work: Workspace, seen: FloatArray, tick: Tick) -> Floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MinPlus:
-    """T[a, b] = min_i left[i, a] + right[i, b] and the minimiser; equal calls, as equal layers make them, run once."""
+    """Cached min-plus product T[a, b] = min_i left[i, a] + right[i, b] with its minimiser; equal layers make equal
+    calls.
+    """
 
     known: dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]] = field(
         default_factory=dict[tuple[bytes, bytes, int], tuple[FloatArray, IntArray]]
@@ -284,7 +290,7 @@ class _MinPlus:
 
 
 def _min_plus(left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray]:
-    """A few columns a at a time."""
+    """Compute the min-plus product a few columns at a time, to bound the temporary array."""
     size = max(1, _CHUNK_ENTRIES // max(1, right.size))
     tables: list[FloatArray] = []
     bests: list[IntArray] = []
@@ -297,7 +303,7 @@ def _min_plus(left: FloatArray, right: FloatArray) -> tuple[FloatArray, IntArray
 
 
 def _eliminate_changed(work: Workspace, tables: _MinPlus, tick: Tick, *, max_degree: int) -> None:
-    """Eliminate nodes of low degree that use no memory, and those whose degree falls by it."""
+    """Eliminate changed nodes of low degree without memory usage, and those whose degree falls as a result."""
     while work.changed and not work.infeasible:
         changed, work.changed = work.changed, {}
         for node in changed:
@@ -313,7 +319,7 @@ def _is_small(work: Workspace, node: int) -> bool:
 
 
 def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray, IntArray]] = _min_plus) -> None:
-    """Minimise over ``node``, which has at most two neighbours, for each choice of theirs."""
+    """Minimise over ``node``, which has at most two neighbours, for each combination of the neighbours' choices."""
     costs = work.costs[node]
     neighbours = tuple(sorted(work.edges[node]))
     if not neighbours:
@@ -337,7 +343,7 @@ def eliminate(work: Workspace, node: int, tables: Callable[..., tuple[FloatArray
 
 
 def _rows_that_bind(base: FloatArray, alive: Sequence[NodeUsage], limit_bytes: float) -> IntArray:
-    """The rows that can overrun the limit, without those whose neighbour holds all that they hold."""
+    """Return the rows that can exceed the limit, without those whose bytes are all alive in an adjacent row."""
     if not alive:
         return np.zeros(0, dtype=np.intp)
     intervals = np.concatenate([each.rows for each in alive])
@@ -351,7 +357,7 @@ def _rows_that_bind(base: FloatArray, alive: Sequence[NodeUsage], limit_bytes: f
         here = base[rows]
         in_previous = np.append(False, ~begins[1:] & (here[1:] <= here[:-1]))
         in_next = np.append(~ends[1:] & (here[:-1] <= here[1:]), False)
-        in_next[:-1] &= ~in_previous[1:]  # of two equal rows one stays
+        in_next[:-1] &= ~in_previous[1:]  # of two equal rows, one must remain
         if not (in_previous | in_next).any():
             break
         rows = rows[~(in_previous | in_next)]
@@ -363,7 +369,7 @@ def _finish(work: Workspace) -> Simplified:
     number = {node: index for index, node in enumerate(nodes)}
     alive = {number[node]: alive for node in nodes if (alive := work.alive_of(node)) is not None}
     base = work.base_bytes
-    # The last reductions may have raised the base, or time was up before anybody looked at it.
+    # The last reductions may have raised the base after the last memory check, or time was up before that check.
     if work.infeasible or (base > work.limit_bytes).any():
         return Simplified(problem=Problem.of(node_costs=()), offset=math.inf, nodes=(), steps=())
     rows = _rows_that_bind(base, tuple(alive.values()), work.limit_bytes)
@@ -374,6 +380,7 @@ def _finish(work: Workspace) -> Simplified:
         if first < last
     ]
     if usages:
+        # `Problem` has no base: node 0 stands for it, with usages that are equal for all of its strategies.
         everyone = np.ones(work.costs[nodes[0]].size)
         usages += [
             Usage(node=0, bytes=used * everyone, start=index, end=index + 1)

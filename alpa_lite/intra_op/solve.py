@@ -1,4 +1,6 @@
-"""Solving one stage on one logical mesh: build the problem, solve it, price the answer as it will be emitted."""
+"""Solve one stage on one logical mesh: build the problem, solve it, and price the answer as the program that it
+emits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.intra_op.formulate import Builder
-from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.memory.liveness import lives_of
 from alpa_lite.intra_op.placements import Choice
 from alpa_lite.intra_op.problem import Status
 from alpa_lite.intra_op.solvers.portfolio import Portfolio
@@ -20,16 +22,18 @@ from alpa_lite.sharding.specs import Spec, replicated
 from cost_models.overlap import exposed_seconds, without_first, without_last
 
 RELATIVE_GAP = 5e-3
-"""How close to the best a stage must be proven to be: prices are not that good, and the last bit takes longest."""
+"""The relative gap that suffices for a stage: the cost model is less precise, and closing the rest takes longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSolution:
-    """Decisions for one stage and what they cost. Seconds per micro-batch (forward, backward) and per step (update);
-    bytes per device. `choice` is None when nothing fits; `peak_bytes` then is the least that was found.
+    """The decisions for one stage and their cost.
 
-    `weight_seconds`, `handed_bytes`: of a backward pass in two parts (`in_two_parts`) what its second one takes, and
-    what is kept for it of each micro-batch.
+    Times are in seconds per micro-batch (forward, backward) and per step (update); bytes are per device. `choice` is
+    None when nothing fits; `peak_bytes` then is the least peak that the solver reached.
+
+    `weight_seconds` and `handed_bytes` describe a backward pass in two parts (`in_two_parts`): the seconds of its
+    second part, and the bytes that are held for it per micro-batch.
     """
 
     choice: Choice | None
@@ -52,13 +56,13 @@ class StageSolution:
 
     @property
     def gap(self) -> float:
-        """How much less than this the best may cost at most, relative to it; 1 where nothing is proven."""
+        """The relative gap (objective - bound) / objective, in [0, 1]; 1 where no bound is proven."""
         if self.choice is None or self.objective <= 0.0:
             return 0.0
         return min(1.0, max(0.0, (self.objective - self.bound) / self.objective))
 
     def bytes_in_flight(self, num_microbatches: int) -> float:
-        """Peak bytes per device while this many micro-batches are held."""
+        """Return the peak bytes per device while `num_microbatches` micro-batches are held."""
         activations = num_microbatches * self.activation_bytes
         return self.state_bytes + self.accumulator_bytes + self.temporary_bytes + activations
 
@@ -71,7 +75,11 @@ def solve_stage(
     solver: Solver | None = None,
     time_limit_seconds: float = 60.0,
 ) -> StageSolution:
-    """Choose the sharding of every op of the stage of a builder."""
+    """Choose the sharding of every op of a builder's stage.
+
+    `limit_bytes` is the memory per device (None for no limit), `in_flight` the number of micro-batches held at the
+    peak, and `solver` the portfolio if None.
+    """
     problem = builder.problem(limit_bytes=limit_bytes, in_flight=in_flight)
     solution = (solver or Portfolio(relative_gap=RELATIVE_GAP)).solve(problem, time_limit_seconds=time_limit_seconds)
     if solution.choices is None:
@@ -99,7 +107,10 @@ def price_choice(
     in_flight: int,
     peak_bytes: float,
 ) -> StageSolution:
-    """Price decisions by walking the tasks that they lead to."""
+    """Price decisions by emitting the tasks of each phase to an `Estimator`.
+
+    `objective`, `bound` (seconds) and `peak_bytes` are those of the integer program.
+    """
     state, sums, activations = _memory(view, pricer, choice)
     parts = {phase: _walk(view, pricer, choice, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)}
     seconds = _phase_seconds(pricer, parts)
@@ -125,7 +136,11 @@ def price_choice(
 
 
 def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Phase, float]:
-    """Seconds of each phase; where the backend does so, gradients are reduced and state is gathered beside others."""
+    """Return the seconds of each phase.
+
+    Where the backend overlaps them, the reduction of gradients runs during the backward pass and the gathering of state
+    during the forward pass of the next step; only the exposed rest counts.
+    """
     seconds = {phase: part.seconds for phase, part in parts.items()}
     model = pricer.cost_model
     if not model.backend.overlap_gradients or model.cluster.shared_processor:
@@ -147,9 +162,9 @@ def _phase_seconds(pricer: Pricer, parts: Mapping[Phase, Estimator]) -> dict[Pha
 
 
 def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> StageSolution:
-    """The solution with what its backward pass takes and holds where the gradients of weights are a task of their own.
+    """Return the solution with the cost of a backward pass whose weight gradients are a second task.
 
-    That reads what the first part made, and what the forward pass saved.
+    The second task reads values that the first part made, and values that the forward pass saved.
     """
     choice = solution.choice
     if choice is None:
@@ -167,7 +182,7 @@ def in_two_parts(view: StageView, pricer: Pricer, solution: StageSolution) -> St
 
 
 def _read_by(view: StageView, second: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:
-    """What the second part of a backward pass reads from memory, itself or to compute what is not kept there."""
+    """Return the values that the second part of a backward pass reads from memory, directly or to recompute others."""
     graph, found, seen = view.graph, set[int](), set[int]()
     queue = [v for o in second for v in graph.ops[o].operands]
     while queue:
@@ -201,7 +216,7 @@ def drive(
     machine: Machine[int],
     part: frozenset[int] | None = None,
 ) -> None:
-    """Have a machine do the ops of one phase, or a part of them, as a task of its own; see `Estimator`."""
+    """Run the ops of one phase, or a part of them, as one task on a machine such as `Estimator`."""
     phases = view.step.phases
     walk = Walk(view.graph, choice.ops, pricer.sizes, machine)
     mine = [o for o in view.ops if phases[o] is phase and (part is None or o in part)]
@@ -215,7 +230,7 @@ def drive(
 
 
 def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Choice) -> None:
-    """Make known what the forward pass has gathered of the parameters."""
+    """Add the specs in which the forward pass has gathered parameters to the arrays of a backward task."""
     forward = Walk(view.graph, choice.ops, pricer.sizes, Estimator(pricer, stage=0, phase="forward", runs=1))
     run = _invariant_needs(view, mine := [o for o in view.ops if view.step.phases[o] is Phase.FORWARD]).union(mine)
     _enter(forward, view, choice, Phase.FORWARD, run)
@@ -226,8 +241,7 @@ def _keep_gathered(walk: Walk[int], view: StageView, pricer: Pricer, choice: Cho
 
 
 def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
-    """Make known what comes into a task that runs some ops: inputs, and values of others in the specs that they left
-    in."""
+    """Add the arrays that come into a task: inputs, and values of other tasks in the specs in which these left them."""
     graph, phases, free = view.graph, view.step.phases, view.free
     for v, spec in choice.inputs.items():
         walk.put(v, spec, Estimator.NOTHING)
@@ -245,7 +259,9 @@ def _enter(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
 
 
 def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: frozenset[int]) -> None:
-    """Bring what leaves a task that runs some ops into its spec: sums as they are stored, state as it came in."""
+    """Reshard the values that leave a task: accumulated sums to their stored specs, state to the specs of its
+    inputs.
+    """
     graph = view.graph
     for v, spec in view.outputs.items():
         made = graph.producer[v] in run
@@ -263,12 +279,12 @@ def _leave(walk: Walk[int], view: StageView, choice: Choice, phase: Phase, run: 
 
 
 def _resolve(walk: Walk[int], v: int, spec: Spec) -> None:
-    """Bring a sum into the spec in which the update reads it, for good."""
+    """Reshard a sum to the spec in which the update reads it, and drop its other copies."""
     walk.arrays[v] = {spec: walk.get(v, spec)}
 
 
 def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
-    """The invariant ops that are repeated for these ops."""
+    """Return the invariant ops that a task with these ops must repeat."""
     graph, phases, free, needed = view.graph, view.step.phases, view.free, set[int]()
     for op_id in ops:
         needed.update(graph.ops[op_id].operands)
@@ -286,7 +302,7 @@ def _invariant_needs(view: StageView, ops: Iterable[int]) -> frozenset[int]:
 
 
 def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, float, float]:
-    """Bytes per device: state, accumulators, and saved values of one micro-batch."""
+    """Return the bytes per device of state, accumulators, and the saved values of one micro-batch."""
     graph, step, sizes = view.graph, view.step, pricer.sizes
     state = sum(
         local_bytes(graph.values[v], s, sizes)
@@ -304,7 +320,7 @@ def _memory(view: StageView, pricer: Pricer, choice: Choice) -> tuple[float, flo
 
 
 def _spec_of(view: StageView, choice: Choice, v: int) -> Spec:
-    """The spec of a value of the step that a stage makes or reads."""
+    """Return the spec of a value that a stage makes or reads."""
     if v in choice.inputs:
         return choice.inputs[v]
     producer = view.graph.producer[v]

@@ -1,4 +1,4 @@
-"""A problem's file in, a solution's file out: what ``alpa-lite solve`` does."""
+"""Solve the problem of a file and write the solution: the implementation of ``alpa-lite solve``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SOLVERS_BY_NAME: dict[str, Solver] = {
     "elimination": Elimination(),
     "brute_force": BruteForce(),
 }
-"""Solvers by their name on the command line."""
+"""The solvers by their names on the command line."""
 
 
 def solver_named(name: str, *, seed: int = 0, rounds: int | None = None) -> Solver:
-    """The solver of that name. Raises ProblemFileError for a name that none has."""
+    """Return the solver with this name. Raises ProblemFileError for an unknown name."""
     solver = SOLVERS_BY_NAME.get(name.replace("-", "_"))
     if solver is None:
         raise ProblemFileError(f"There is no solver {name!r}. Choose one of {', '.join(SOLVERS_BY_NAME)}.")
@@ -57,11 +57,11 @@ def solve_file(
     time_limit_seconds: float = 60.0,
     control: Callable[[], AbstractContextManager[Control]] = lambda: nullcontext(Control()),
 ) -> Solution:
-    """Read, solve within the time, reading included, and write the solution if ``out`` is given.
+    """Read a problem, solve it within the time (which includes reading), and write the solution if ``out`` is given.
 
     ``control`` is entered when the file is read, and left when the problem is solved.
 
-    Raises ProblemFileError when the file holds no problem, or the solver is not made for it.
+    Raises ProblemFileError when the file holds no problem, or when the solver cannot handle it.
     """
     started = time.perf_counter()
     if out is not None and not Path(out).resolve().parent.is_dir():
@@ -79,9 +79,9 @@ def solve_file(
 
 
 def front_of_file(path: str | Path, *, num_points: int, time_limit_seconds: float) -> tuple[Point, ...]:
-    """The front of memory and cost of a file's problem.
+    """Return the Pareto front of memory and cost of a file's problem.
 
-    Raises ProblemFileError when the file holds no problem, or fewer than two points are asked for.
+    Raises ProblemFileError when the file holds no problem, or when ``num_points`` is less than two.
     """
     problem = read_problem(path)
     try:
@@ -91,23 +91,23 @@ def front_of_file(path: str | Path, *, num_points: int, time_limit_seconds: floa
 
 
 def why_infeasible(path: str | Path, *, time_limit_seconds: float) -> str:
-    """What the limit of a file's problem is too low for, and what would do, in words."""
+    """Explain in words why the limit of a file's problem is too low, and which limit would suffice."""
     return explain_infeasible(read_problem(path), time_limit_seconds=time_limit_seconds).sentence()
 
 
 def point_data(point: Point) -> dict[str, Any]:
-    """What JSON can hold of a point of the front, without its choices."""
+    """Return the JSON fields of a point of the front, without its choices."""
     bound = None if math.isinf(point.bound) else point.bound
     return {"peak_bytes": point.peak_bytes, "cost": point.cost, "bound": bound, "status": point.status.value}
 
 
 def point_line(point: Point) -> str:
-    """One line for people."""
+    """Format a point of the front as one line of text."""
     return f"  peak {point.peak_bytes:>16,.0f} bytes  cost {point.cost:<14.12g}  {point.status.value}"
 
 
 def solution_line(solution: Solution) -> str:
-    """One line for people: status, cost, bound, gap, seconds, peak."""
+    """Format a solution as one line of text: status, cost, bound, gap, peak, seconds."""
     bound = "none" if math.isinf(solution.bound) else f"{solution.bound:.12g}"
     if solution.choices is None:
         peak = f", smallest peak found {solution.peak_bytes:.12g} bytes" if math.isfinite(solution.peak_bytes) else ""
@@ -122,7 +122,7 @@ def solution_line(solution: Solution) -> str:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process began, where the system tells (Linux), else 0: imports count against a time limit."""
+    """Return the seconds since this process began (Linux; 0 elsewhere): imports count against a time limit."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as uptime:
             ticks = int(stat.read().rpartition(")")[2].split()[19])

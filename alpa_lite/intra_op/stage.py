@@ -1,4 +1,6 @@
-"""The part of a step that one stage runs: its ops in order, what comes in, what goes out, how often each op runs."""
+"""The part of a step that one stage runs: its ops in execution order, its inputs and outputs, and the runs of each
+op.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _body_text(body: Graph) -> str:
 
 
 def _bodies(op: Op) -> Iterator[Graph]:
-    """The bodies of an op, at any depth."""
+    """Yield the bodies of an op at any depth."""
     for body in op.bodies:
         yield body
         for _, inner in body.walk():
@@ -30,7 +32,7 @@ def _bodies(op: Op) -> Iterator[Graph]:
 
 
 def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
-    """Equal for ops with bodies that do the same to the same shapes."""
+    """Return a key that is equal for ops whose bodies do the same to the same shapes."""
     literals = tuple([v.literal for v in graph.operands(op)])
     results = tuple([(v.shape, v.dtype) for v in graph.results(op)])
     params = repr(sorted(op.params.items(), key=lambda p: p[0]))
@@ -39,11 +41,11 @@ def _loop_kind(graph: Graph, op: Op) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """Ops of layers `first..last` of a step, with the invariant ops that they read.
+    """The ops of layers `first..last` of a step, with the invariant ops that they read.
 
-    `pins`: the specs of some inputs of the graph, which are given. `outputs`: those in which some of its outputs are
-    returned. `keeps_gathered`: parameters that the forward pass gathers stay so for the backward pass. `layout`: of any
-    values, bodies included, the dims that axes must split (`wanted`).
+    `pins`: prescribed specs of some graph inputs. `outputs`: prescribed specs of some graph outputs. `keeps_gathered`:
+    parameters that the forward pass gathers remain gathered for the backward pass. `layout`: layout constraints of any
+    values, bodies included (`constraints`).
     """
 
     step: StepGraph
@@ -57,12 +59,14 @@ class StageView:
 
     @property
     def graph(self) -> Graph:
-        """The whole graph; ids refer to it."""
+        """The graph of the whole step, which value and op ids refer to."""
         return self.step.graph
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """Ids of the ops of this stage in execution order; free and invariant ones of other stages are repeated."""
+        """The ids of the ops of this stage in execution order; free and invariant ops of other stages are repeated
+        here.
+        """
         graph, needed, chosen = self.graph, set[int](), list[int]()
         if self.first == 0:
             # Outputs that depend on nothing but inputs (step counters, new keys) are made by the first stage.
@@ -77,16 +81,16 @@ class StageView:
 
     @property
     def free(self) -> frozenset[int]:
-        """Values that every stage makes for itself."""
+        """The values that every stage computes for itself."""
         return free_values(self.graph)
 
     def is_invariant_value(self, value: int) -> bool:
-        """True for results of invariant ops."""
+        """Return True for results of invariant ops."""
         producer = self.graph.producer[value]
         return producer is not None and self.step.phases[producer] is Phase.INVARIANT
 
     def is_read_in_loop(self, value: int) -> bool:
-        """True for values that forward or backward ops read, directly or through invariant ops."""
+        """Return True for values that forward or backward ops read, directly or through invariant ops."""
         graph, phases, queue, seen = self.graph, self.step.phases, [value], {value}
         while queue:
             for c in graph.consumers[queue.pop()]:
@@ -104,7 +108,7 @@ class StageView:
 
     @cached_property
     def external(self) -> tuple[int, ...]:
-        """Values read here but computed elsewhere: graph inputs and values of other stages (no literals)."""
+        """The values read here but computed elsewhere: graph inputs and values of other stages (no literals)."""
         graph, found = self.graph, dict[int, None]()
         for op_id in self.ops:
             for v in graph.ops[op_id].operands:
@@ -112,13 +116,13 @@ class StageView:
                 if graph.values[v].literal is None and (producer is None or producer not in self.op_set):
                     found[v] = None
         for v in graph.inputs:
-            # State that passes through unread still has to live somewhere.
+            # State that passes through unread still takes memory on some stage.
             if not graph.consumers[v] and self.lives_here(v):
                 found[v] = None
         return tuple(found)
 
     def lives_here(self, value: int) -> bool:
-        """True for graph inputs whose home is in this stage."""
+        """Return True for graph inputs that are stored in this stage."""
         if value not in self._homes:
             return False
         return self.first <= self._homes[value] <= self.last
@@ -129,7 +133,7 @@ class StageView:
 
     @cached_property
     def leaves(self) -> frozenset[int]:
-        """Values computed here that other stages or the caller read."""
+        """The values computed here that other stages or the caller read."""
         outputs = set(self.graph.outputs)
         return frozenset(
             r
@@ -140,7 +144,9 @@ class StageView:
 
     @cached_property
     def crossing(self) -> tuple[int, ...]:
-        """Values that the loop of this stage sums up for an update (anywhere) or for the caller."""
+        """The values that the loop of this stage sums over micro-batches, for an update on any stage or for the
+        caller.
+        """
         graph, step = self.graph, self.step
         outputs = set(graph.outputs)
         return tuple(
@@ -153,7 +159,7 @@ class StageView:
         )
 
     def runs_of(self, op: Op) -> int:
-        """How often an op runs per step here; invariant ops run wherever a reader of theirs does."""
+        """Return how often an op runs per step here; invariant ops run as often as their most frequent reader."""
         if self.step.phases[op.id] is not Phase.INVARIANT:
             return self.step.runs_of(op)
         return self.step.num_microbatches if op.id in self._invariant_in_loop else 1
@@ -171,7 +177,7 @@ class StageView:
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
-        """Equal for stages that run the same ops on the same shapes in the same way, wherever they lie in the graph."""
+        """A key that is equal for stages that run the same ops on the same shapes, wherever they lie in the graph."""
         graph, number = self.graph, dict[int, int]()
 
         def local(v: int) -> int:
@@ -180,7 +186,7 @@ class StageView:
         values, batch_dims, rows = graph.values, self.step.batch_dims, list[object]()
         for op_id in self.ops:
             op = graph.ops[op_id]
-            # The class tells literals and shapes. Bodies that are alike need not be one object, as classes are.
+            # The op class covers literals and shapes, but compares bodies by identity; `_loop_kind` compares contents.
             kind = _loop_kind(graph, op) if op.bodies else op_class(graph, op_id)
             operands = tuple([local(v) if values[v].literal is None else None for v in op.operands])
             results = tuple([(local(r), batch_dims[r]) for r in op.results])
@@ -197,7 +203,9 @@ class StageView:
         return (tuple(rows), outer, aliases, leaves, self.step.num_microbatches, pins, self._layout_signature(number))
 
     def _layout_signature(self, number: Mapping[int, int]) -> tuple[object, ...]:
-        """What is wanted of the values with these numbers, and inside the loops of this stage."""
+        """Return the layout constraints of the values with these numbers, and of those inside the loops of this
+        stage.
+        """
         layout = self.layout.values
         if not layout:
             return ()

@@ -1,10 +1,10 @@
-"""The ways to run one op on a logical mesh: which factor each mesh axis splits, and how partial sums are resolved.
+"""The placements of one op on a logical mesh: which factor each mesh axis splits, and how partial sums are resolved.
 
-Each mesh axis is used for nothing, for one factor of the op's rule, or (in linear ops) to take operands as partial
-sums. A split reduction leaves a partial sum; per axis it stays (keep), becomes whole by an all_reduce, or is scattered
-onto a dim of the result by a reduce_scatter (resolutions).
+Each mesh axis is unused, splits one factor of the op's rule, or (in linear ops) has operands that are partial sums over
+it. A split reduction leaves a partial sum. Per axis it remains one (keep), becomes whole by an all_reduce, or is
+scattered onto a dim of the result by a reduce_scatter (resolutions).
 
-Ops with one dominant operand *follow* it (follow): their placement is determined by the operand's spec.
+Ops with one dominant operand *follow* it (follow): the operand's spec determines their placement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from alpa_lite.sharding.specs import Move, Spec, divides
 
 
 class AxisRole(Enum):
-    """What a mesh axis may be used for.
+    """The permitted uses of a mesh axis.
 
     ANY       everything
     BATCH     splits the batch wherever there is one, and state as the restriction says
@@ -33,12 +33,12 @@ class AxisRole(Enum):
     MODEL     never splits the batch
     TENSOR    MODEL as Megatron uses it: contractions split weights by the weights' own dims, and other contractions
               by dims that all their arrays share (heads), never by positions
-    CONTEXT   splits other dims of what holds a batch (the positions of a sequence), and state as BATCH does where only
-              the update reads it
-    EXPERT    splits the batch, except in contractions whose weights share a dim with all their arrays (experts): there
-              that dim; what leads to and from these may be split by any dim
-    DENSE     splits the batch, except in products with weights that are no convolutions: there also their dims; what
-              leads to and from these may be split by any dim
+    CONTEXT   splits other dims of values with a batch (the positions of a sequence), and state as BATCH does where
+              only the update reads it
+    EXPERT    splits the batch, except in contractions whose weights share a dim with all their arrays (experts), where
+              it splits that dim; values between these contractions may be split by any dim
+    DENSE     splits the batch, except in products with weights that are no convolutions, where it may also split
+              the weights' dims; values between these products may be split by any dim
     """
 
     ANY = "any"
@@ -52,12 +52,12 @@ class AxisRole(Enum):
 
     @property
     def splits_batch(self) -> bool:
-        """True for the roles that split nothing but the batch in the loop."""
+        """True for the roles that split nothing but the batch in the micro-batch loop."""
         return self in (AxisRole.BATCH, AxisRole.REPLICA)
 
 
 class BatchSplit(Enum):
-    """Whether values without a batch are split over BATCH axes."""
+    """Whether values without a batch dim are split over BATCH axes."""
 
     NEVER = "never"
     MAY = "may"
@@ -65,21 +65,21 @@ class BatchSplit(Enum):
 
 
 SCATTERED = 100.0
-"""How many times dearer moves into parts seem where sums are to be whole."""
+"""The factor on the price of moves that scatter partial sums where these are to be whole."""
 
-#: Roles whose axes `Restriction.scatter_sums` is about: contractions inside the loop leave sums over them.
+#: The roles of the axes that `Restriction.scatter_sums` controls: contractions in the loop leave sums over them.
 _SUMMED_IN_LOOP = frozenset({AxisRole.TENSOR, AxisRole.MODEL, AxisRole.ANY})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restriction:
-    """Limits on what the search may do: manual plans are restricted searches.
+    """Limits of the search space; manual plans are restricted searches.
 
-    roles               per mesh axis
+    roles               the role of each mesh axis
     optimizer           whether values that only the update reads are split over BATCH axes (ZeRO 1, 2)
     parameters          whether values that the loop reads are stored split over BATCH axes (ZeRO 3, FSDP)
-    scatter_sums        whether sums over TENSOR, MODEL and free axes may be left scattered over them: with TENSOR axes,
-                        Megatron's sequence parallelism
+    scatter_sums        whether partial sums over TENSOR, MODEL and ANY axes may be left scattered over them: with
+                        TENSOR axes, this is Megatron's sequence parallelism
     """
 
     roles: Mapping[str, AxisRole] = field(default_factory=dict[str, AxisRole])
@@ -88,20 +88,20 @@ class Restriction:
     scatter_sums: bool = True
 
     def role(self, axis: str) -> AxisRole:
-        """The role of an axis; ANY when nothing was said."""
+        """Return the role of an axis; ANY when none is given."""
         return self.roles.get(axis, AxisRole.ANY)
 
     def orders(self, axes: Sequence[str], sizes: Mapping[str, int]) -> Iterable[tuple[str, ...]]:
-        """The orders in which axes may split one dim, major first: that of the mesh, or both of two free axes.
+        """Return the orders in which axes may split one dim, major first: mesh order, or both orders of two ANY axes.
 
-        With more axes the strategies would multiply. Axes with a role hardly ever meet on a dim.
+        With more axes the number of strategies would explode, and axes with a role hardly ever split one dim together.
         """
         if len(sizes) == 2 and all(self.role(axis) is AxisRole.ANY for axis in axes):
             return permutations(axes)
         return (tuple(axes),)
 
     def may_scatter(self, axis: str) -> bool:
-        """Whether a sum over this axis may be left scattered over it."""
+        """Return True if a partial sum over this axis may be left scattered over it."""
         role = self.role(axis)
         if role in (AxisRole.BATCH, AxisRole.CONTEXT):
             return self.optimizer is not BatchSplit.NEVER
@@ -110,10 +110,10 @@ class Restriction:
         return role is not AxisRole.REPLICA
 
     def dearer(self, step: Move) -> float:
-        """How many times its price a move counts when ways to run a step are compared.
+        """Return the factor on the price of a move when placements are compared.
 
-        Without scattered sums the arrays between products are whole over TENSOR axes wherever they can be, and over the
-        others no partial sum is moved into parts.
+        With `scatter_sums` false, arrays between products should be whole over TENSOR axes wherever possible, and no
+        partial sum over MODEL or ANY axes should be scattered.
         """
         if self.scatter_sums or step.kind == "all_reduce":
             return 1.0
@@ -122,33 +122,34 @@ class Restriction:
         return SCATTERED if scattered else 1.0
 
     def state_split(self, axis: str, split: BatchSplit) -> BatchSplit:
-        """Whether a value without a batch is split over this axis, where `split` is what BATCH axes do."""
+        """Return whether a value without a batch dim is split over this axis, where `split` holds for BATCH axes."""
         role = self.role(axis)
         if role is AxisRole.REPLICA or (role is AxisRole.CONTEXT and split is BatchSplit.MUST):
             return BatchSplit.NEVER
         return split if role in (AxisRole.BATCH, AxisRole.CONTEXT) else BatchSplit.MAY
 
     def on(self, axes: Iterable[str]) -> Restriction:
-        """The same without roles of other axes: an axis of one device takes no part in anything."""
+        """Return the restriction without roles of other axes, such as axes of one device, which split nothing."""
         return replace(self, roles={axis: self.role(axis) for axis in axes})
 
     @property
     def state_axes(self) -> frozenset[str]:
-        """The axes that split state as a whole, wherever it is split."""
+        """The axes that split state together, wherever it is split."""
         return frozenset(a for a, role in self.roles.items() if role in (AxisRole.BATCH, AxisRole.CONTEXT))
 
     def sums_at_once(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Of specs of values without a batch those that are partial sums over all state axes that they leave, or none.
+        """Filter specs of values without a batch dim: partial sums over all state axes that they leave free, or over
+        none.
 
-        A gradient is a sum over what splits samples and over what splits their positions alike.
+        A gradient is a sum over the axes that split samples and over those that split their positions alike.
         """
         return [s for s in specs if not self.state_axes & set(s.partial) or self.state_axes <= s.axes | set(s.partial)]
 
     def on_one_dim(self, specs: Sequence[Spec]) -> list[Spec]:
-        """Of specs of values without a batch those where all axes that split state as a whole split one dim.
+        """Filter specs of values without a batch dim: all state axes that are used split one dim.
 
-        What they send is the same on any dims, so that other specs only multiply. All specs are kept where those could
-        not use as many axes.
+        The communication is the same for any dims, so the other specs would only multiply the strategies. All specs are
+        returned if the filtered ones could not use as many axes.
         """
         state = self.state_axes
 
@@ -171,9 +172,10 @@ def axis_choices(
     in_loop: bool,
     takes_partial: bool,
 ) -> list[tuple[int | None, ...]]:
-    """Per mesh axis the factor that it splits; None = unused, -1 = operands are partial sums over it.
+    """Return the combinations of one choice per mesh axis.
 
-    Over BATCH axes only what has no batch is added up in parts: gradients.
+    A choice is the factor that the axis splits, None if it is unused, or -1 if operands are partial sums over it.
+    Operands with a batch are never partial sums over axes with a role that splits the batch.
     """
     per_axis: list[list[int | None]] = []
     for axis in sizes:
@@ -198,14 +200,14 @@ def axis_choices(
     return found
 
 
-#: Roles that never leave a sum over a batch unfinished: what has a batch is split by it, or by experts.
+#: The roles whose axes never carry partial sums of a value with a batch: they split the batch, experts or weights.
 _SPLITS_ANY_BATCH = (AxisRole.BATCH, AxisRole.REPLICA, AxisRole.EXPERT, AxisRole.DENSE)
 
 
 def _loop_choices(
     rule: Rule, role: AxisRole, fits: Sequence[int], batch_factors: frozenset[int]
 ) -> Sequence[int | None]:
-    """What an axis may split in an op inside the loop; it `fits` these factors."""
+    """Return the choices of an axis for an op inside the loop; `fits` are the factors that the axis divides."""
     batch = [f for f in fits if f in batch_factors]
     others = [f for f in fits if f not in batch_factors]
     contracts_batch = bool(batch_factors) and rule.work_kind != "elementwise"
@@ -229,8 +231,10 @@ def _loop_choices(
 
 
 def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
-    """The factors that TENSOR axes split in a contraction: of its weights, of the weight it is the gradient of, or
-    those that all arrays share."""
+    """Return the factors that TENSOR axes split in a contraction.
+
+    They are the factors of its weights (or of the weight whose gradient it computes), or those that all arrays share.
+    """
     arrays = _factors_of_arrays(rule)
     weights = [factors for factors in arrays if not factors & batch_factors]
     if weights:
@@ -239,7 +243,7 @@ def _tensor_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]
 
 
 def _expert_factors(rule: Rule, batch_factors: frozenset[int]) -> frozenset[int]:
-    """The factors of a contraction that its weights, or the gradients of such, share with all its other arrays."""
+    """Return the factors that the weights of a contraction, or their gradients, share with all its other arrays."""
     arrays = _factors_of_arrays(rule)
     with_weights = any(not factors & batch_factors for factors in arrays)
     return arrays[0].intersection(*arrays[1:]) if with_weights else frozenset()
@@ -250,7 +254,7 @@ def _factors_of_arrays(rule: Rule) -> list[frozenset[int]]:
 
 
 def factor_axes(rule: Rule, combination: Sequence[int | None], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes per factor, in mesh order, of one combination of axis choices."""
+    """Return the mesh axes that split each factor, in mesh order, for one combination of axis choices."""
     axes: list[list[str]] = [[] for _ in rule.sizes]
     for axis, choice in zip(sizes, combination, strict=True):
         if choice is not None and choice >= 0:
@@ -271,7 +275,7 @@ def placements(
     keep_partial: bool = False,
     scatter: bool = True,
 ) -> tuple[OpPlacement, ...]:
-    """All placements of a leading op: axis choices × resolutions of its partial sums."""
+    """Return all placements of a leading op: axis choices × resolutions of its partial sums."""
     takes_partial = takes_partial and bool(linear_group(rule, operands))
     found: list[OpPlacement] = []
     choices = axis_choices(rule, sizes, batch_factors, restriction, in_loop=in_loop, takes_partial=takes_partial)
@@ -299,7 +303,9 @@ def resolutions(
     scatter: bool,
     allowed: Callable[[str], bool] = lambda axis: True,
 ) -> list[Spec]:
-    """The specs that a partial sum may be resolved to; axis by axis keep, all_reduce or reduce_scatter onto a dim."""
+    """Return the specs that a partial sum may be resolved to: per axis keep, all_reduce, or reduce_scatter onto a
+    dim.
+    """
     specs = [raw]
     for axis in raw.partial:
         extended: list[Spec] = []
@@ -322,7 +328,10 @@ def all_specs(
     allowed: Callable[[str, int], bool],
     restriction: Restriction = FREE_CHOICE,
 ) -> list[Spec]:
-    """Every spec of an array without partial sums; `allowed(axis, dim)` filters, `restriction` orders axes on a dim."""
+    """Return every spec of an array without partial sums.
+
+    `allowed(axis, dim)` filters the splits, and `restriction` orders the axes on a dim.
+    """
     specs: list[Spec] = []
     for combination in product(range(-1, len(shape)), repeat=len(sizes)):
         dims: list[tuple[str, ...]] = [()] * len(shape)
@@ -337,14 +346,14 @@ def all_specs(
 
 
 class Followed(NamedTuple):
-    """How an op follows an operand, and the specs that this demands and makes."""
+    """The placement of an op that follows an operand, and the specs of its operands and results."""
 
     placement: OpPlacement
     specs: PlacedSpecs
 
 
 def follow(kind: OpClass, main: int, spec: Spec, sizes: Mapping[str, int], *, keep_partial: bool) -> Followed:
-    """The placement of ops of a class that follow their operand number `main`, given in `spec`.
+    """Return the placement of ops of a class that follow their operand number `main`, given in `spec`.
 
     Axes on dims that the op needs whole are dropped (the operand is gathered first). A partial sum passes through ops
     that are linear in this operand alone; otherwise it is resolved first. A split reduction of the op itself is
@@ -363,7 +372,7 @@ def follow(kind: OpClass, main: int, spec: Spec, sizes: Mapping[str, int], *, ke
 def _followed(
     kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...], keep_partial: bool
 ) -> Followed:
-    """The same on all meshes that can be split so."""
+    """Return the placement by its factors, so that all meshes with this split share the cached result."""
     specs = specs_of_class(kind, factors, partial)
     results = specs.results
     if not keep_partial:

@@ -1,11 +1,11 @@
-"""Everything about ops and values on one logical mesh that does not depend on the stage around them.
+"""Strategies and prices of ops and values on one logical mesh, independent of the stage around them.
 
-    leaders    the placements of a deciding op, and their seconds                       (leader)
+    leaders    the placements of an op that chooses for itself, and their seconds       (leader)
     followers  the placement of an op under each spec of its main operand               (following)
     moves      seconds from every offered spec of a value to every demanded one         (move_table)
 
-Answers are kept by what an op does (`Pricer.price_class`), not by which op it is: the layers of a model
-share them, and so do all stages on the same mesh. Lists of specs are looked up by number (`sharing.Numbering`).
+Results are cached by op class (`Pricer.price_class`) and not by op, so that the layers of a model and all stages on the
+same mesh share them. Lists of specs are keyed by number (`interning.Numbering`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from alpa_lite.sharding.specs import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacementOptions:
-    """The placements of an op by strategy: seconds of one run, the spec demanded of each operand and of each result.
+    """The placements of an op by strategy: seconds of one run, and the specs of each operand and each result.
 
-    `made`: the spec in which each result is made, before a partial sum is brought to its planned spec.
+    `demanded[i][s]` is the spec of operand i under strategy s, and `results` likewise. `made`: the spec in which each
+    result is computed, before a partial sum is resolved to its planned spec.
     """
 
     placements: tuple[OpPlacement, ...]
@@ -54,7 +55,7 @@ class PlacementOptions:
     made: tuple[tuple[Spec, ...], ...]
 
     def only(self, kept: Sequence[int]) -> PlacementOptions:
-        """Some of the strategies."""
+        """Return the options with some of the strategies alone."""
 
         def pick(columns: tuple[tuple[Spec, ...], ...]) -> tuple[tuple[Spec, ...], ...]:
             return tuple(tuple(column[i] for i in kept) for column in columns)
@@ -70,7 +71,9 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumOptions:
-    """How a value that is summed over micro-batches may be kept: by strategy, its accumulator and its resolution."""
+    """The accumulators of a value that is summed over micro-batches, by strategy, with the seconds of their
+    resolution.
+    """
 
     accumulators: tuple[Accumulator, ...]
     seconds: FloatArray
@@ -80,10 +83,11 @@ class SumOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Way:
-    """How ops of one layout follow an operand: what `PlacementOptions` says for each of its specs, but for the seconds.
+    """The way in which ops of one layout class follow an operand: the fields of `PlacementOptions` except the seconds.
 
-    first      the numbers of the specs that differ, and for each spec the place of its like among them (place)
-    cuts       into how many parts these cut each factor
+    first      the index of the first occurrence of each distinct spec
+    place      for each spec, its index among the distinct ones
+    cuts       the number of parts into which each distinct spec splits each factor
     """
 
     first: tuple[int, ...]
@@ -96,10 +100,10 @@ class _Way:
 
 
 class Catalogue:
-    """Placements and prices on one logical mesh under one restriction."""
+    """Cached placements and prices on one logical mesh under one restriction."""
 
     def __init__(self, pricer: Pricer, restriction: Restriction) -> None:
-        """Start empty."""
+        """Start with empty caches."""
         self.pricer = pricer
         self.sizes: Mapping[str, int] = dict(pricer.sizes)
         self.restriction = restriction.on(self.sizes)
@@ -121,7 +125,7 @@ class Catalogue:
 
     @property
     def is_one_device(self) -> bool:
-        """Whether there is nothing to choose, as when layers are measured; roles ask for splits over one device too."""
+        """True if there is nothing to choose, as when layers are profiled; axes with a role exist on one device too."""
         roles = (self.restriction.role(axis) for axis in self.sizes)
         return all(size == 1 for size in self.sizes.values()) and all(role is AxisRole.ANY for role in roles)
 
@@ -136,11 +140,11 @@ class Catalogue:
         may_wait: bool,
         accumulates: bool,
     ) -> PlacementOptions:
-        """The placements of an op that decides for itself.
+        """Return the placements of an op that chooses for itself.
 
-        only_crosses   the result is only summed over micro-batches: it may stay a partial sum, and nothing else pays
-        may_wait       an addition reads the result: it may take a partial sum
-        accumulates    a loop adds to what it carries: that may stay a partial sum until the loop ends
+        only_crosses   the result is only summed over micro-batches: it may remain a partial sum, and no other op pays
+        may_wait       an addition reads the result: the result may be a partial sum
+        accumulates    a loop adds to a carried value: it may remain a partial sum until the loop ends
         """
         key = (self.pricer.price_class(graph, op.id), batch_factors, in_loop, only_crosses, may_wait, accumulates)
         if key not in self._leaders:
@@ -162,7 +166,7 @@ class Catalogue:
     def following(
         self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], *, keep_partial: bool
     ) -> PlacementOptions:
-        """The placements of an op that follows its operand number `main` in each of these specs."""
+        """Return the placements of an op that follows its operand number `main` in each of these specs."""
         key = (self.pricer.price_class(graph, op.id), main, self._number(specs), keep_partial)
         found = self._followers.get(key)
         if found is None:
@@ -177,7 +181,7 @@ class Catalogue:
         return found
 
     def _way(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], keep_partial: bool) -> _Way:
-        """How all ops that are laid out as this one follow."""
+        """Return how all ops of this op's layout class follow."""
         layout = op_class(graph, op.id).layout
         key = (layout, main, self._number(specs), keep_partial)
         found = self._ways.get(key)
@@ -210,7 +214,9 @@ class Catalogue:
         return found
 
     def _seconds_of(self, graph: Graph, op: Op, main: int, specs: tuple[Spec, ...], way: _Way) -> FloatArray:
-        """One run of an op that follows, for each placement: its work, and what moves before and after it."""
+        """Return the seconds of one run of a following op for each placement: its work, and resharding before and
+        after it.
+        """
         if has_own_collectives(graph, op):
             seconds = [self.pricer.op_seconds(graph, op, way.placements[n]) for n in way.first]
         else:
@@ -226,7 +232,7 @@ class Catalogue:
         return frozen(np.array(seconds, dtype=float)[way.place])
 
     def whole(self, graph: Graph, op: Op) -> PlacementOptions:
-        """The one placement of an op without a choice: everything whole."""
+        """Return the only placement of an op without a choice: all operands and results are replicated."""
         key = self.pricer.price_class(graph, op.id)
         if key not in self._whole:
             self._whole[key] = self._options(graph, op, [replicated_placement(graph, op)])
@@ -243,7 +249,7 @@ class Catalogue:
         )
 
     def _columns(self, op: Op, found: Sequence[OpPlacement], placed: Sequence[PlacedSpecs]) -> _Columns:
-        """Specs by operand or result and then by placement; equal lists are one object."""
+        """Return specs by operand or result and then by placement; equal lists are one object."""
         one = self._number.one
         return _Columns(
             demanded=tuple(one(tuple([p.operands[i] for p in placed])) for i in range(len(op.operands))),
@@ -252,9 +258,10 @@ class Catalogue:
         )
 
     def value_specs(self, value: Value, batch_dim: int | None, *, split: BatchSplit) -> tuple[Spec, ...]:
-        """Specs that the restriction allows a value to have; `split` is for values without a batch on BATCH axes.
+        """Return the specs that the restriction allows for a value.
 
-        A BATCH axis splits the batch wherever it divides.
+        `split` says whether BATCH axes split values without a batch dim. A BATCH axis splits the batch wherever it
+        divides it.
         """
         key = (value.shape, batch_dim, split)
         if key not in self._value_specs:
@@ -282,10 +289,11 @@ class Catalogue:
         return tuple(specs)
 
     def sums(self, value: Value, offered: tuple[Spec, ...], *, keep_partial: bool) -> SumOptions:
-        """How to keep a value that the loop offers in these specs: stored inside the loop, resolved once after.
+        """Return the accumulators of a value that the loop offers in these specs: stored inside the loop, resolved once
+        after it.
 
-        `keep_partial`: the update adds it to other such sums, until when it may stay a partial sum. Where gradients
-        must be stored split, they are scattered before they are added up.
+        `keep_partial`: the update adds the value to other sums of this kind; it may remain a partial sum until then.
+        Where gradients must be stored sharded, they are scattered before they are accumulated.
         """
         key = (value.shape, value.dtype, self._number(offered), keep_partial)
         if key not in self._sums:
@@ -309,28 +317,28 @@ class Catalogue:
         return self._sums[key]
 
     def move_seconds(self, value: Value, source: Spec, target: Spec) -> float:
-        """Resharding one value once; infinite when there is no way."""
+        """Return the seconds of resharding one value once; inf if no sequence of moves leads to the target."""
         if source == target:
             return 0.0
         number, known = self._graph(value).number(target), self._moves_from(value, source)
-        # Specs that were numbered later cannot be reached.
+        # `known` covers the specs reached from `source`; a spec with a later number is not among them.
         return float(known[number]) if number < known.size else math.inf
 
     def move_table(self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...]) -> FloatArray:
-        """Seconds from each offered to each demanded spec of a value."""
+        """Return the (offered, demanded) matrix of seconds of resharding a value."""
         key = (value.shape, value.dtype, self._number(offered), self._number(demanded))
         if key not in self._tables:
             targets = self._spec_numbers(value, demanded)
             rows: dict[Spec, FloatArray] = {}
             for spec in dict.fromkeys(offered):
                 known = self._moves_from(value, spec)
-                # Specs that were numbered later cannot be reached.
+                # `known` covers the specs reached from `spec`; a spec with a later number is not among them.
                 rows[spec] = np.where(targets < known.size, known[np.minimum(targets, known.size - 1)], math.inf)
             self._tables[key] = frozen(np.array([rows[spec] for spec in offered]))
         return self._tables[key]
 
     def _moves_from(self, value: Value, source: Spec) -> FloatArray:
-        """Seconds from a spec to others, by their numbers; infinite when there is no way."""
+        """Return the seconds from a spec to all others by their numbers; inf for specs that cannot be reached."""
         key = (value.shape, value.dtype, source)
         known = self._moves.get(key)
         if known is None:
@@ -341,13 +349,16 @@ class Catalogue:
         return known
 
     def _graph(self, value: Value) -> SpecGraph:
-        """Held on to, since `_moves` and `_numbers` go by its numbers."""
+        """Return the spec graph of a value's shape.
+
+        The catalogue holds a reference, since `_moves` and `_numbers` use the graph's own numbering of specs.
+        """
         if value.shape not in self._graphs:
             self._graphs[value.shape] = spec_graph(value.shape, tuple(self.sizes.items()))
         return self._graphs[value.shape]
 
     def _spec_numbers(self, value: Value, specs: tuple[Spec, ...]) -> NDArray[np.int64]:
-        """The numbers of specs in the graph of a value's shape."""
+        """Return the numbers of specs in the spec graph of a value's shape."""
         graph = self._graph(value)
         key = (graph, self._number(specs))
         if key not in self._numbers:
@@ -355,7 +366,7 @@ class Catalogue:
         return self._numbers[key]
 
     def local_sizes(self, value: Value, specs: tuple[Spec, ...]) -> FloatArray:
-        """Bytes of one device's block of a value under each spec."""
+        """Return the bytes of one device's block of a value under each spec."""
         key = (value.shape, value.dtype, self._number(specs))
         if key not in self._sizes:
             self._sizes[key] = frozen(np.array([local_bytes(value, spec, self.sizes) for spec in specs]))
@@ -364,10 +375,11 @@ class Catalogue:
     def copy_sizes(
         self, value: Value, offered: tuple[Spec, ...], demanded: tuple[Spec, ...], *, paired: bool
     ) -> FloatArray:
-        """Bytes of one device's block of a value under each demanded spec, where it is another array than the value's.
+        """Return the bytes of one device's copy of a value under each demanded spec, or 0 where no copy is needed.
 
-        It is where the value lies in other blocks that are no larger; a sum is completed in place. `paired`: it lies in
-        the offered spec of the same number; otherwise in any of them, and each must be another array.
+        A copy is needed where the blocks of the demanded spec differ from the value's own and are no smaller; a partial
+        sum is completed in place. `paired`: the value is in the offered spec of the same index; otherwise in any of
+        them, and the demanded spec must differ from all.
         """
         key = (value.shape, value.dtype, self._number(offered), self._number(demanded), paired)
         if key not in self._copies:
@@ -382,7 +394,9 @@ class Catalogue:
         return self._copies[key]
 
     def scratch_sizes(self, graph: Graph, op: Op, options: PlacementOptions) -> FloatArray | None:
-        """Bytes of one device's results before they are scattered, for each placement of an op; None without any."""
+        """Return the bytes of one device's results before a reduce_scatter, for each placement; None if there is
+        none.
+        """
         if options not in self._scratch:
             if options.made == options.results:
                 self._scratch[options] = None
@@ -402,7 +416,7 @@ class _Columns(NamedTuple):
 
 
 def batch_factors(rule: Rule, op: Op, batch_dims: Sequence[int | None]) -> frozenset[int]:
-    """The factors of an op that hold the batch."""
+    """Return the factors of an op that contain the batch dim."""
     tensors = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
     dims = ((tensor, batch_dims[v]) for tensor, v in tensors)
     return frozenset(tensor[dim][0] for tensor, dim in dims if dim is not None and tensor[dim])

@@ -1,4 +1,4 @@
-"""Which results may wait as partial sums, and for what: another addition, the end of a loop, the update."""
+"""Decide which results may remain partial sums, and until when: an addition, the end of a loop, or the update."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from alpa_lite.rules.op_info import ranked_values, rule_of_op
 
 
 class PartialSums:
-    """Answers about the ops of a stage and, by number of the scope, of the bodies in it."""
+    """Classification of the ops of a stage, and of the bodies in it by scope number."""
 
     def __init__(self, view: StageView, scopes: Sequence[StageScope]) -> None:
-        """`scopes` grows while the stage is laid out."""
+        """Start with the builder's `scopes`, which grow while the stage is laid out."""
         self.view = view
         self.scopes = scopes
         self.around: dict[int, tuple[int, Op]] = {}
 
     def enter(self, scope: int, op: Op, inner: int) -> None:
-        """Scope `inner` is a body of `op`, which stands in `scope`."""
+        """Record that scope `inner` is a body of `op`, which belongs to `scope`."""
         self.around[inner] = (scope, op)
 
     @cached_property
     def crossing(self) -> frozenset[int]:
-        """Values that the loop of the stage sums up over micro-batches."""
+        """The values that the loop of the stage sums over micro-batches."""
         return frozenset(self.view.crossing)
 
     def in_loop(self, scope: int, op: Op) -> bool:
-        """True for what runs once per micro-batch."""
+        """Return True for an op that runs once per micro-batch."""
         return self.scopes[scope].in_loop if scope > 0 else self.view.step.phases[op.id].in_loop
 
     def only_crosses(self, scope: int, op: Op) -> bool:
-        """True when nothing inside the loop reads the result before it is summed up over micro-batches."""
+        """Return True when no op inside the loop reads the result before it is summed over micro-batches."""
         if scope > 0 or len(op.results) != 1:
             return False
         (result,), phases = op.results, self.view.step.phases
         return result in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[result])
 
     def stacks_up(self, scope: int, op: Op) -> bool:
-        """True for a result inside a loop that is stacked, trip by trip, into a sum over micro-batches.
+        """Return True for a result inside a loop that is stacked, trip by trip, into a sum over micro-batches.
 
         Ops that are linear in it alone may lie between.
         """
@@ -77,17 +77,21 @@ class PartialSums:
         return stack in self.crossing and not any(phases[c].in_loop for c in self.view.graph.consumers[stack])
 
     def feeds_addition(self, scope: int, op: Op) -> bool:
-        """True when one addition of this stage is all that reads the result: a partial sum may then wait for it."""
+        """Return True when one addition of this stage is the only reader of the result, which may be a partial sum
+        until then.
+        """
         graph, result = self.scopes[scope].graph, op.results[0]
         readers = graph.consumers[result]
         return result not in self._leaves(scope) and len(readers) == 1 and graph.ops[readers[0]].primitive in ADDITIONS
 
     def feeds_sum(self, scope: int, op: Op) -> bool:
-        """True when a partial sum may wait for an addition."""
+        """Return True when the result may remain a partial sum until an addition."""
         return self.feeds_addition(scope, op) or self.feeds_gradients(scope, op)
 
     def feeds_gradients(self, scope: int, op: Op) -> bool:
-        """True when the result, which has no batch, reaches an addition by ops that are linear in it alone."""
+        """Return True when the result, which has no batch, reaches an addition through ops that are linear in it
+        alone.
+        """
         graph, batch_dims = self.scopes[scope].graph, self.scopes[scope].batch_dims
         while len(op.results) == 1 and len(graph.consumers[op.results[0]]) == 1:
             (v,), (reader,) = op.results, graph.consumers[op.results[0]]
@@ -101,16 +105,18 @@ class PartialSums:
         return False
 
     def adds_sums(self, scope: int, op: Op) -> bool:
-        """True for an addition in the update of nothing but sums that came out of the loop (the uses of a weight)."""
+        """Return True for an addition in the update whose operands are all sums from the loop (several uses of one
+        weight).
+        """
         if scope > 0 or op.primitive not in ADDITIONS or self.in_loop(scope, op):
             return False
         return self._pending.issuperset(op.operands)
 
     @cached_property
     def _pending(self) -> frozenset[int]:
-        """Sums of the loop, and what is linear in such alone, that one op of this stage reads and no more.
+        """The sums of the loop, and values linear in one of them alone, with a single reader, which is in this stage.
 
-        Operands come before results in a program, so that one pass decides, however long a chain of additions is.
+        Operands precede results in a program, so one pass suffices, however long a chain of additions is.
         """
         graph, leaves = self.view.graph, self.view.leaves
         pending: set[int] = set()
@@ -126,7 +132,9 @@ class PartialSums:
         return frozenset(pending)
 
     def feeds_sums(self, v: int) -> bool:
-        """True for a sum of the loop that reaches an addition of sums by ops that are linear in it alone."""
+        """Return True for a sum of the loop that reaches an addition of sums through ops that are linear in it
+        alone.
+        """
         graph = self.view.graph
         while v in self._pending:
             op = graph.ops[graph.consumers[v][0]]
@@ -138,7 +146,7 @@ class PartialSums:
         return False
 
     def feeds_scalars(self, scope: int, op: Op) -> bool:
-        """True for a scalar that an addition of scalars alone reads, and no other micro-batch."""
+        """Return True for a scalar that only an addition of scalars of the same micro-batch reads."""
         if len(op.results) != 1 or not self.feeds_addition(scope, op):
             return False
         graph, (result,) = self.scopes[scope].graph, op.results
@@ -150,7 +158,7 @@ class PartialSums:
 
 
 def is_scalar_sum(graph: Graph, op: Op) -> bool:
-    """True for additions of scalars that may be partial sums."""
+    """Return True for additions of scalars that may be partial sums."""
     if op.primitive not in ADDITIONS or not ranked_values(graph).isdisjoint((*op.operands, *op.results)):
         return False
     return bool(rule_of_op(graph, op.id).linear)

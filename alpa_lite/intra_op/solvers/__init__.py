@@ -1,4 +1,4 @@
-"""Solvers of the intra-op problem. A new one is a file with one class and an entry in ``SOLVERS``."""
+"""Solvers of the intra-op problem. A new solver is one module with one class and an entry in ``SOLVERS``."""
 
 from alpa_lite.intra_op.solvers.brute_force import BruteForce as BruteForce
 from alpa_lite.intra_op.solvers.elimination import Elimination as Elimination
@@ -12,4 +12,4 @@ from alpa_lite.intra_op.solvers.solver import SolveProgress as SolveProgress
 from alpa_lite.intra_op.solvers.solver import Solver as Solver
 
 SOLVERS: tuple[Solver, ...] = (BruteForce(), Elimination(), IntegerProgram(), Highs(), Portfolio())
-"""One of each, for the tests that all solvers share."""
+"""One instance of each solver, for the tests that all solvers share."""

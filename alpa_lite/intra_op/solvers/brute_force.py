@@ -1,10 +1,10 @@
-"""Enumeration: the twin that the other solvers are tested against.
+"""Exhaustive enumeration: the reference that the other solvers are tested against.
 
     x_v(k) = (k // prod_(w > v) S_w) mod S_v   for k = 0 ... prod_v S_v - 1     ``_all_choices``
     cost(k) = sum_v c_v(x_v(k)) + sum_(u,v) C_uv(x_u(k), x_v(k))                 ``_all_costs``
     peak(k) = max_t sum of b_v(x_v(k)) over the usages alive at t                ``_all_peaks``
 
-The choices are the feasible k of least cost; the arrays have one entry for each k.
+The answer is the feasible k of least cost; all arrays have one entry per k.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def _all_peaks(problem: Problem, choices: list[IntArray], count: int) -> FloatAr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BruteForce(Solver):
-    """Tries every combination; refuses problems with more than ``max_combinations``."""
+    """Solver that enumerates all combinations; it refuses problems with more than ``max_combinations``."""
 
     max_combinations: int = 2_000_000
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """The best of all choices; the time limit is not needed, ``max_combinations`` keeps it short.
+        """Return the best of all combinations. The time limit is ignored, since ``max_combinations`` bounds the time.
 
         Raises ValueError when there are more combinations than that.
         """

@@ -1,4 +1,7 @@
-"""Compile the kernels ahead of their first use: `python -m alpa_lite.intra_op.solvers.compile_kernels` (about 10 s, once)."""
+"""Compile all numba kernels ahead of their first use (about 10 s, once).
+
+Run it as `python -m alpa_lite.intra_op.solvers.compile_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from alpa_lite.sharding.specs import Spec
 
 
 def compile_kernels() -> None:
-    """Run every kernel on a graph of two specs or a problem of two nodes; numba keeps what it compiles on disk."""
+    """Run every kernel on a spec graph or a problem of two nodes, so that numba caches the compiled code on disk."""
     SpecGraph((2,), {"x": 2}).walks(Spec(((),)), 8).seconds(lambda step: step.bytes_factor)
     problem = Problem.of(
         node_costs=[np.array([0.0, 1.0])] * 2,
@@ -29,7 +32,7 @@ def compile_kernels() -> None:
     cheapest_choices(elimination_plan(problem), problem.node_costs.values, problem.edge_costs.values)
     flat = flat_problem(problem)
     dual = Dual(flat=flat)
-    dual.run(40, upper=2.0)  # memory gets its prices after the first few
+    dual.run(40, upper=2.0)  # memory gets prices only after the warm-up passes
     dual.strategies_left(2.0)
     first, second = np.array([1, 1]), np.array([0, 0])
     Neighbourhood(flat=flat, seed=0).run(first, dual.best_prices, num_blocks=1, first_heat=1.0, last_heat=0.5)

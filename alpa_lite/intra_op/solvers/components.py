@@ -1,4 +1,4 @@
-"""The parts of a graph that no edge joins."""
+"""Connected components of a graph."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -15,7 +15,7 @@ from alpa_lite.intra_op.problem import IntArray
 
 
 def connected_parts(num_nodes: int, edges: IntArray) -> list[IntArray]:
-    """The nodes of every part, ascending; ``edges`` are pairs of nodes, (E, 2)."""
+    """Return the nodes of every connected component, ascending; ``edges`` is (E, 2): pairs of nodes."""
     if num_nodes == 0:
         return []
     joined = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num_nodes, num_nodes))

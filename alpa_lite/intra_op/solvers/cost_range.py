@@ -1,4 +1,4 @@
-"""The least and the most that choices of finite cost can cost, node by node and edge by edge."""
+"""Bounds on the cost of choices of finite cost, node by node and edge by edge."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from alpa_lite.intra_op.problem import Problem, Ragged
 
 
 def largest_cost(problem: Problem) -> float:
-    """sum_v max finite c_v + sum_uv max finite C_uv: no choices of finite cost cost more (seconds)."""
+    """Return sum_v max finite c_v + sum_uv max finite C_uv (seconds), an upper bound of every finite cost."""
     return sum(_extremes(vectors, np.maximum, -np.inf) for vectors in (problem.node_costs, problem.edge_costs))
 
 
 def smallest_cost(problem: Problem) -> float:
-    """sum_v min c_v + sum_uv min C_uv: no choices cost less (seconds)."""
+    """Return sum_v min c_v + sum_uv min C_uv (seconds), a lower bound of every cost."""
     return sum(_extremes(vectors, np.minimum, np.inf) for vectors in (problem.node_costs, problem.edge_costs))
 
 
 def cost_span(problem: Problem) -> float:
-    """By how much choices of finite cost may differ in cost, at the most; 1 second if not at all."""
+    """Return the largest possible difference in cost between choices of finite cost (seconds), or 1.0 if it is zero."""
     return largest_cost(problem) - smallest_cost(problem) or 1.0
 
 

@@ -1,25 +1,26 @@
-"""A lower bound from messages between nodes and prices on memory, for problems of any width.
+"""Lower bound by Lagrangian duality: messages between nodes and prices on memory, for problems of any width.
 
     prices     L(p) = min_x cost(x) + sum_t p_t (U_t(x) - limit),  p >= 0, is a lower bound of the optimum
     messages   m_ev(i) moves cost from the edge e to its node v under strategy i:
                    theta_v(i)    = c_v(i) + sum_t p_t b_vt(i) + sum_e m_ev(i)             ``_priced``, ``_pass``
                    theta_e(i, j) = C_e(i, j) - m_eu(i) - m_ev(j)
-               cost(x) is the same whatever the messages, so that
+               cost(x) is the same for all messages, so that
                    L(p) >= sum_v min theta_v + sum_e min theta_e - sum_t p_t limit        ``_pass``
     one pass   at each node in order, m_ev(i) = min_j C_e(i, j) - m_eu(j) for the edges to
-               nodes before it, then theta_v goes in equal shares to the edges to nodes
-               after it; the bound never falls. Passes run forth and back                 ``_collect``, ``_pass``
+               nodes before it, then theta_v is distributed in equal shares over the edges
+               to nodes after it; the bound never falls. Passes alternate in direction     ``_collect``, ``_pass``
     decoding   x_v = argmin theta_v(i) + C_uv(x_u, i) - m_ev(i) over nodes u before v     ``_pass``
     p          follows U(x) - limit, averaged over the decodings; after some passes
                without gain it returns to the best prices, and the step shrinks           ``_price``
-    fixing     a strategy whose bound in any solution exceeds the best known cost goes    ``strategies_left``
+    fixing     a strategy whose bound in any solution exceeds the best known cost is
+               removed                                                                    ``strategies_left``
 
 The messages are sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE
 TPAMI 37(5), 2015), which solves the linear relaxation of the program in ``integer_program.py`` up to fixed points; the
 prices are a subgradient method with Polyak's step (Polyak, "Minimization of unsmooth functionals", 1969).
 """
 
-# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
 # pyright: reportArgumentType=false
@@ -39,20 +40,20 @@ from alpa_lite.program.kernel import kernel
 _FIRST_STEP = 0.1
 _SHRINK = 0.7
 _PATIENCE = 10
-"""Price changes without gain before the step shrinks."""
+"""The number of price changes without gain after which the step shrinks."""
 _ENOUGH_GAIN = 1e-4
-"""A gain of less than this part of the gap counts as none."""
+"""A gain of less than this fraction of the gap counts as none."""
 _KEPT = 0.9
-"""The part of the averaged usage that a new decoding does not replace."""
+"""The weight of the previous average when a new decoding is averaged into the usage."""
 _SMALLEST_STEP = 1e-7
 _ROUNDING = 1e-12
 _WARM_UP = 30
-"""Passes before memory gets prices: the first decodings say little about usage."""
+"""The number of passes before memory gets prices: the first decodings are poor estimates of the usage."""
 
 
 @kernel
 def _priced(flat: Flat, node: int, prices: FloatArray, theta: FloatArray) -> None:
-    """theta(i) = c_v(i) + sum_t p_t b_vt(i); ``prices`` are prefix sums over the rows."""
+    """Write theta(i) = c_v(i) + sum_t p_t b_vt(i); ``prices`` are prefix sums over the rows."""
     start = flat.cost_start[node]
     size = flat.cost_start[node + 1] - start
     theta[:size] = flat.costs[start : start + size]
@@ -66,7 +67,7 @@ def _priced(flat: Flat, node: int, prices: FloatArray, theta: FloatArray) -> Non
 
 @kernel
 def _collect(flat: Flat, link: int, size: int, message_start: IntArray, messages: FloatArray, into: FloatArray) -> None:
-    """into(i) = min_j C(i, j) - m(j), with m the message of the edge to the node at its other end."""
+    """Write into(i) = min_j C(i, j) - m(j), where m is the message of the edge to the node at its other end."""
     other = flat.link_node[link]
     there = message_start[flat.link_reverse[link]]
     table = flat.link_table[link]
@@ -88,7 +89,7 @@ def _pass(
     theta: FloatArray,
     decoded: FloatArray,
 ) -> float:
-    """One pass over the nodes; the bound that it reaches, before sum_t p_t limit is taken off."""
+    """Run one pass over the nodes and return the bound that it reaches, before subtraction of sum_t p_t limit."""
     num_nodes = choices.size
     bound = 0.0
     for step in range(num_nodes):
@@ -112,6 +113,7 @@ def _pass(
                 theta[i] += messages[own + i]
         choices[node] = decoded[:size].argmin()
         num_links = flat.link_start[node + 1] - flat.link_start[node]
+        # The larger of the two counts makes the shares equal in both directions, so that the bound never falls.
         share = 1.0 / max(num_after, num_links - num_after, 1)
         for link in range(flat.link_start[node], flat.link_start[node + 1]):
             if (flat.link_node[link] > node) == forth:
@@ -124,7 +126,7 @@ def _pass(
 
 @kernel
 def _price(row_prices: FloatArray, averaged: FloatArray, room: FloatArray, length: float) -> None:
-    """p = max(0, p + length (U - limit) / |U - limit|^2)."""
+    """Update p = max(0, p + length (U - limit) / |U - limit|^2) in place."""
     norm = 0.0
     for row in range(room.size):
         over = averaged[row] - room[row]
@@ -137,7 +139,7 @@ def _price(row_prices: FloatArray, averaged: FloatArray, room: FloatArray, lengt
 
 @kernel
 def _prefix_sums(row_prices: FloatArray, room: FloatArray, prices: FloatArray) -> float:
-    """Write the prefix sums of the prices; sum_t p_t limit."""
+    """Write the prefix sums of the prices over the rows, and return sum_t p_t limit."""
     paid = 0.0
     for row in range(room.size):
         prices[row + 1] = prices[row] + row_prices[row]
@@ -149,7 +151,7 @@ def _prefix_sums(row_prices: FloatArray, room: FloatArray, prices: FloatArray) -
 def _bounds_by_strategy(
     flat: Flat, message_start: IntArray, messages: FloatArray, prices: FloatArray, bounds: FloatArray
 ) -> None:
-    """Write, for every strategy of every node, a bound of all choices with it, before sum_t p_t limit is taken off."""
+    """Write for every strategy a lower bound of all choices that use it, before subtraction of sum_t p_t limit."""
     largest = 0
     for node in range(flat.cost_start.size - 1):
         largest = max(largest, flat.cost_start[node + 1] - flat.cost_start[node])
@@ -178,9 +180,9 @@ def _bounds_by_strategy(
 class Dual:
     """The messages and prices of one problem, which ``run`` improves.
 
-    ``flat`` has finite costs only: what stands for an infinite cost may be any number, since a smaller one can only
-    lower the bound. ``bound`` (seconds) is the best so far; ``choices`` the last decoding, which may overrun the
-    memory limit or use what is forbidden. ``halt``: see ``run_attended``.
+    ``flat`` has finite costs only: infinite costs may be replaced by any number, since a smaller one can only lower the
+    bound. ``bound`` (seconds) is the best so far; ``choices`` is the last decoding, which may overrun the memory limit
+    or use forbidden strategies. ``halt``: see ``run_attended``.
     """
 
     flat: Flat
@@ -209,11 +211,14 @@ class Dual:
 
     @property
     def converged(self) -> bool:
-        """Whether more passes are not worth their time."""
+        """True if more passes are not worth their time."""
         return self._step < _SMALLEST_STEP or (self._stalled and self.flat.room.size == 0)
 
     def run(self, num_passes: int, *, upper: float) -> None:
-        """Some passes forth and back; ``upper`` is the best known cost, or a guess at it, for the length of steps."""
+        """Run passes in alternating directions.
+
+        ``upper`` (seconds) is the best known cost, or an estimate of it; it determines the step length of the prices.
+        """
         flat, before = self.flat, self.bound
         theta = np.empty(int(np.diff(flat.cost_start).max()))
         decoded, prices, used = np.empty_like(theta), np.zeros(flat.room.size + 1), np.empty(flat.room.size)
@@ -235,7 +240,7 @@ class Dual:
         self._stalled = self.bound - before <= enough
 
     def _note(self, bound: float, upper: float) -> None:
-        """Keep the best prices; go back to them when nothing was gained for a while."""
+        """Record the prices of a better bound; return to the best prices after a while without gain."""
         gained = bound > self.bound + _ENOUGH_GAIN * max(upper - self.bound, 0.0)
         self._idle = 0 if gained else self._idle + 1
         if bound > self.bound:
@@ -246,7 +251,9 @@ class Dual:
             self._row_prices[:] = self.best_prices
 
     def strategies_left(self, upper: float) -> NDArray[np.bool_]:
-        """Which strategies, of all nodes one after the other, choices that cost at most ``upper`` may use."""
+        """Return the mask of the strategies (of all nodes, concatenated) that choices of cost at most ``upper`` may
+        use.
+        """
         prices = np.zeros(self.flat.room.size + 1)
         paid = _prefix_sums(self.best_prices, self.flat.room, prices)
         bounds = np.empty(self.flat.costs.size)

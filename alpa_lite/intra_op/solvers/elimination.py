@@ -1,13 +1,13 @@
 """Exact elimination of the nodes one after the other (bucket elimination), for problems of small width.
 
-    N_v         the neighbours of v not yet eliminated when it is v's turn                   ``elimination_plan``
+    N_v         the neighbours of v that are not yet eliminated when v is                    ``elimination_plan``
     J_v(i, N)   = c_v(i) + sum of the edges from v into N_v, and of the tables M_w
                   in which v comes first                                                     ``EliminationPlan.layout``
     M_v(N)      = min_i J_v(i, N); v's choice is the minimiser i                             ``eliminate_all``
     optimum     = sum of the tables without arguments; choices follow in reverse order       ``cheapest_choices``
 
-Time is that of all J_v, space that of all M_v. Memory limits are not seen: the answer holds if it happens to respect
-the limit, since leaving a constraint out can only lower the optimum.
+The time is proportional to the entries of all J_v, the memory to those of all M_v. Memory limits are ignored: the
+answer is optimal if it happens to satisfy the limit, since leaving a constraint out can only lower the optimum.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ Adjacency = dict[int, set[int]]
 
 
 _MANY_ENTRIES = 5e6
-"""More than these take long enough to look at the clock meanwhile."""
+"""Plans of more entries run on a thread of their own, so that the time limit is checked meanwhile."""
 _MOST_NEIGHBOURS = 100
-"""A node that has more of them when its turn comes is too wide, however few strategies they have."""
+"""A node with more neighbours when it is eliminated is too wide, however few strategies they have."""
 
 
 class TooWide(AlpaLiteError):
-    """The tables would be too large, or the choices do not fit a memory limit that elimination cannot see."""
+    """Raised when the tables would be too large, or the cheapest choices overrun the limit, which elimination
+    ignores.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EliminationPlan:
-    """An order of the nodes, each node's neighbours at its turn, and the entries of the tables that follow.
+    """An elimination order of the nodes, with the neighbours of each node when it is eliminated and the table sizes.
 
-    ``sizes``: the number of strategies of each node; ``edge_nodes`` (E, 2): source and target. Costs are no part of it:
-    problems that differ in nothing else can share it.
+    ``sizes``: the number of strategies of each node; ``edge_nodes`` (E, 2): source and target. Costs are not included,
+    so that problems that differ in costs alone can share a plan.
     """
 
     order: tuple[int, ...]
@@ -68,7 +70,9 @@ class EliminationPlan:
 
     @cached_property
     def layout(self) -> FlatTables:
-        """Where the kernel finds each table: the costs of nodes, then those of edges, then each M_v by turns."""
+        """The offsets of all tables in one array: the costs of nodes, then those of edges, then each M_v in
+        elimination order.
+        """
         sizes, turn = self.sizes, {node: index for index, node in enumerate(self.order)}
         tables: list[list[tuple[int, Scope]]] = [[] for _ in sizes]
         end = 0
@@ -111,7 +115,7 @@ def _array(numbers: Iterable[int]) -> IntArray:
 
 
 def _strides(scope: Scope, sizes: Scope) -> dict[int, int]:
-    """How far apart entries of a table are that differ by one in a node's strategy; the last node's are neighbours."""
+    """Return the stride of each node's axis in a table over `scope`; the last node's axis is contiguous."""
     steps, step = dict[int, int](), 1
     for node in reversed(scope):
         steps[node] = step
@@ -120,7 +124,7 @@ def _strides(scope: Scope, sizes: Scope) -> dict[int, int]:
 
 
 class Cheapest(NamedTuple):
-    """One strategy per node, and what they cost in seconds: inf where every choice is forbidden."""
+    """One strategy per node, and their total cost in seconds: inf where every choice is forbidden."""
 
     choices: tuple[int, ...]
     cost: float
@@ -129,16 +133,16 @@ class Cheapest(NamedTuple):
 def elimination_plan(
     problem: Problem, *, max_table_entries: float = math.inf, max_total_entries: float = math.inf
 ) -> EliminationPlan:
-    """The cheaper of the two greedy orders: least table first, and least fill first.
+    """Return the cheaper of two greedy elimination orders: least table first, and least fill first.
 
-    An order with larger tables, each or in all, is given up as soon as that is seen; the entries of its plan are inf.
+    An order is abandoned as soon as one of its tables, or all together, exceed the maxima; its plan has inf entries.
     """
     plans = [_greedy_plan(problem, rank, max_table_entries, max_total_entries) for rank in (_table_entries, _fill)]
     return min(plans, key=lambda plan: plan.total_entries)
 
 
 def _table_entries(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
-    """The entries of the table that eliminating ``node`` takes; inf for more than ``most``."""
+    """Return the entries of the table for eliminating ``node``, or inf for more than ``most``."""
     if len(adjacency[node]) > _MOST_NEIGHBOURS:
         return math.inf
     entries = float(sizes[node])
@@ -150,7 +154,7 @@ def _table_entries(node: int, adjacency: Adjacency, sizes: Scope, most: float = 
 
 
 def _fill(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf) -> float:
-    """The entries of the edges that eliminating ``node`` would add; inf where its table has more than ``most``."""
+    """Return the entries of the edges that eliminating ``node`` would add, or inf if its table exceeds ``most``."""
     if math.isinf(_table_entries(node, adjacency, sizes, most)):
         return math.inf
     others = sorted(adjacency[node])
@@ -163,7 +167,7 @@ def _fill(node: int, adjacency: Adjacency, sizes: Scope, most: float = math.inf)
 
 
 def _connect(neighbours: set[int], adjacency: Adjacency) -> set[int]:
-    """Join the neighbours of a node that is gone; returns the nodes whose fill that changes."""
+    """Join the neighbours of an eliminated node pairwise; return the nodes whose fill changes."""
     changed = set(neighbours)
     for first, second in itertools.combinations(sorted(neighbours), 2):
         if second not in adjacency[first]:
@@ -190,7 +194,7 @@ def _greedy_plan(
     while queue and total <= max_total:
         value, node = heapq.heappop(queue)
         if ranks.get(node) != value:
-            continue  # out of date: the node is gone, or has a newer entry
+            continue  # a stale heap entry: the node is eliminated, or has a newer entry
         entries = _table_entries(node, adjacency, sizes)
         largest, total = max(largest, entries), total + entries
         neighbours = adjacency.pop(node)
@@ -203,7 +207,7 @@ def _greedy_plan(
             value = rank(other, adjacency, sizes, max_table)
             if value != ranks[other]:
                 ranks[other] = value
-                if value < math.inf:  # else its table is too large, unless its neighbours go first
+                if value < math.inf:  # else its table is too large until some neighbours are eliminated
                     heapq.heappush(queue, (value, other))
     given_up = len(order) < len(sizes)
     return EliminationPlan(
@@ -223,9 +227,9 @@ def cheapest_choices(
     *,
     over: Callable[[], bool] = lambda: False,
 ) -> Cheapest | None:
-    """The choices of least cost, memory aside; costs are laid out as in the problem that the plan was made for.
+    """Return the choices of least cost, regardless of memory, or None once ``over`` returns True.
 
-    None once it is ``over``, which only plans of many entries ask for.
+    Costs are laid out as in the problem that the plan was made for. Only plans of many entries call ``over``.
     """
     layout = plan.layout
     values = np.empty(layout.message_start[-1])
@@ -248,23 +252,23 @@ def cheapest_choices(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination(Solver):
-    """Exact when the tables stay under ``max_table_entries``; says ``TooWide`` otherwise, before any work."""
+    """Exact solver for problems whose tables have at most ``max_table_entries``; raises ``TooWide`` otherwise."""
 
     max_table_entries: int = 20_000_000
     max_total_entries: int = 400_000_000
 
     def plan(self, problem: Problem) -> EliminationPlan:
-        """An order within the caps, if one is found."""
+        """Return an elimination order within the caps, or a plan with inf entries."""
         return elimination_plan(
             problem, max_table_entries=self.max_table_entries, max_total_entries=self.max_total_entries
         )
 
     def fits(self, plan: EliminationPlan) -> bool:
-        """Whether the tables of this plan are within both caps."""
+        """Return True if the tables of this plan are within both caps."""
         return plan.largest_table <= self.max_table_entries and plan.total_entries <= self.max_total_entries
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """The optimum, or nothing where the time is up before.
+        """Return the optimum, or no choices if the time limit is reached.
 
         Raises TooWide when the tables would exceed the caps, and when the best choices overrun the memory limit.
         """

@@ -1,12 +1,12 @@
-"""The compiled part of `elimination`: all tables of one problem, which are small and many, one after the other.
+"""The numba kernels of `elimination`: fill all tables of one problem, which are small and many, one after the other.
 
-    values[k]     the costs of nodes and edges, and after them room for each M_v
+    values[k]     the costs of nodes and edges, followed by space for each M_v
     J_v           the sum of v's tables t over (v, *N_v): values[table_offset[t] + sum of axis a's strategy * stride]
 
-Most axes have a few strategies, so that entries are added up one by one: rows would be too short to gain anything.
+Most axes have few strategies, so entries are added up one by one: rows are too short for vectorisation to pay.
 """
 
-# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
 # pyright: reportArgumentType=false
@@ -23,10 +23,11 @@ from alpa_lite.program.kernel import kernel
 
 
 class FlatTables(NamedTuple):
-    """By turns k: the node, its neighbours, its tables and its M; ``start`` arrays have one entry more than turns.
+    """The tables in elimination order k: the node, its neighbours, its tables and its M_k.
 
-    ``strides`` has, for each table, one entry for the node and one for each of its neighbours: 0 where the table does
-    not depend on it. ``message_start[k]`` is where M of turn k begins among all values.
+    ``start`` arrays have one entry more than there are nodes. ``strides`` has, for each table, one entry for the node
+    and one for each of its neighbours: 0 where the table does not depend on it. ``message_start[k]`` is the offset of
+    M_k in ``values``.
     """
 
     sizes: IntArray
@@ -43,9 +44,10 @@ class FlatTables(NamedTuple):
 def eliminate_all(
     layout: FlatTables, values: FloatArray, best: NDArray[np.int32], choices: IntArray, halt: IntArray
 ) -> float:
-    """Fill in each M, write the cheapest choices, and return what they cost: inf where every choice is forbidden.
+    """Fill in each M, write the cheapest choices, and return their cost: inf where every choice is forbidden.
 
-    ``best``: for each entry of each M, the first strategy that leads to it. nan at a ``halt``, without choices.
+    ``best`` receives, for each entry of each M, the first minimising strategy. After a ``halt`` the result is nan,
+    without choices.
     """
     total, stride = 0.0, 0
     for turn in range(layout.order.size):
@@ -65,7 +67,10 @@ def eliminate_all(
 
 @kernel
 def _minimise(layout: FlatTables, values: FloatArray, best: NDArray[np.int32], turn: int, stride: int) -> int:
-    """Fill in one M. ``stride``: where the strides of its tables begin; returns where those of the next turn do."""
+    """Fill in one M.
+
+    ``stride`` is the offset of the strides of its tables; the result is the offset for the next node.
+    """
     scope = layout.scope_node[layout.scope_start[turn] : layout.scope_start[turn + 1]]
     offsets = layout.table_offset[layout.table_start[turn] : layout.table_start[turn + 1]].copy()
     strides = layout.strides[stride : stride + offsets.size * (scope.size + 1)].reshape(offsets.size, scope.size + 1)
@@ -79,7 +84,7 @@ def _minimise(layout: FlatTables, values: FloatArray, best: NDArray[np.int32], t
             if joint < least:
                 least, where = joint, i
         values[entry], best[entry - layout.message_start[0]] = least, where
-        for axis in range(scope.size - 1, -1, -1):  # the next entry: as a clock goes on
+        for axis in range(scope.size - 1, -1, -1):  # advance to the next entry like an odometer
             at[axis] += 1
             wrapped = at[axis] == layout.sizes[scope[axis]]
             step = 1 - at[axis] if wrapped else 1

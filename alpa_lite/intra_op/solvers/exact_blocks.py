@@ -1,12 +1,12 @@
-"""Neighbourhoods that are solved to their optimum, memory rows included: where search by trees gets no further.
+"""Neighbourhoods that are solved to optimality, memory rows included: they improve where tree search stalls.
 
-    block      nodes that are alive in one full row, and those around them; or those around one node     ``_draw``
-    given      the nodes outside keep their strategies: their edges become costs, their bytes go from
-               the room. Of the rows in which the same nodes of the block are alive the fullest counts   ``_problem``
-    best       reductions, then elimination where no row is left, else HiGHS                             ``_solve``
-    size       grows while blocks are small once they are reduced, shrinks where they are not            ``improve``
+    block      nodes that are alive in one full row, and their surroundings; or the surroundings of one node   ``_draw``
+    given      the nodes outside keep their strategies: their edges become costs, and their bytes are
+               deducted from the limit. Of rows with the same live nodes of the block, the fullest counts   ``_problem``
+    best       reductions, then elimination if no row is left, else HiGHS                                   ``_solve``
+    size       grows while reduced blocks are small, and shrinks otherwise                                  ``improve``
 
-A tree search rejects a block in which several nodes together overrun a row; here they are weighed against each other.
+A tree search rejects a block in which several nodes together overrun a row; here such nodes are traded off.
 """
 
 from __future__ import annotations

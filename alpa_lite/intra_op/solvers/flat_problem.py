@@ -1,15 +1,16 @@
-"""The arrays that the compiled kernels read: a problem laid out for going from a node to its neighbours and its rows.
+"""The arrays that the compiled kernels read: a problem laid out by node, with its links to neighbours and its memory
+rows.
 
     costs[c + i]              c_v(i), with c = cost_start[v]
     tables[k + j S_v + i]     C(i of v, j of the neighbour), with k = link_table[l] for each link l of v
     bytes[b + i]              what v keeps alive under i in the rows run_first[r] <= t < run_last[r], b = run_bytes[r]
-    room[t]                   the limit less what all choices keep alive in row t
+    room[t]                   the limit less the bytes that all choices keep alive in row t
 
-An edge is two links, one at each of its ends; ``link_reverse`` leads from one to the other. A kernel is a function that
-numba compiles at its first use and keeps on disk; it holds no lock, so that threads run side by side.
+An edge is two links, one at each of its ends; ``link_reverse`` maps each to the other. A kernel is a function that
+numba compiles at its first use and caches on disk; it releases the GIL, so that threads run in parallel.
 """
 
-# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
 # pyright: reportArgumentType=false
@@ -20,13 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
+from alpa_lite.intra_op.memory.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 from alpa_lite.program.kernel import kernel
 
 
 class Flat(NamedTuple):
-    """See the module; ``start`` arrays have one entry more than what they index."""
+    """A problem as flat arrays (see the module); ``start`` arrays have one entry more than the things that they
+    index.
+    """
 
     cost_start: IntArray
     costs: FloatArray
@@ -48,7 +51,7 @@ def _starts(counts: IntArray) -> IntArray:
 
 
 def _transposed(values: FloatArray, starts: IntArray, rows: IntArray, columns: IntArray) -> FloatArray:
-    """Every matrix of a flat array, transposed in place of itself."""
+    """Return the flat array with every matrix transposed within its own range."""
     sizes = rows * columns
     owner = np.repeat(np.arange(sizes.size), sizes)
     inside = np.arange(values.size) - starts[:-1][owner]
@@ -59,11 +62,11 @@ def _transposed(values: FloatArray, starts: IntArray, rows: IntArray, columns: I
 
 
 def flat_problem(problem: Problem) -> Flat:
-    """``problem`` for the kernels, its infinite costs included; it needs at least one node."""
+    """Lay out ``problem`` for the kernels, infinite costs included; it needs at least one node."""
     sizes = problem.node_costs.sizes
     sources, targets = problem.edge_nodes.T
     matrices, starts = problem.edge_costs.values, problem.edge_costs.starts
-    # A source reads its edge by columns, a target by rows: both find their own strategies side by side.
+    # Each link has a copy of its matrix in which the strategies of its own node are contiguous.
     turned = _transposed(matrices, starts, sizes[sources], sizes[targets])
     node = np.concatenate([sources, targets])
     order = np.argsort(node, kind="stable")
@@ -83,7 +86,7 @@ def flat_problem(problem: Problem) -> Flat:
 
 
 def _flat_memory(problem: Problem) -> dict[str, IntArray | FloatArray]:
-    """The fields from ``run_start`` on."""
+    """Return the fields from ``run_start`` on."""
     times = binding_times(problem)
     rows = np.searchsorted(times, problem.usage_times)
     used, starts = problem.usage_bytes.values, problem.usage_bytes.starts[:-1]
@@ -102,7 +105,7 @@ def _flat_memory(problem: Problem) -> dict[str, IntArray | FloatArray]:
 
 
 def with_rows(flat: Flat, rows: IntArray) -> Flat:
-    """``flat`` with these memory rows (ascending) alone."""
+    """Return ``flat`` with only these memory rows (ascending)."""
     first, last = np.searchsorted(rows, flat.run_first), np.searchsorted(rows, flat.run_last)
     some = first < last
     owner = np.repeat(np.arange(flat.run_start.size - 1), np.diff(flat.run_start))[some]
@@ -116,7 +119,7 @@ def with_rows(flat: Flat, rows: IntArray) -> Flat:
 
 
 def with_finite_costs(flat: Flat, forbidden: float) -> Flat:
-    """``flat`` with ``forbidden`` (seconds) in place of every infinite cost."""
+    """Return ``flat`` with ``forbidden`` (seconds) in place of every infinite cost."""
 
     def finite(values: FloatArray) -> FloatArray:
         return np.where(np.isfinite(values), values, forbidden)
@@ -126,7 +129,7 @@ def with_finite_costs(flat: Flat, forbidden: float) -> Flat:
 
 @kernel
 def cost_of(flat: Flat, choices: IntArray) -> float:
-    """The cost in seconds of one strategy per node."""
+    """Return the cost in seconds of one strategy per node."""
     total = 0.0
     for node in range(choices.size):
         size = flat.cost_start[node + 1] - flat.cost_start[node]
@@ -140,7 +143,7 @@ def cost_of(flat: Flat, choices: IntArray) -> float:
 
 @kernel
 def add_usage(flat: Flat, node: int, choice: int, sign: float, used: FloatArray) -> None:
-    """Add ``sign`` times what ``node`` keeps alive under ``choice`` to the rows of ``used``."""
+    """Add ``sign`` times the bytes that ``node`` keeps alive under ``choice`` to the rows of ``used``."""
     for run in range(flat.run_start[node], flat.run_start[node + 1]):
         amount = sign * flat.bytes[flat.run_bytes[run] + choice]
         if amount != 0.0:
@@ -150,7 +153,7 @@ def add_usage(flat: Flat, node: int, choice: int, sign: float, used: FloatArray)
 
 @kernel
 def usage_of(flat: Flat, choices: IntArray, used: FloatArray) -> None:
-    """Write what one strategy per node keeps alive, beyond what all do, to the rows of ``used``."""
+    """Write to each row of ``used`` the bytes that the choices keep alive beyond the bytes that all choices do."""
     used[:] = 0.0
     for node in range(choices.size):
         for run in range(flat.run_start[node], flat.run_start[node + 1]):
@@ -163,7 +166,7 @@ def usage_of(flat: Flat, choices: IntArray, used: FloatArray) -> None:
 
 
 def overrun_of(flat: Flat, choices: IntArray) -> FloatArray:
-    """The bytes by which each row is overrun; negative where there is room."""
+    """Return the bytes by which each row exceeds the limit; negative where it does not."""
     used = np.zeros(flat.room.size)
     usage_of(flat, choices, used)
     return used - flat.room

@@ -1,15 +1,16 @@
-"""The integer program of ``integer_program.py`` handed to HiGHS as arrays, its linear relaxation first, rows lazily.
+"""Solve the integer program of ``integer_program.py`` with HiGHS from arrays: relaxation first, memory rows lazily.
 
     columns    s[v,i] for every strategy, e[uv,i,j] for every pair of finite cost           ``_program``
     rows       sum_i s[v,i] = 1;  sum_j e[uv,i,j] = s[u,i];  sum_i e[uv,i,j] = s[v,j]        ``_program``
-    memory     sum_v,i b_vt(i) s[v,i] <= limit enters for the rows t that an answer
+    memory     sum_v,i b_vt(i) s[v,i] <= limit is added for the rows t that an answer
                overruns most, until none is overrun                                         ``_add_overrun``
     relaxed    without integrality; an answer that is integral anyway is the optimum        ``Highs.solve``
-    then       with it, from the rows and the basis that the relaxation left                ``Highs.solve``
+    then       with integrality, from the rows and the basis of the relaxation              ``Highs.solve``
 
-Leaving rows out can only lower the optimum: every bound on the way is one of the whole program. Costs are shifted to
-begin at zero and scaled to a largest value of ``_LARGEST_COST``, for HiGHS knows absolute tolerances. Rounding within
-them can still overrun the limit by a few bytes; such an answer is cut off by a row of its own (``_cut_off``).
+Leaving rows out can only lower the optimum, so every bound on the way is a bound of the whole program. Costs are
+shifted to begin at zero and scaled to a largest value of ``_LARGEST_COST``, because HiGHS has absolute tolerances.
+Rounding within them can still overrun the limit by a few bytes; a row of its own cuts off such an answer
+(``_cut_off``).
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,7 +30,7 @@ import highspy
 import numpy as np
 from scipy import sparse
 
-from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
+from alpa_lite.intra_op.memory.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.integer_program import leanest_choices
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
@@ -38,18 +39,18 @@ _LARGEST_COST = 1e4
 _TOLERANCE = 1e-9
 _ROWS_AT_ONCE = 20
 _OVERRUN = 1e-7
-"""What the relaxation may overrun, as a part of the limit."""
+"""The fraction of the limit by which the relaxation may exceed it."""
 _POLL_SECONDS = 0.05
 
 
 def _least(values: FloatArray, starts: IntArray) -> FloatArray:
-    """The least of every vector of a flat array."""
+    """Return the least entry of every vector of a flat array."""
     return np.minimum.reduceat(values, starts[:-1]) if starts.size > 1 else np.zeros(0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _HighsModel:
-    """The program inside HiGHS; its objective times ``scale`` plus ``offset`` is seconds."""
+    """The program inside HiGHS; its objective times ``scale`` plus ``offset`` is in seconds."""
 
     problem: Problem
     highs: Any
@@ -61,11 +62,11 @@ class _HighsModel:
     added: set[int] = field(default_factory=set[int])
 
     def seconds(self, objective: float) -> float:
-        """A cost or bound of HiGHS in seconds."""
+        """Convert a cost or bound of HiGHS to seconds."""
         return objective * self.scale + self.offset
 
     def usage(self, values: FloatArray) -> FloatArray:
-        """The bytes alive at every binding time, for values of s that may be fractions."""
+        """Return the bytes alive at every binding time, for values of s that may be fractions."""
         used = self.problem.usage_bytes
         if used.values.size == 0:
             return np.zeros(self.times.size)
@@ -74,7 +75,7 @@ class _HighsModel:
 
 
 def _program(problem: Problem) -> _HighsModel | None:
-    """All but the memory rows; None when a node has no strategy of finite cost."""
+    """Build the program without its memory rows, or return None when a node or an edge has no finite cost."""
     own, pair = problem.node_costs.values, problem.edge_costs.values
     least_own = _least(own, problem.node_costs.starts)
     least_pair = _least(pair, problem.edge_costs.starts)
@@ -101,9 +102,10 @@ def _program(problem: Problem) -> _HighsModel | None:
 
 
 def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
-    """The one-hot rows, then for every edge one row per strategy of its source and one per strategy of its target.
+    """Return the constraint matrix: one-hot rows, then for every edge one row per strategy of its source and of its
+    target.
 
-    Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column comes after those of the strategies.
+    Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column follows those of the strategies.
     """
     sizes, starts = problem.node_costs.sizes, problem.node_costs.starts
     sources, targets = problem.edge_nodes.T
@@ -127,7 +129,7 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
 
 
 def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) -> Any:
-    """A HiGHS object with the linear program."""
+    """Return a HiGHS object with the linear program."""
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
@@ -145,7 +147,7 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
 
 
 def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> None:
-    """Add the rows that are overrun most and not yet there, of neighbours only one."""
+    """Add the most exceeded memory rows that are not in the program yet, but no two neighbouring ones at once."""
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
         return
@@ -164,7 +166,7 @@ def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> 
 
 
 def _row_terms(program: _HighsModel, row: int) -> tuple[IntArray, FloatArray]:
-    """The columns and coefficients of sum_v,i b_vt(i) s[v,i]."""
+    """Return the columns and coefficients of sum_v,i b_vt(i) s[v,i]."""
     alive = (program.rows[:, 0] <= row) & (row < program.rows[:, 1])
     here = np.repeat(alive, program.problem.usage_bytes.sizes)
     columns, index = np.unique(program.column[here], return_inverse=True)
@@ -175,7 +177,7 @@ def _row_terms(program: _HighsModel, row: int) -> tuple[IntArray, FloatArray]:
 
 
 def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
-    """What ``choices`` keep alive at an overrun time is too much together: not all of it again."""
+    """Add cover cuts: the strategies of ``choices`` that are alive at an overrun time must not all be chosen again."""
     problem, limit = program.problem, program.problem.limit_bytes or 0.0
     values = np.zeros(problem.node_costs.values.size)
     values[problem.node_costs.starts[:-1] + np.asarray(choices)] = 1.0
@@ -186,7 +188,7 @@ def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
 
 
 def _run_stoppable(highs: Any, control: Control) -> None:
-    """Run HiGHS on a thread of its own, so that this one sees signals, and cancel it when the control says stop."""
+    """Run HiGHS on a thread of its own, so that this one receives signals, and cancel it when the control says stop."""
     highs.HandleUserInterrupt = True
     worker = threading.Thread(target=highs.run, daemon=True)
     worker.start()
@@ -198,10 +200,10 @@ def _run_stoppable(highs: Any, control: Control) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Highs(Solver):
-    """Exact; for problems of up to a few 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
+    """Exact solver for problems of up to a few 10^5 pairs of strategies; simplify first (``Portfolio`` does).
 
-    ``relative_gap``: choices proven to be this close to the best are good enough. ``max_branches``: the search ends
-    after so many nodes of HiGHS's tree.
+    ``relative_gap``: choices proven to be this close to the optimum are good enough. ``max_branches``: the search ends
+    after so many nodes of HiGHS's branch-and-bound tree.
     """
 
     relative_gap: float = 0.0
@@ -215,7 +217,9 @@ class Highs(Solver):
         control: Control | None = None,
         start: Sequence[int] | None = None,
     ) -> Solution:
-        """Optimal (within ``relative_gap``) unless stopped; the bound is HiGHS's. ``start``: choices to begin from."""
+        """Return the optimum (within ``relative_gap``) unless stopped; the bound is HiGHS's. ``start``: initial
+        choices.
+        """
         solution = self.search(problem, time_limit_seconds=time_limit_seconds, control=control, start=start)
         if solution.status is not Status.INFEASIBLE or problem.limit_bytes is None:
             return solution
@@ -231,7 +235,7 @@ class Highs(Solver):
         control: Control | None = None,
         start: Sequence[int] | None = None,
     ) -> Solution:
-        """``solve``, without the smallest peak when nothing fits."""
+        """Solve as ``solve`` does, but without the smallest peak when nothing fits."""
         started = time.perf_counter()
         control = control or Control()
         if problem.num_nodes == 0:
@@ -249,7 +253,9 @@ class Highs(Solver):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ended:
-    """How HiGHS ended: the values of s (empty if there are none) and what it proved, in seconds."""
+    """The result of a HiGHS run: its status, the values of s (empty without a solution), and cost and bound in
+    seconds.
+    """
 
     status: Any
     values: FloatArray
@@ -270,7 +276,7 @@ class _HighsRun:
     bound: float = -math.inf
 
     def solve(self) -> Solution:
-        """See ``Highs.solve``."""
+        """Solve the relaxation, then the integer program; see ``Highs.solve``."""
         ended = highspy.HighsModelStatus
         relaxed = self._until_nothing_is_overrun(_OVERRUN)
         if relaxed.status != ended.kOptimal:
@@ -307,14 +313,14 @@ class _HighsRun:
             _cut_off(self.program, choices)
 
     def _until_nothing_is_overrun(self, tolerance: float) -> _Ended:
-        """Solve until no row outside the program is overrun."""
+        """Solve and add exceeded memory rows until no row outside the program is exceeded by more than `tolerance`."""
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
             _run_stoppable(highs, self.control)
             status, info = highs.getModelStatus(), highs.getInfo()
             found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-            # Read before rows are added: HiGHS forgets its answer when the program changes.
+            # Read the answer before rows are added: HiGHS discards it when the program changes.
             ended = _Ended(
                 status=status,
                 values=np.array(highs.getSolution().col_value[:count]) if found else np.zeros(0),

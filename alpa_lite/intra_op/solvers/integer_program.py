@@ -1,22 +1,22 @@
-"""The intra-op problem as the integer program of Alpa (Zheng et al., OSDI 2022, section 4.2), in PuLP, run by HiGHS.
+"""The integer program of Alpa (Zheng et al., OSDI 2022, section 4.2) for the intra-op problem, in PuLP, solved by
+HiGHS.
 
     s[v,i] in {0, 1}             node v takes strategy i                                   ``_add_nodes``
     e[uv,i,j] in [0, 1]          u takes i and v takes j: the product s[u,i] s[v,j]        ``_add_edge``
-
     minimise  sum_v,i c_v(i) s[v,i] + sum_uv,i,j C_uv(i,j) e[uv,i,j]                       ``_build``
     subject to
         sum_i s[v,i] = 1                                  for every node v                 ``_one_hot``
         sum_j e[uv,i,j] = s[u,i]                          for every edge uv and i          ``_row_sums``
         sum_i e[uv,i,j] = s[v,j]                          for every edge uv and j          ``_column_sums``
         sum_v,i b_vt(i) s[v,i] <= limit                   for every row t that can bind    ``_memory_row``
-
     smallest peak: minimise P with  sum_v,i b_vt(i) s[v,i] <= P                            ``leanest_choices``
 
 The e need not be integer: s is one-hot, so a row sum of zero empties every row but one and a column sum of zero every
 column but one (e >= 0), and the one entry left must be s[u,i] s[v,j] = 1. Infinite entries get no variable at all,
-which fixes them at zero without a big number. Costs are shifted to begin at zero and scaled to a largest value of
-``_LARGEST_COST``, for HiGHS knows absolute tolerances; the limit is scaled to one. Rounding within those tolerances can
-still overrun the limit by a few bytes; such an answer is cut off and the program solved again (``_cover_cut``).
+which fixes them at zero without a big-M constant. Costs are shifted to begin at zero and scaled to a largest value of
+``_LARGEST_COST``, because HiGHS has absolute tolerances; the limit is scaled to one. Rounding within those tolerances
+can still overrun the limit by a few bytes; a cut excludes such an answer and the program is solved again
+(``_cover_cut``).
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -34,7 +34,7 @@ import highspy
 import numpy as np
 import pulp
 
-from alpa_lite.intra_op.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
+from alpa_lite.intra_op.memory.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
@@ -46,7 +46,7 @@ Terms = dict[pulp.LpVariable, float]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Model:
-    """The program under construction; ``nodes[v]`` maps the strategies that are allowed to their variables."""
+    """The program under construction; ``nodes[v]`` maps the allowed strategies of node v to their variables."""
 
     program: pulp.LpProblem
     scale: float
@@ -55,27 +55,27 @@ class _Model:
     nodes: list[dict[int, pulp.LpVariable]] = field(default_factory=list[dict[int, pulp.LpVariable]])
 
     def add_row(self, terms: Terms, sense: int, right: float) -> None:
-        """terms (sense) right, with sense one of PuLP's LpConstraintEQ and LpConstraintLE."""
+        """Add the constraint terms (sense) right, with sense one of PuLP's LpConstraintEQ and LpConstraintLE."""
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, None, right))
 
     def variable(self, name: str, *, integer: bool) -> pulp.LpVariable:
-        """A new variable in [0, 1]."""
+        """Return a new variable in [0, 1]."""
         return self.program.add_variable(name, 0, 1, pulp.LpInteger if integer else pulp.LpContinuous)
 
     def shifted(self, costs: FloatArray) -> FloatArray:
-        """(costs - min costs) / scale; the minimum goes to the offset."""
+        """Return (costs - min costs) / scale, and add the minimum to the offset."""
         least = float(costs.min())
         self.offset += least
         return (costs - least) / self.scale
 
 
 def _one_hot(model: _Model, variables: Mapping[int, pulp.LpVariable]) -> None:
-    """sum_i s[v,i] = 1."""
+    """Add the row sum_i s[v,i] = 1."""
     model.add_row(dict.fromkeys(variables.values(), 1.0), pulp.LpConstraintEQ, 1.0)
 
 
 def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
-    """sum_j e[uv,i,j] = s[u,i] for every i."""
+    """Add the rows sum_j e[uv,i,j] = s[u,i] for every i."""
     rows: dict[int, Terms] = {i: {variable: -1.0} for i, variable in model.nodes[edge.source].items()}
     for (i, _), variable in entries.items():
         rows[i][variable] = 1.0
@@ -84,7 +84,7 @@ def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.
 
 
 def _column_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
-    """sum_i e[uv,i,j] = s[v,j] for every j."""
+    """Add the rows sum_i e[uv,i,j] = s[v,j] for every j."""
     columns: dict[int, Terms] = {j: {variable: -1.0} for j, variable in model.nodes[edge.target].items()}
     for (_, j), variable in entries.items():
         columns[j][variable] = 1.0
@@ -93,7 +93,7 @@ def _column_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pu
 
 
 def _memory_terms(model: _Model, row: MemoryRow, unit: float) -> Terms:
-    """sum_v,i b_vt(i) s[v,i], in units of ``unit`` bytes."""
+    """Return the terms of sum_v,i b_vt(i) s[v,i], in units of ``unit`` bytes."""
     return {
         variable: float(used[i]) / unit
         for node, used in row.bytes.items()
@@ -103,19 +103,19 @@ def _memory_terms(model: _Model, row: MemoryRow, unit: float) -> Terms:
 
 
 def _memory_row(model: _Model, row: MemoryRow, limit_bytes: float) -> None:
-    """sum_v,i b_vt(i) s[v,i] <= limit."""
+    """Add the row sum_v,i b_vt(i) s[v,i] <= limit."""
     unit = max(limit_bytes, 1.0)
     model.add_row(_memory_terms(model, row, unit), pulp.LpConstraintLE, limit_bytes / unit)
 
 
 def _cover_cut(model: _Model, row: MemoryRow, choices: tuple[int, ...]) -> None:
-    """What ``choices`` keep alive in ``row`` is too much together: not all of it again."""
+    """Add a cover cut: the strategies of ``choices`` that are alive in ``row`` must not all be chosen again."""
     variables = [model.nodes[node][choices[node]] for node, used in row.bytes.items() if used[choices[node]] > 0]
     model.add_row(dict.fromkeys(variables, 1.0), pulp.LpConstraintLE, len(variables) - 1.0)
 
 
 def _add_nodes(model: _Model, problem: Problem) -> bool:
-    """Variables and one-hot rows; False when a node has no strategy of finite cost."""
+    """Add the variables and one-hot rows of all nodes; return False when a node has no strategy of finite cost."""
     for node, costs in enumerate(problem.node_costs):
         allowed = np.flatnonzero(np.isfinite(costs))
         if allowed.size == 0:
@@ -129,7 +129,7 @@ def _add_nodes(model: _Model, problem: Problem) -> bool:
 
 
 def _add_edge(model: _Model, edge: Edge, index: int) -> bool:
-    """Variables and sums of one edge; False when it has no pair of finite cost."""
+    """Add the variables and sums of one edge; return False when it has no pair of finite cost."""
     source, target = model.nodes[edge.source], model.nodes[edge.target]
     pairs = [(i, j) for i in source for j in target if math.isfinite(edge.costs[i, j])]
     if not pairs:
@@ -143,14 +143,14 @@ def _add_edge(model: _Model, edge: Edge, index: int) -> bool:
 
 
 def _cost_scale(problem: Problem) -> float:
-    """The number of seconds that becomes one unit of the objective."""
+    """Return the number of seconds in one unit of the objective."""
     arrays = [*problem.node_costs, *(edge.costs for edge in problem.edges)]
     spans = [float(np.ptp(array[np.isfinite(array)])) for array in arrays if np.isfinite(array).any()]
     return max(spans, default=0.0) / _LARGEST_COST or 1.0
 
 
 def _num_entries(problem: Problem) -> int:
-    """The terms of the program: of strategies, of pairs and of memory rows."""
+    """Return the number of terms of the program: of strategies, of pairs and of memory rows."""
     times = binding_times(problem)
     first, last = np.searchsorted(times, problem.usage_times).T
     return int(
@@ -161,7 +161,7 @@ def _num_entries(problem: Problem) -> int:
 
 
 def _build(problem: Problem) -> _Model | None:
-    """The program without its memory rows; None when some node or edge leaves no finite choice."""
+    """Build the program without its memory rows, or return None when some node or edge has no finite cost."""
     model = _Model(program=pulp.LpProblem("intra_op", pulp.LpMinimize), scale=_cost_scale(problem))
     if not _add_nodes(model, problem):
         return None
@@ -172,7 +172,7 @@ def _build(problem: Problem) -> _Model | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PulpRun:
-    """What HiGHS made of a program; ``bound`` in the program's own units."""
+    """The result of a HiGHS run; ``bound`` is in units of the program's objective."""
 
     choices: tuple[int, ...] | None
     infeasible: bool
@@ -181,7 +181,10 @@ class _PulpRun:
 
 
 def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
-    """No ``threads`` option: HiGHS shares one thread pool per process and refuses to change it."""
+    """Return a configured HiGHS solver.
+
+    It has no ``threads`` option: HiGHS shares one thread pool per process and refuses to change its size.
+    """
     return pulp.HiGHS(
         msg=False,
         timeLimit=max(seconds, 0.01),
@@ -194,7 +197,7 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
 
 
 def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
-    """Solve with HiGHS, step by step as PuLP does, for its status and bound."""
+    """Solve with HiGHS in the same steps as PuLP does, to read its status and bound, which PuLP hides."""
     program = model.program
     program.setObjective(pulp.LpAffineExpression(model.objective))
     solver.createAndConfigureSolver(program)
@@ -220,9 +223,9 @@ def _read_choices(model: _Model) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerProgram(Solver):
-    """Exact, for any problem; slow beyond about 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
+    """Exact solver; slow beyond about 10^5 pairs of strategies, so simplify first (``Portfolio`` does).
 
-    ``relative_gap``: choices proven to be this close to the best are good enough. A program of more than
+    ``relative_gap``: choices proven to be this close to the optimum are good enough. A program of more than
     ``max_entries`` terms is refused before any work: PuLP needs about a kilobyte and 10 microseconds for each, and
     cannot be stopped meanwhile.
     """
@@ -231,7 +234,8 @@ class IntegerProgram(Solver):
     max_entries: int = 1_000_000
 
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """Optimal (within ``relative_gap``) unless HiGHS stops at the time limit; the bound is HiGHS's dual bound.
+        """Return the optimum (within ``relative_gap``) unless HiGHS reaches the time limit; the bound is HiGHS's dual
+        bound.
 
         Raises ValueError for a larger program than ``max_entries`` allows.
         """
@@ -269,7 +273,9 @@ class IntegerProgram(Solver):
         *,
         deadline: float,
     ) -> _PulpRun:
-        """Run until the answer keeps the limit to the byte, cutting off answers that do so only within tolerance."""
+        """Run until the answer satisfies the limit to the byte, cutting off answers that do so only within
+        tolerance.
+        """
         limit = math.inf if problem.limit_bytes is None else problem.limit_bytes
         while True:
             left = deadline - time.perf_counter()
@@ -284,7 +290,7 @@ class IntegerProgram(Solver):
 
 
 def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int, ...] | None:
-    """Choices of finite cost with the smallest peak over the memory rows; None if there are none, or no time."""
+    """Return choices of finite cost with the smallest peak over the memory rows; None if there are none, or no time."""
     model = _build(problem)
     if model is None:
         return None

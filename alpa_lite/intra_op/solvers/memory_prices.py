@@ -1,12 +1,12 @@
-"""Prices on memory, with exact elimination: for narrow problems whose memory limit binds.
+"""Prices on memory with exact elimination: a solver for narrow problems whose memory limit binds.
 
     L(p)     = min_x cost(x) + sum_t p_t (U_t(x) - limit),  p >= 0, by elimination: a lower bound       ``_cheapest``
-    next p   = argmax of the least over the choices x_k found so far of
+    next p   = argmax over p of the least over the choices x_k computed so far of
                cost(x_k) + sum_t p_t (U_t(x_k) - limit), a linear program                               ``_next_prices``
     answer   the cheapest x_k within the limit, once it is close enough to the best L               ``PricedSearch.run``
 
 This is Kelley's cutting-plane method on the Lagrangian dual (Kelley, J. SIAM 8(4), 1960). Only times at which some x_k
-overran the limit have a price. The first choices are those of least bytes times lifetime.
+exceeded the limit have a price. The first choices minimise bytes times lifetime.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from alpa_lite.intra_op.solvers.solver import Clock
 
 MAX_ROUNDS = 40
 _PUSHES = (1.02, 1.1, 1.5)
-"""By how much prices are raised in turn while the choices that they lead to overrun the limit."""
+"""The factors by which prices are raised in turn while the resulting choices exceed the limit."""
 _HIGHEST = 1e3
-"""The highest price of a limit's worth of bytes, in costs of the first choices."""
+"""The highest price of ``limit`` bytes, as a multiple of the largest cost of the choices computed so far."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PricedSearch:
-    """Choices found so far, with their costs and their bytes over the limit at each time; the best of them; a bound."""
+    """The state of a search: the best choices with their cost (seconds), the lower bound, and all choices so far.
+
+    ``_costs`` and ``_overruns`` hold the cost of each choices and their bytes above the limit at each time.
+    """
 
     problem: Problem
     plan: EliminationPlan
@@ -44,9 +47,9 @@ class PricedSearch:
     _overruns: list[FloatArray] = field(default_factory=list[FloatArray])
 
     def run(self, *, relative_gap: float, clock: Clock) -> None:
-        """Search until the gap is closed to `relative_gap`, or nothing more can be gained by prices.
+        """Search until the gap is at most `relative_gap`, or prices cannot improve it any more.
 
-        Run again, with a smaller gap, it goes on from where it was.
+        A second call, with a smaller gap, continues the search.
         """
         if not self._costs:
             self._begin(clock)
@@ -60,7 +63,7 @@ class PricedSearch:
         if self._cheapest(np.ones(self._prices.size), clock, costs_count=False) is None:
             return
         if np.isinf(self._costs[0]):
-            self.bound = np.inf  # no choices have finite cost, whatever they hold
+            self.bound = np.inf  # no choices have finite cost, whatever their memory
             self._exhausted = True
 
     def _round(self, clock: Clock) -> None:
@@ -79,14 +82,14 @@ class PricedSearch:
         self._exhausted = self._rounds == MAX_ROUNDS
 
     def _push(self, prices: FloatArray, clock: Clock) -> None:
-        """Raise prices until choices keep the limit."""
+        """Raise prices until the choices satisfy the limit."""
         for push in _PUSHES:
             if np.all(self._overruns[-1] <= 0) or clock.over():
                 return
             self._cheapest(push * prices, clock)
 
     def _cheapest(self, prices: FloatArray, clock: Clock, *, costs_count: bool = True) -> float | None:
-        """L at some prices, whose choices are noted; None where the time is up before."""
+        """Return L at some prices and record its choices; None if the time is up before."""
         problem = self.problem
         costs = _with_prices(problem, prices, costs_count=costs_count)
         found = cheapest_choices(self.plan, *costs, over=clock.over)
@@ -102,11 +105,11 @@ class PricedSearch:
         return cost + float(prices @ overrun)
 
     def _next_prices(self) -> FloatArray:
-        """The prices at which the choices found so far promise most."""
+        """Return the prices that maximise the cutting-plane model of L."""
         overruns = np.stack(self._overruns)
         priced = np.flatnonzero((overruns > 0).any(axis=0))
         highest = _HIGHEST * max(self._costs) / max(1.0, float(self.problem.limit_bytes or 0.0))
-        # Bytes in units of the limit, so that the numbers of the program are of one size.
+        # Bytes are in units of the limit, so that all coefficients have a similar magnitude.
         unit = max(1.0, float(self.problem.limit_bytes or 0.0))
         rows = np.hstack([np.ones((len(self._costs), 1)), -overruns[:, priced] / unit])
         found: Any = linprog(
@@ -123,7 +126,10 @@ class PricedSearch:
 
 
 def _with_prices(problem: Problem, prices: FloatArray, *, costs_count: bool) -> tuple[FloatArray, FloatArray]:
-    """The costs of nodes and of edges with those of bytes; `costs_count`: else they only say what is allowed."""
+    """Return the costs of nodes and of edges, with the prices of bytes added to the nodes.
+
+    Without `costs_count`, all finite costs count as zero, so that the bytes alone decide.
+    """
     times, total = np.unique(problem.usage_times), np.concatenate([[0.0], np.cumsum(prices)])
     node, edge = problem.node_costs.values.copy(), problem.edge_costs.values
     if not costs_count:

@@ -1,4 +1,4 @@
-"""Large-neighbourhood search on blocks that form trees: good choices fast, within the memory limit, nothing proven.
+"""Large-neighbourhood search on blocks that form trees: good choices fast, within the memory limit, without proof.
 
     block      B grows from a few random nodes through random neighbours, each of them
                joined to B by one edge: B induces a forest                            ``_grow``
@@ -6,15 +6,15 @@
                inf where the bytes alone exceed what the nodes outside B leave free   ``_condition``
     best       x_B = argmin sum_(v in B) h_v + edges in B, from the leaves to the
                roots and back                                                         ``_climb``, ``_descend``
-    heat       noise  T log(uniform)  on h_v draws x_B near-best instead              ``_condition``
-    accepted   if the rows are overrun no more than before, and, by the rule of
-               Metropolis, for what cost + sum_t p_t U_t grew by                      ``_search``
+    heat       noise  T log(uniform)  on h_v samples a near-optimal x_B instead       ``_condition``
+    accepted   if the rows are overrun no more than before, and, by the Metropolis
+               rule, for the growth of cost + sum_t p_t U_t                           ``_search``
 
-Prices steer blocks away from full rows; the limit itself is kept by the test, never by a price. Rows matter only once
-some choices overran them (``Neighbourhood``): few ever do.
+Prices steer blocks away from full rows; the acceptance test enforces the limit itself. A row is tracked only once some
+choices exceeded it (``Neighbourhood``), which is true for few.
 """
 
-# Kernels are typed for readers; what numba makes of them, and elements of arrays, pyright cannot know.
+# Kernels are typed for readers. Pyright cannot infer the types of functions that numba compiles, nor of array elements.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportReturnType=false
 # pyright: reportArgumentType=false
@@ -35,17 +35,20 @@ from alpa_lite.program.kernel import kernel
 _MAX_BLOCK = 100
 _MAX_TREES = 3
 _LIKELY = 0.98
-"""Rows that the first choices fill to this part of the limit count from the start."""
+"""Rows that the first choices fill to this fraction of the limit are tracked from the start."""
 
 
 _FIRST_PRESSURE = 1e-3
-"""The part of the cost that an overrun is priced at when memory has no price yet."""
+"""The fraction of the cost that prices an overrun when memory has no price yet."""
 
 
 class Scratch(NamedTuple):
-    """What one search works on. A block holds ``nodes[:count]``, parents before children; ``link[p]`` is the link of
-    the parent ``nodes[parent[p]]`` to node p. ``entered`` and ``seen`` hold the number of the last block that a node
-    was in, or next to; ``near`` counts its neighbours in that block."""
+    """The working arrays of one search.
+
+    A block holds ``nodes[:count]``, parents before children; ``link[p]`` is the link of the parent ``nodes[parent[p]]``
+    to node p. ``entered`` and ``seen`` hold the number of the last block that a node was in, or next to; ``near``
+    counts its neighbours in that block.
+    """
 
     nodes: IntArray
     parent: IntArray
@@ -88,7 +91,7 @@ def _scratch(flat: Flat, seed: int) -> Scratch:
 
 @kernel
 def _uniform(random: IntArray) -> float:
-    """In (0, 1), by Marsaglia's xorshift generator (Journal of Statistical Software 8(14), 2003)."""
+    """Return a number in (0, 1), by Marsaglia's xorshift generator (Journal of Statistical Software 8(14), 2003)."""
     state = np.uint64(random[0])
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
@@ -99,7 +102,7 @@ def _uniform(random: IntArray) -> float:
 
 @kernel
 def _enter(flat: Flat, scratch: Scratch, node: int, link: int, count: int, number: int, num_front: int) -> int:
-    """Make ``node`` the block's last; its neighbours join the front, unless they were next to the block before."""
+    """Append ``node`` to the block and add its new neighbours to the front; return the size of the front."""
     scratch.nodes[count] = node
     scratch.link[count] = link
     scratch.parent[count] = -1
@@ -123,7 +126,7 @@ def _enter(flat: Flat, scratch: Scratch, node: int, link: int, count: int, numbe
 
 @kernel
 def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
-    """A random block; how many nodes it has."""
+    """Grow a random block and return the number of its nodes."""
     num_nodes = flat.cost_start.size - 1
     size = 1 + int(_MAX_BLOCK * _uniform(scratch.random) ** 2)
     num_trees = 1 + int(_MAX_TREES * _uniform(scratch.random) ** 2)
@@ -143,6 +146,7 @@ def _grow(flat: Flat, scratch: Scratch, number: int) -> int:
             num_front -= 1
             scratch.front[pick] = scratch.front[num_front]
             scratch.front_link[pick] = scratch.front_link[num_front]
+            # A second edge into the block would close a cycle, and trees alone can be minimised exactly in one pass.
             if scratch.near[node] == 1:
                 num_front = _enter(flat, scratch, node, link, count, number, num_front)
                 count += 1
@@ -160,7 +164,10 @@ def _condition(
     prices: FloatArray,
     heat: float,
 ) -> None:
-    """h of one node of the block; ``used`` is what the nodes outside keep alive, ``prices`` are prefix sums."""
+    """Write h of one node of the block.
+
+    ``used`` holds the bytes of the nodes outside the block by row; ``prices`` are prefix sums over the rows.
+    """
     start = flat.cost_start[node]
     size = flat.cost_start[node + 1] - start
     h = scratch.h[start : start + size]
@@ -175,6 +182,7 @@ def _condition(
         free = np.inf
         for row in range(flat.run_first[run], flat.run_last[run]):
             free = min(free, flat.room[row] - used[row])
+        # The current strategy is always allowed, even in a row that is overrun already, so that h is never all inf.
         free = max(free, flat.bytes[first + choices[node]])
         price = prices[flat.run_last[run]] - prices[flat.run_first[run]]
         for i in range(size):
@@ -186,7 +194,7 @@ def _condition(
 
 @kernel
 def _climb(flat: Flat, scratch: Scratch, count: int) -> None:
-    """From the leaves to the roots: h_u(i) = h_u(i) + min_j h_v(j) + C_uv(i, j) for the children v of u."""
+    """Pass messages from the leaves to the roots: h_u(i) += min_j h_v(j) + C_uv(i, j) for the children v of u."""
     for place in range(count - 1, -1, -1):
         above = scratch.parent[place]
         if above < 0:
@@ -207,7 +215,7 @@ def _climb(flat: Flat, scratch: Scratch, count: int) -> None:
 
 @kernel
 def _descend(flat: Flat, scratch: Scratch, count: int) -> None:
-    """From the roots to the leaves: each node's best strategy given its parent's."""
+    """Draw from the roots to the leaves each node's best strategy given its parent's."""
     for place in range(count):
         node, above = scratch.nodes[place], scratch.parent[place]
         start = flat.cost_start[node]
@@ -226,7 +234,7 @@ def _descend(flat: Flat, scratch: Scratch, count: int) -> None:
 
 @kernel
 def _block_cost(flat: Flat, scratch: Scratch, count: int, number: int, choices: IntArray, new: bool) -> float:
-    """The cost of the block and its edges, with what is drawn (``new``) or with what it held."""
+    """Return the cost of the block and its edges, under the drawn strategies (``new``) or the current ones."""
     total = 0.0
     for place in range(count):
         node = scratch.nodes[place]
@@ -246,7 +254,7 @@ def _block_cost(flat: Flat, scratch: Scratch, count: int, number: int, choices: 
 
 @kernel
 def _block_paid(flat: Flat, scratch: Scratch, count: int, choices: IntArray, prices: FloatArray) -> float:
-    """sum_t p_t U_t: what the drawn strategies pay for memory more than those before."""
+    """Return the growth of sum_t p_t U_t from the current strategies to the drawn ones."""
     total = 0.0
     for place in range(count):
         node = scratch.nodes[place]
@@ -259,7 +267,7 @@ def _block_paid(flat: Flat, scratch: Scratch, count: int, choices: IntArray, pri
 
 @kernel
 def _put(flat: Flat, scratch: Scratch, count: int, choices: IntArray, new: bool, sign: float, used: FloatArray) -> None:
-    """Add the block's usage to ``used``, or take it off."""
+    """Add ``sign`` times the block's usage to ``used``, under the drawn strategies (``new``) or the current ones."""
     for place in range(count):
         node = scratch.nodes[place]
         add_usage(flat, node, scratch.drawn[place] if new else choices[node], sign, used)
@@ -283,7 +291,7 @@ def _changes(scratch: Scratch, count: int, choices: IntArray) -> bool:
 
 @kernel
 def _accepts(growth: float, heat: float, random: IntArray) -> bool:
-    """Metropolis: always what is no worse, else with probability exp(-growth / heat)."""
+    """Apply the Metropolis rule: accept any growth <= 0, and others with probability exp(-growth / heat)."""
     return growth <= 0.0 or (heat > 0.0 and growth < -heat * math.log(_uniform(random)))
 
 
@@ -300,8 +308,10 @@ def _search(
     first_number: int,
     halt: IntArray,
 ) -> float:
-    """Blocks one after the other until ``halt``, ``choices`` changed in place; ``best`` and its cost, inf if none
-    fits."""
+    """Optimise blocks one after the other until ``halt``, changing ``choices`` in place.
+
+    Write the cheapest choices within the limit to ``best`` and return their cost in seconds, inf if none fit.
+    """
     used = np.empty(flat.room.size)
     usage_of(flat, choices, used)
     cost, overrun, best_cost = cost_of(flat, choices), _overrun(used, flat.room), np.inf
@@ -344,10 +354,10 @@ def _search(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Neighbourhood:
-    """A search of one problem that goes on from call to call; equal seeds and calls give equal answers.
+    """The search of one problem, continued from call to call; equal seeds and calls give equal answers.
 
-    ``flat`` has finite costs, those for infinite ones larger than any solution's. ``best`` fits the limit; None until
-    something did. ``best_cost`` is in seconds. ``halt``: see ``run_attended``.
+    ``flat`` has finite costs; the substitutes of infinite costs are larger than the cost of any solution. ``best``
+    satisfies the limit; it is None until some choices do. ``best_cost`` is in seconds. ``halt``: see ``run_attended``.
     """
 
     flat: Flat
@@ -367,7 +377,7 @@ class Neighbourhood:
     def run(
         self, start: IntArray, row_prices: FloatArray, *, num_blocks: int, first_heat: float, last_heat: float
     ) -> IntArray:
-        """Search from ``start``; the choices at the end, which may be worse than ``best``. Heats are in seconds."""
+        """Search from ``start`` and return the last choices, which may be worse than ``best``. Heats are in seconds."""
         self._watch(overrun_of(self.flat, start), _LIKELY)
         rows = np.array(sorted(self._rows), dtype=np.int64)
         prices = np.concatenate([np.zeros(1), np.cumsum((row_prices + self._pressure)[rows])])
@@ -387,7 +397,7 @@ class Neighbourhood:
         return choices
 
     def _press(self, overrun: FloatArray, row_prices: FloatArray, cost: float) -> None:
-        """Rows that stay overrun get ever higher prices, the others lose theirs."""
+        """Raise the prices of rows that remain overrun, and lower those of all others."""
         over = overrun > 0.0
         first = max(
             float(row_prices.max(initial=0.0)),
@@ -397,7 +407,9 @@ class Neighbourhood:
         self._pressure[self._pressure < first / 16.0] = 0.0
 
     def _watch(self, overrun: FloatArray, part: float) -> None:
-        """From now on, keep the rows that are overrun, and those that are nearly full: of neighbours, the fullest."""
+        """Track the rows that are overrun, or nearly full (by ``part`` of the limit): of neighbouring rows, the
+        fullest.
+        """
         near = np.flatnonzero(overrun > 0.0) if part == 1.0 else np.flatnonzero(overrun > (part - 1.0) * self.flat.room)
         while near.size:
             row = int(near[overrun[near].argmax()])

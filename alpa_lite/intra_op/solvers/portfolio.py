@@ -1,27 +1,25 @@
-"""The solver to use: reduce, then eliminate, or run HiGHS on what is small, or bound and search what is not.
+"""The default solver: reduce, then eliminate, run HiGHS on small problems, or bound and search on large ones.
 
-    reduce       simplify; without memory rows each connected part is a problem of its
-                 own, and equal parts are solved once                                   ``_solve_parts``
-    narrow       elimination finds the best choices without the limit: the optimum if
-                 they fit, else a bound, for dropping a constraint only lowers it       ``_eliminate``
-    binding      narrow problems that need more than the limit: prices on memory find
-                 good choices and a bound in a few eliminations (prices.py)             ``_priced``
+    reduce       simplify; without memory rows each connected component is a problem of
+                 its own, and equal components are solved once                          ``_solve_parts``
+    narrow       elimination yields the best choices without the limit: the optimum if
+                 they fit, else a bound, since dropping a constraint only lowers it     ``_eliminate``
+    binding      narrow problems that exceed the limit: prices on memory yield good
+                 choices and a bound in a few eliminations (memory_prices.py)           ``_priced``
     small        HiGHS on arrays, exact                                                 ``_solve_part``
     else         rounds of messages, search, recombination and fixing (rounds.py), with
-                 HiGHS as soon as what is left is small                                 ``RoundSearch``
-    in haste     any choices within the limit, by search: after the first reductions,
-                 where all of them take a good part of the time; else last, where
-                 nothing was found by then                                              ``choices_in_haste``
+                 HiGHS as soon as the rest is small                                     ``RoundSearch``
+    in haste     any choices within the limit, by search: after the first reductions if
+                 all of them take a good part of the time; else last, if there are no
+                 choices yet                                                            ``choices_in_haste``
 
-Every answer is re-priced by ``evaluate`` on the problem as given, and none overruns the limit.
-
-Some choices within the memory limit, soon: neighbourhood search, nothing proven.
+The search in haste is a neighbourhood search that proves nothing:
 
     starts     the cheapest strategy of each node; that of least bytes times lifetime; random ones   ``_starts``
-    search     blocks without heat and with it in turn; rows that stay overrun at ever higher prices  ``Neighbourhood``
+    search     blocks with and without heat in turn; overrun rows get ever higher prices             ``Neighbourhood``
     ends       at the first choices of finite cost that fit, or when the time is up
 
-It is for problems whose reductions take long, or that nothing else has an answer to when the time is up.
+``evaluate`` re-prices every answer on the original problem, and no answer overruns the limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Two solutions into one better than both: partition crossover.
+"""Partition crossover: combine two solutions into one that is at least as good as both.
 
-D          the nodes in which x and y differ; the parts of D that no edge joins
+D          the nodes in which x and y differ; the parts P of D are its connected components
 gain(P)    cost(x) - cost(x with y on P): the gains of different parts add up        ``_gains``
 taken      the parts of positive gain, largest first, as long as memory allows       ``recombine``
 """

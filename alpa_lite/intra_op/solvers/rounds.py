@@ -1,18 +1,19 @@
-"""The search of problems that are too large for an exact method: rounds of bounding and searching, side by side.
+"""Search for problems that are too large for an exact method: rounds of bounding and searching in parallel.
 
     round       messages and prices (dual.py) on one thread, until they gain no more, and
                 neighbourhood search (neighbourhood.py) on the others                        ``_round``
     starts      decodings of the messages until the bound gains little; then cycles, from
-                the best or from a decoding                                         ``_settle``, ``_start_of``
+                the best choices or from a decoding                                 ``_settle``, ``_start_of``
     heat        falls within a cycle of rounds, and rises again with the next                ``_heat``
-    exactly     some blocks are solved to their optimum (exact_blocks.py), while rounds
+    exactly     some blocks are solved to optimality (exact_blocks.py), while rounds
                 save little                                                    ``_solving_blocks``
-    between     the best choices take over what others do better (recombine.py)              ``_offer``
-    fixing      strategies that the bound excludes go; what is left is handed to HiGHS
+    between     the best choices take over improvements of others (recombine.py)             ``_offer``
+    fixing      strategies that the bound excludes are removed; the rest is passed to HiGHS
                 as soon as it is small, and reduced when it has become much smaller          ``_fix``
-    ends        when the gap is closed, the rounds or the time are up, or the caller says so ``solve``
+    ends        when the gap is closed, the rounds or the time are up, or the caller stops   ``solve``
 
-What a round does is counted in passes and blocks, not seconds: equal seeds and numbers of rounds give equal answers.
+The work of a round is counted in passes and blocks, not in seconds, so that equal seeds and numbers of rounds give
+equal answers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The smallest peak that choices of finite cost can reach: what to say when nothing fits the limit.
+"""The smallest peak memory of choices of finite cost, for explanations when nothing fits the limit.
 
     start     x = argmin sum of b_v(x_v) (end - start) over the usages, allowed choices only      ``_start``
     small     minimise P with  sum_v b_vt(x_v) <= P  for all t, as an integer program             ``leanest``
-    large     halve the interval between the proven least and peak(x): any x with
-              peak(x) <= L, or the proof that there is none                                       ``_halve``
+    large     bisect the interval between the proven least and peak(x): any x with
+              peak(x) <= L, or a proof that there is none                                         ``_halve``
 
-Every cost is 0 or inf here, so that ``simplify`` under the limit L takes away whatever another strategy matches in
-every interval, and little is left.
+Every cost is 0 or inf here, so that ``simplify`` under the limit L removes every strategy that another one matches in
+every row, and little is left.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from alpa_lite.intra_op.solvers.integer_program import leanest_choices
 _MAX_PROGRAM_ENTRIES = 20_000
 
 Solve = Callable[[Problem, float], Solution]
-"""Solves a problem within so many seconds."""
+"""Function that solves a problem within the given number of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leanest:
-    """Choices of finite cost with a small peak. ``bound_bytes`` is proven: no such choices have a smaller peak.
+    """Choices of finite cost with a small peak. ``bound_bytes`` is a proven lower bound of all such peaks.
 
-    Without choices the peak is inf; so is the bound when it is proven that no choices have finite cost.
+    Without choices the peak is inf; the bound is inf too when it is proven that no choices have finite cost.
     """
 
     choices: tuple[int, ...] | None
@@ -45,13 +45,13 @@ def _only_allowed(vectors: Ragged) -> Ragged:
 
 
 def _allowed_problem(problem: Problem) -> Problem:
-    """``problem`` without limit, its finite costs at zero."""
+    """Return ``problem`` without limit, with its finite costs set to zero."""
     node_costs, edge_costs = _only_allowed(problem.node_costs), _only_allowed(problem.edge_costs)
     return replace(problem, node_costs=node_costs, edge_costs=edge_costs, limit_bytes=None)
 
 
 def _start(allowed: Problem, solve: Solve, seconds: float) -> Solution:
-    """Allowed choices of little bytes times lifetime, if there are any, and if they were found."""
+    """Solve for allowed choices with the least sum of bytes times lifetime."""
     costs: FloatArray = allowed.node_costs.values.copy()
     for usage in allowed.usages:
         first = allowed.node_costs.starts[usage.node]
@@ -60,12 +60,16 @@ def _start(allowed: Problem, solve: Solve, seconds: float) -> Solution:
 
 
 def smallest_peak(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> float:
-    """The smallest peak in bytes of choices of finite cost, ``inf`` if there are none; best found when time is up."""
+    """Return the smallest peak in bytes of choices of finite cost, ``inf`` if there are none; the best one when time
+    is up.
+    """
     return leanest(problem, solve=solve, time_limit_seconds=time_limit_seconds).peak_bytes
 
 
 def leanest(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> Leanest:
-    """The choices of finite cost with the smallest peak; the best found when time is up. The limit plays no part."""
+    """Return the choices of finite cost with the smallest peak, or the best ones when time is up; the limit is
+    ignored.
+    """
     deadline = time.perf_counter() + time_limit_seconds
     allowed = _allowed_problem(problem)
     first = _start(allowed, solve, time_limit_seconds / 2)
@@ -84,13 +88,13 @@ def leanest(problem: Problem, *, solve: Solve, time_limit_seconds: float) -> Lea
 
 
 def _leaner(allowed: Problem, found: Leanest, choices: tuple[int, ...]) -> Leanest:
-    """What was found, or the choices if their peak is smaller."""
+    """Return `found`, or the choices if their peak is smaller."""
     peak_bytes = evaluate(allowed, choices).peak_bytes
     return found if peak_bytes >= found.peak_bytes else replace(found, choices=choices, peak_bytes=peak_bytes)
 
 
 def prove_leanest(problem: Problem, found: Leanest, *, solve: Solve, time_limit_seconds: float) -> Leanest:
-    """Ask for a byte less until there is nothing, which proves the smallest peak, or until the time is up."""
+    """Solve for a peak one byte smaller until there is none, which proves the smallest peak, or until time is up."""
     deadline, allowed = time.perf_counter() + time_limit_seconds, _allowed_problem(problem)
     while found.choices is not None and found.bound_bytes < found.peak_bytes:
         left = deadline - time.perf_counter()
@@ -105,7 +109,7 @@ def prove_leanest(problem: Problem, found: Leanest, *, solve: Solve, time_limit_
 
 
 def _halve(allowed: Problem, found: Leanest, solve: Solve, deadline: float) -> Leanest:
-    """From above, until nothing is left between what is reached and what is proven unreachable."""
+    """Bisect between the reached peak and the proven bound until both meet, or until time is up."""
     while found.bound_bytes < found.peak_bytes and (left := deadline - time.perf_counter()) > 0.0:
         limit = float(math.floor((found.peak_bytes + found.bound_bytes - 1.0) / 2))
         less = solve(replace(allowed, limit_bytes=max(limit, 0.0)), left)

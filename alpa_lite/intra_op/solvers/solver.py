@@ -1,6 +1,6 @@
-"""What a solver is: a frozen object with its options, and ``solve(problem) -> Solution``.
+"""The interface of solvers: a frozen object with its options, and ``solve(problem) -> Solution``.
 
-A new solver is one file with one subclass and one entry in ``solvers.SOLVERS``; it inherits the shared tests.
+A new solver is one module with one subclass and one entry in ``solvers.SOLVERS``; it inherits the shared tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from alpa_lite.intra_op.problem import Problem, Solution, Status, evaluate
 _POLL_SECONDS = 0.05
 
 PROOF_TOLERANCE = 1e-9
-"""Costs within this relative distance count as equal: what floating-point sums of a few thousand seconds leave."""
+"""Costs within this relative distance count as equal: it covers the rounding of sums of a few thousand terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveProgress:
-    """Where a solve stands: seconds since it began, the best cost and bound so far (seconds), and what it is at."""
+    """The progress of a solve: seconds since it began, the best cost and bound so far (seconds), and its current
+    activity.
+    """
 
     seconds: float
     cost: float
@@ -36,7 +38,7 @@ class SolveProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """How a caller follows a solve and ends it early: the best choices so far are then the answer."""
+    """Callbacks by which a caller follows a solve and ends it early; the best choices so far are then the answer."""
 
     stop: Callable[[], bool] = lambda: False
     report: Callable[[SolveProgress], None] = lambda _: None
@@ -44,7 +46,7 @@ class Control:
 
 @dataclass(slots=True, kw_only=True)
 class Clock:
-    """The time of one solve and its reports; ``offset`` (seconds) is what reductions took out of the costs."""
+    """The time limit and the reports of one solve; ``offset`` (seconds) is the cost that reductions have removed."""
 
     seconds: float
     control: Control
@@ -53,24 +55,24 @@ class Clock:
 
     @property
     def spent(self) -> float:
-        """Seconds since the solve began."""
+        """The seconds since the solve began."""
         return time.perf_counter() - self.started
 
     @property
     def left(self) -> float:
-        """Seconds until its time is up; negative afterwards."""
+        """The seconds until the time limit; negative afterwards."""
         return self.seconds - self.spent
 
     def over(self) -> bool:
-        """Whether to come to an end."""
+        """Return True if the solve should end."""
         return self.left <= 0.0 or self.control.stop()
 
     def inside(self, offset: float) -> Clock:
-        """The clock of a problem whose costs are smaller by ``offset``."""
+        """Return the clock of a problem whose costs are smaller by ``offset``."""
         return replace(self, offset=self.offset + offset)
 
     def report(self, doing: str, *, cost: float = math.inf, bound: float = -math.inf) -> None:
-        """Tell the caller; costs are those of the problem at hand."""
+        """Report the progress to the caller; cost and bound are those of the current (reduced) problem."""
         offset = self.offset
         self.control.report(SolveProgress(seconds=self.spent, cost=cost + offset, bound=bound + offset, doing=doing))
 
@@ -78,9 +80,9 @@ class Clock:
 def run_attended(
     pool: Executor, jobs: Sequence[Callable[[], None]], *, over: Callable[[], bool], halt: NDArray[np.int64]
 ) -> None:
-    """Run jobs side by side, off this thread, which sees signals meanwhile; raises what they raise.
+    """Run jobs in parallel on other threads, so that this one receives signals meanwhile; re-raise their exceptions.
 
-    ``halt[0]`` becomes 1 once it is ``over``: compiled loops look at it, and end with what they have.
+    ``halt[0]`` becomes 1 once ``over`` returns True: compiled loops poll it, and end with what they have.
     """
     running = [pool.submit(job) for job in jobs]
     while wait(running, timeout=_POLL_SECONDS).not_done:
@@ -91,36 +93,36 @@ def run_attended(
 
 
 def no_halt() -> NDArray[np.int64]:
-    """For `run_attended`: nothing is over yet."""
+    """Return the flag for `run_attended` in its initial state."""
     return np.zeros(1, dtype=np.int64)
 
 
 class Solver(ABC):
-    """Chooses one strategy per node."""
+    """Base class of solvers, which choose one strategy per node."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """How solutions name this solver."""
+        """The name of this solver in solutions."""
         return type(self).__name__
 
     @abstractmethod
     def solve(self, problem: Problem, *, time_limit_seconds: float = 60.0, control: Control | None = None) -> Solution:
-        """The best choices found within the time; see ``Status`` for what is proven about them."""
+        """Return the best choices within the time limit; see ``Status`` for what is proven about them."""
 
 
 def closes(bound: float, cost: float) -> bool:
-    """Whether ``bound`` proves ``cost`` optimal, up to rounding."""
+    """Return True if ``bound`` proves ``cost`` optimal, up to rounding."""
     return math.isfinite(bound) and bound >= cost - PROOF_TOLERANCE * max(abs(cost), abs(bound))
 
 
 def solution_of(
     problem: Problem, choices: Sequence[int], *, bound: float, started: float, solver: str, proven: bool = False
 ) -> Solution:
-    """A solution priced by ``evaluate``; OPTIMAL if ``proven`` or if the bound meets the cost.
+    """Return a solution priced by ``evaluate``; OPTIMAL if ``proven`` or if the bound meets the cost.
 
-    ``started`` is ``time.perf_counter()`` when the solve began.
+    ``started`` is ``time.perf_counter()`` when the solve began. Raises VerificationError if the choices are infeasible.
     """
     priced = evaluate(problem, choices)
     if not priced.feasible:
@@ -140,7 +142,7 @@ def solution_of(
 def no_solution(
     *, status: Status, started: float, solver: str, bound: float = -math.inf, peak_bytes: float = math.inf
 ) -> Solution:
-    """A solution without choices: INFEASIBLE (bound inf) or TIME_LIMIT."""
+    """Return a solution without choices: INFEASIBLE (bound inf) or TIME_LIMIT."""
     return Solution(
         choices=None,
         cost=math.inf,
@@ -153,5 +155,5 @@ def no_solution(
 
 
 def better(first: Solution, second: Solution) -> Solution:
-    """The cheaper of two solutions; the second if they cost the same."""
+    """Return the cheaper of two solutions; the second if they cost the same."""
     return first if first.cost < second.cost else second

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import PlanError
-from alpa_lite.intra_op.liveness import lives_of
+from alpa_lite.intra_op.memory.liveness import lives_of
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.program.ir import Value
 from alpa_lite.program.phases import Phase, StepGraph

@@ -1,4 +1,4 @@
-"""The times at which memory can bind: one row of the memory constraint for each.
+"""Memory rows: the times at which the memory limit can bind, one constraint of the integer program for each.
 
     S_t = {usages with start <= t < end}
     row t matters  iff  no S_t' strictly contains S_t, and the sum over
@@ -6,7 +6,7 @@
     row t:  sum_v b_vt(x_v) <= limit                                       ``MemoryRow``
 
 S_t grows where a usage starts and shrinks where one ends, so it is maximal only at the last start before an end. A row
-that even the greediest choices keep under the limit never binds and is left out.
+that stays under the limit even if every node takes its largest strategy never binds, and is left out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryRow:
-    """At ``time``, the nodes' bytes together stay within the limit; ``bytes[v]`` is a vector over v's strategies."""
+    """The memory constraint at ``time``; ``bytes[v]`` is a vector over the strategies of node v."""
 
     time: int
     bytes: dict[int, FloatArray]
 
     def total(self, choices: Sequence[int]) -> float:
-        """The bytes alive at this time."""
+        """Return the bytes alive at this time under the given choices."""
         return sum(float(used[choices[node]]) for node, used in self.bytes.items())
 
 
 def maximal_times(usage_times: IntArray) -> IntArray:
-    """The times whose set of living usages is not contained in that of another, ascending; (U, 2) in."""
+    """Return the times whose set of live usages is contained in no other, ascending.
+
+    ``usage_times`` is (U, 2): start and end of every usage.
+    """
     starts, ends = np.unique(usage_times[:, 0]), np.unique(usage_times[:, 1])
     if starts.size == 0:
         return starts
@@ -42,7 +45,9 @@ def maximal_times(usage_times: IntArray) -> IntArray:
 
 
 def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> FloatArray:
-    """sum of the amounts whose interval [first, last) of rows holds r, for every row r; intervals are (U, 2)."""
+    """Return for every row r the sum of the amounts whose interval [first, last) contains r; ``intervals`` is (U,
+    2).
+    """
     change = np.zeros(num_rows + 1)
     np.add.at(change, intervals[:, 0], amounts)
     np.add.at(change, intervals[:, 1], -amounts)
@@ -50,7 +55,7 @@ def sum_over_rows(num_rows: int, intervals: IntArray, amounts: FloatArray) -> Fl
 
 
 class RangeMaximum:
-    """The maximum over any interval, from the maxima over all intervals of 2^k."""
+    """Sparse table: the maximum of any interval in O(1), from the maxima of all intervals of length 2^k."""
 
     def __init__(self, values: FloatArray) -> None:
         self._levels = [values]
@@ -61,7 +66,7 @@ class RangeMaximum:
             width *= 2
 
     def of(self, intervals: IntArray) -> FloatArray:
-        """The maximum over each interval [first, last); intervals are (k, 2) and not empty."""
+        """Return the maximum over each interval [first, last); ``intervals`` is (k, 2), none of them empty."""
         first, last = intervals.T
         level = np.log2(last - first).astype(int)
         highest = np.empty(len(intervals))
@@ -73,7 +78,7 @@ class RangeMaximum:
 
 
 def binding_times(problem: Problem) -> IntArray:
-    """The maximal times at which the greediest choices would overrun the limit; none when there is no limit."""
+    """Return the maximal times at which the largest strategies overrun the limit; empty when there is no limit."""
     if problem.limit_bytes is None or problem.usage_nodes.size == 0:
         return np.zeros(0, dtype=np.intp)
     times = maximal_times(problem.usage_times)
@@ -92,10 +97,10 @@ def _row(problem: Problem, time: int) -> MemoryRow:
 
 
 def maximal_rows(problem: Problem) -> tuple[MemoryRow, ...]:
-    """The rows that decide the peak, in order of time."""
+    """Return the rows that determine the peak, in order of time."""
     return tuple(_row(problem, time) for time in maximal_times(problem.usage_times).tolist())
 
 
 def memory_rows(problem: Problem) -> tuple[MemoryRow, ...]:
-    """The rows that can bind, in order of time; none when the problem has no limit."""
+    """Return the rows that can bind, in order of time; empty when the problem has no limit."""
     return tuple(_row(problem, time) for time in binding_times(problem).tolist())

@@ -1,20 +1,20 @@
-"""Which values of a stage lie in device memory, and for how long.
+"""Compute which values of a stage are held in device memory, and for how long.
 
-    time         ops in order, one unit each; ops with bodies take one unit and then those of the bodies     (_spans)
-    in memory    values that kernels write (`rules.fusion.accesses`), and what loops hand on                (_written)
-    made again   cheap values that only fused kernels read, where that reads no more than the value takes:  p bytes
-                 of sources at most for each byte, p = 1.25; the sources live as long instead          (_is_repeated)
-    last use     of a value, through ops that only rename it or are fused into kernels that end later           (_use)
-    in place     a kernel overwrites an operand of the same shape that nobody reads any more, a loop takes over what
-                 it carries                                                                                  (_starts)
+    time         the ops in order, one unit each; an op with bodies takes one unit, then those of the bodies  (_spans)
+    in memory    values that kernels write (`rules.fusion.accesses`), and results of loops                  (_written)
+    recomputed   cheap values that only fused kernels read, if recomputing them reads at most p = 1.25 bytes
+                 of sources for each byte of the value; the sources live longer instead                (_is_repeated)
+    last use     of a value, through ops that only rename it or are fused into kernels that end later         (_use)
+    in place     a kernel overwrites an operand of equal shape that nobody reads later, and a loop takes over
+                 the buffers of its carried values                                                          (_starts)
 
-New state overwrites the old (`_new_state`). Inside a loop, what a trip hands to the next one lives until the end of
-the trip, beside what came in; elements of stacks are copied out for kernels that cannot read them in place
-(`elements`), and elements that are stacked up live until they are written. The stacks themselves are values of the
-graph around the loop, from its start on.
+New state overwrites the old one (`_new_state`). Inside a loop, a value that one trip passes to the next lives until the
+end of the trip, in addition to the incoming value. Elements of stacked arrays are copied out for kernels that cannot
+read them in place (`elements`), and elements that are stacked up live until they are written. The stacked arrays
+themselves are values of the graph around the loop, and live from its start on.
 
-The rules are what XLA does on GPUs and CPUs by and large (instruction fusion with duplication, buffer sharing).
-`python -m benchmarks.memory` compares with its accounts.
+The rules approximate what XLA does on GPUs and CPUs (instruction fusion with duplication, buffer sharing). `python -m
+benchmarks.memory` compares them with XLA's own memory analysis.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from alpa_lite.rules.op_info import free_values, rule_of_op
 from cost_models.backend import Fusion
 
 Path = tuple[tuple[int, int], ...]
-"""The way from the graph of the step into a body: pairs of an op and the number of one of its bodies."""
+"""The position of a body in the graph of the step: pairs of an op id and the index of one of its bodies, outermost
+first.
+"""
 
 
 class LiveSpan(NamedTuple):
-    """From time `start` to before `end`."""
+    """The half-open time interval from `start` to before `end`."""
 
     start: int
     end: int
@@ -46,10 +48,10 @@ class LiveSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A value of the graph at `path` in memory from time `start` to before `end`.
+    """The lifetime of a value of the graph at `path`: it is in memory from time `start` to before `end`.
 
-    `saved`: it is made, or comes in, in the forward pass, and the backward pass reads it. `loop_end`: when its last
-    reader before the update ends.
+    `saved`: the value is made, or received, in the forward pass, and the backward pass reads it. `loop_end`: the time
+    at which its last reader before the update ends.
     """
 
     path: Path = ()
@@ -61,7 +63,10 @@ class Life:
 
 
 class _Use(NamedTuple):
-    """When the last kernel that reads a value ends; whether one does in the backward pass, or before the update."""
+    """The end of the last kernel that reads a value.
+
+    `backward`: a kernel of the backward pass reads it; `loop_end`: the end of its last reader before the update, or 0.
+    """
 
     end: int
     backward: bool
@@ -70,9 +75,9 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lives:
-    """The lives of a stage, the span of each op in it, and when each phase is over.
+    """The lifetimes of the values of a stage, the time span of each op, and the ends of the loop and of the stage.
 
-    Values that are summed over micro-batches live, here, until the update has read them.
+    Values that are summed over micro-batches live until the update has read them.
     """
 
     lives: tuple[Life, ...]
@@ -82,20 +87,20 @@ class Lives:
 
     @cached_property
     def running(self) -> Mapping[int, tuple[Path, int]]:
-        """What runs at a time: the innermost op that starts then."""
+        """Map each time to the innermost op that starts then."""
         return {span.start: key for key, span in self.spans.items()}
 
 
 @memoized
 def lives_of(view: StageView, *, fusion: Fusion = "all", fused_attention: bool = False) -> Lives:
-    """The lives of the values of a stage that are neither state nor sums, in order of their start."""
+    """Return the lifetimes of the values of a stage except state and accumulated sums, in order of their start."""
     spans = dict(_spans(view.graph, view.ops, (), 0))
     end = max((span.end for span in spans.values()), default=0)
     phases = view.step.phases
     loop_end = max((spans[(), o].end for o in view.ops if phases[o].in_loop), default=0)
     options = _LivenessOptions(fusion=fusion, fused_attention=fused_attention)
     outer = _LiveScope(view.graph, (), view.ops, spans, end, options, view=view)
-    # What goes from an operand's memory straight into a stack has no life of its own.
+    # A value that goes from an operand's buffer straight into a stacked array has an empty lifetime.
     found = [life for life in (*outer.external(), *outer.lives()) if life.start < life.end]
     return Lives(
         lives=tuple(sorted(found, key=lambda life: (life.start, life.end))), spans=spans, loop_end=loop_end, end=end + 1
@@ -109,7 +114,7 @@ class _LivenessOptions:
 
 
 def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator[tuple[tuple[Path, int], LiveSpan]]:
-    """The span of each op, those in bodies included."""
+    """Yield the time span of each op, ops in bodies included."""
     now = start
     for op_id in ops:
         op, begun = graph.ops[op_id], now
@@ -122,14 +127,14 @@ def _spans(graph: Graph, ops: Sequence[int], path: Path, start: int) -> Iterator
 
 
 def _new_state(view: StageView) -> frozenset[int]:
-    """Outputs that overwrite the state that they replace; arguments are taken to be donated."""
+    """Return the outputs that overwrite the state that they replace; this assumes that arguments are donated."""
     step = view.step
     return frozenset(out for out, old in step.aliases.items() if step.batch_dims[old] is None)
 
 
 @memoized
 def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
-    """Values of a graph that a kernel writes to memory."""
+    """Return the values of a graph that a kernel writes to memory."""
     table = accesses(graph, fusion=options.fusion, fused_attention=options.fused_attention)
     free = free_values(graph)
     found: set[int] = set()
@@ -137,7 +142,7 @@ def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
         if op.bodies:
             found.update(op.results)
         elif any(not slot.is_result for slot in access.writes):
-            # An update of a part of an array: the array itself is what comes out.
+            # The op updates a part of its operand in place: the result is the buffer of the whole array.
             found.update(op.results)
         else:
             found.update(op.results[slot.number] for slot in access.writes)
@@ -145,7 +150,7 @@ def _written(graph: Graph, options: _LivenessOptions) -> frozenset[int]:
 
 
 class _LiveScope:
-    """The ops of one graph that a stage runs."""
+    """Liveness analysis of the ops of one graph (the step's own, or a loop body) that a stage runs."""
 
     def __init__(
         self,
@@ -159,7 +164,11 @@ class _LiveScope:
         view: StageView | None = None,
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        """`end`: when the graph has run once. `kept`: outputs that live until then. `view`: of the outermost graph."""
+        """Analyse the last uses of all values.
+
+        `end`: the time at which the graph has run once. `kept`: the outputs that live until then. `view`: the stage,
+        for the outermost graph alone.
+        """
         self.graph, self.path, self.ops, self.spans, self.end, self.options = graph, path, ops, spans, end, options
         self.view = view
         self.here = frozenset(ops)
@@ -168,15 +177,17 @@ class _LiveScope:
         self._uses: dict[int, _Use] = {}
         self.written = set(_written(graph, options))
         if options.fusion != "none":
-            # In order: what is made again does not count among the sources of what follows.
+            # In execution order, since a value that is recomputed is no source of later ones: its own sources are.
             for op in (graph.ops[o] for o in ops):
                 self.written.difference_update([r for r in op.results if self._is_repeated(op, r)])
-        for op_id in reversed(ops):  # last uses come from later ones: long chains stay shallow
+        for op_id in reversed(ops):  # the last use recurses into later ones: in this order, they are cached already
             for r in graph.ops[op_id].results:
                 self._use(r)
 
     def _is_repeated(self, op: Op, result: int) -> bool:
-        """True for a result that its readers compute again from what takes no more memory, instead of reading it."""
+        """Return True for a result that its readers recompute, from sources of about the same size, instead of
+        reading it.
+        """
         if result not in self.written or result in self.graph.outputs or not is_fusible(self.graph, op):
             return False
         readers = self._readers(result)
@@ -190,7 +201,9 @@ class _LiveScope:
         return sources <= _MOST_READ * self.graph.values[result].bytes
 
     def _leaves(self, op: Op, result: int, readers: Sequence[int]) -> bool:
-        """True for a value that other tasks read: other stages, or the backward pass where it is a task of its own."""
+        """Return True for a value that other tasks read: other stages, or the backward pass where it is a task of
+        its own.
+        """
         view = self.view
         if view is None or result in view.leaves:
             return True
@@ -200,11 +213,11 @@ class _LiveScope:
         return not phases <= within
 
     def span(self, op_id: int) -> LiveSpan:
-        """When an op runs."""
+        """Return the time span in which an op runs."""
         return self.spans[self.path, op_id]
 
     def lives(self) -> Iterator[Life]:
-        """Of the results of the ops, and of what lives inside them."""
+        """Yield the lifetimes of the results of the ops, and of the values in their bodies."""
         for op_id in self.ops:
             op = self.graph.ops[op_id]
             made = [r for r in op.results if r in self.written and r not in self.replaced]
@@ -224,7 +237,7 @@ class _LiveScope:
                 yield from self._inside(op, wiring)
 
     def external(self) -> Iterator[Life]:
-        """Of what a stage reads of other stages and of the batch."""
+        """Yield the lifetimes of the values that a stage receives from other stages and from the batch."""
         if self.view is None:
             return
         step = self.view.step
@@ -243,7 +256,7 @@ class _LiveScope:
         return None if self.view is None else self.view.step.phases[op_id]
 
     def _inside(self, op: Op, wiring: Wiring) -> Iterator[Life]:
-        """Lives in one trip of a loop, or in each of the branches of a condition."""
+        """Yield the lifetimes of the values in one trip of a loop, or in each of the branches of a condition."""
         for number, (body, inputs, outputs) in enumerate(zip(op.bodies, wiring.inputs, wiring.outputs, strict=True)):
             path = (*self.path, (op.id, number))
             end = max((self.spans[path, o.id].end for o in body.ops), default=0)
@@ -257,7 +270,9 @@ class _LiveScope:
             yield from inner.lives()
 
     def elements(self, values: Sequence[int]) -> Iterator[Life]:
-        """Of elements of stacks that are copied out: those that something other than a fused kernel reads."""
+        """Yield the lifetimes of elements of stacked arrays that are copied out for a reader that is no fused
+        kernel.
+        """
         for v in values:
             readers = self._readers(v)
             if any(self._reads_whole(op_id) for op_id in readers):
@@ -269,7 +284,7 @@ class _LiveScope:
         return bool(op.bodies) or rule_of_op(self.graph, op_id).work_kind != "elementwise"
 
     def _readers(self, value: int) -> list[int]:
-        """The ops that read a value, through those that rename it."""
+        """Return the ops that read a value, directly or through ops that only rename it."""
         found: list[int] = []
         waiting = [value]
         while waiting:
@@ -282,7 +297,7 @@ class _LiveScope:
         return found
 
     def _renamed(self, op_id: int, value: int) -> Sequence[int]:
-        """What stands for a value in the results of an op that only renames; nothing for other ops."""
+        """Return the results of an op that only renames an operand; empty for other ops."""
         op = self.graph.ops[op_id]
         if not is_folded(self.graph, op) or any(r in self.written for r in op.results):
             return ()
@@ -291,7 +306,7 @@ class _LiveScope:
         return [r for v, r in zip(op.operands, op.results, strict=True) if v == value]
 
     def _use(self, value: int) -> _Use:
-        """The last use of a value by a kernel."""
+        """Return the last use of a value by a kernel, from the cache if possible."""
         known = self._uses.get(value)
         if known is None:
             known = self._uses[value] = self._find_use(value)
@@ -317,7 +332,7 @@ class _LiveScope:
         return _Use(end, backward, loop_end)
 
     def _passed_on(self, op_id: int, value: int) -> Sequence[int] | None:
-        """The results in which a value lives on, where no kernel ends with the op; None where one does."""
+        """Return the results through which a value is still read later, or None if a kernel ends with the op."""
         op = self.graph.ops[op_id]
         named = self._renamed(op_id, value)
         if named:
@@ -327,7 +342,10 @@ class _LiveScope:
         return op.results if fused and readers else None
 
     def _used_by(self, op_id: int, value: int) -> int:
-        """When an op has read a value; a loop copies, or takes over, what it carries at its start."""
+        """Return the time at which an op has read a value.
+
+        A loop copies, or takes over, its carried values when it starts.
+        """
         op, span = self.graph.ops[op_id], self.span(op_id)
         wiring = wiring_of(op)
         if wiring is None:
@@ -337,7 +355,9 @@ class _LiveScope:
         return span.start + 1 if all(i in carried for i in places) else span.end
 
     def _starts(self, op: Op) -> dict[int, int]:
-        """When results start that take over the memory of an operand: once that is gone."""
+        """Return the start times of the results that take over the buffer of an operand: the time at which that is
+        free.
+        """
         wiring = wiring_of(op)
         after = self.span(op.id).start + 1
         found: dict[int, int] = {}
@@ -358,11 +378,11 @@ class _LiveScope:
         return found
 
     def _dies(self, value: int, time: int) -> bool:
-        """True for a value made here whose memory is free from a time on."""
+        """Return True for a value made here whose buffer is free from `time` on."""
         return value in self.written and self.graph.producer[value] in self.here and self._use(value).end == time
 
     def _sources(self, op: Op) -> list[int]:
-        """The values in memory that the kernel which ends with an op reads."""
+        """Return the values in memory that the fused kernel ending with an op reads."""
         found: dict[int, None] = {}
         queue, seen = list(op.operands), set[int]()
         while queue:
@@ -380,9 +400,9 @@ class _LiveScope:
         return list(found)
 
 
-#: A value is not kept if its readers can make it from at most so many times its bytes.
+#: A value is recomputed if its readers then read at most this many times its own bytes.
 _MOST_READ = 1.25
-#: How many values of a fused kernel are looked through for those that it reads from memory.
+#: The most values of a fused kernel that are searched for its sources; beyond, values count as sources themselves.
 _MOST_SOURCES = 64
 
 

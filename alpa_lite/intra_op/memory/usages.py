@@ -1,17 +1,20 @@
-"""The memory that each choice of a stage takes over time: who lives when (`liveness`), in the specs of the nodes.
+"""Compute the memory that each strategy of a stage takes over time, from lifetimes (`liveness`) and the nodes' specs.
 
-    state, sums of micro-batches    always
-    values                          while they live; of saved ones, all but one of the k micro-batches in flight are
-                                    held throughout the loop:  b over its life + (k - 1) b over the loop     (_values)
-    sums without micro-batches      as they are stored until the update begins to read them, then as it does  (_sum)
-    copies                          an operand in another spec than it lies in, while its reader runs: a gathered
-                                    weight, a gathered activation                                           (_copies)
-                                    or, of a parameter that stays gathered, until the last reader in the loop (_until)
-    scratch                         a result before its reduction scatters it, while its op runs           (_scratch)
+    state, accumulators             always
+    values                          during their lifetime; of saved values, all but one of the k micro-batches in
+                                    flight are held throughout the loop: b over its life + (k - 1) b over the
+                                    loop                                                                     (_values)
+    sums without micro-batches      in the stored spec until the update begins to read them, then in the
+                                    resolved spec                                                            (_sum)
+    copies                          an operand resharded for its reader, while that runs: a gathered weight, a
+                                    gathered activation                                                    (_copies)
+                                    or, for a parameter that remains gathered, until its last reader in the
+                                    loop ends                                                               (_until)
+    scratch                         a result before its reduce_scatter, while its op runs                   (_moved)
 
-A copy depends on two nodes, and rows of memory on one each: it is charged to the reader, where its operand can lie in
-no other way under any choice. All of it is per device, from the specs of one logical mesh; nothing is set aside for
-fragmentation or for what collectives keep at hand.
+A copy depends on the strategies of two nodes, but a memory row has terms of one node each. It is therefore charged to
+the reader, and only where the operand has that spec under no choice of its own node. All bytes are per device, from the
+specs of one logical mesh; nothing is reserved for fragmentation or for the buffers of collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.intra_op.interning import FloatArray, SharedArrays
-from alpa_lite.intra_op.liveness import Life, Lives, Path, lives_of
+from alpa_lite.intra_op.memory.liveness import Life, Lives, Path, lives_of
 from alpa_lite.intra_op.placements import Key, Offer, Placed, PlacedBodies, PlacedSum, StageScope
 from alpa_lite.intra_op.stage import StageView
 from alpa_lite.intra_op.strategy_catalogue import Catalogue, PlacementOptions, SumOptions
@@ -33,7 +36,7 @@ from alpa_lite.sharding.specs import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UsageOf:
-    """Bytes of a value by strategy of a node, from time `start` to before `end`."""
+    """The bytes of a value by strategy of a node, from time `start` to before `end`."""
 
     value: Key
     node: int
@@ -44,7 +47,7 @@ class UsageOf:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageLayout:
-    """What a builder knows of its stage; scopes, offers and placements as it keeps them."""
+    """The records of a builder about its stage: scopes, offers, placements and crossings."""
 
     view: StageView
     catalogue: Catalogue
@@ -55,13 +58,13 @@ class StageLayout:
     crossings: Mapping[int, tuple[int, SumOptions]]
 
     def value(self, key: Key) -> Value:
-        """The value of a key."""
+        """Return the value of a key."""
         return self.scopes[key[0]].graph.values[key[1]]
 
     def paths(self) -> dict[int, Path]:
-        """The way to each scope."""
+        """Return the path from the graph of the step to each scope."""
         found: dict[int, Path] = {0: ()}
-        # Scopes are numbered from outside in.
+        # Scopes are numbered from outside in, so the path of an outer scope is set before its inner ones need it.
         for (scope, op_id), placed in sorted(self.placed.items(), key=lambda item: item[0]):
             if isinstance(placed, PlacedBodies):
                 found |= {inner: (*found[scope], (op_id, n)) for n, inner in enumerate(placed.scopes)}
@@ -69,13 +72,13 @@ class StageLayout:
 
 
 def stage_lives(view: StageView, catalogue: Catalogue) -> Lives:
-    """Who lives when on the backend that a catalogue prices."""
+    """Return the lifetimes of a stage's values on the backend of a catalogue's cost model."""
     backend = catalogue.pricer.cost_model.backend
     return lives_of(view, fusion=backend.fusion, fused_attention=backend.fused_attention)
 
 
 def usages_of(layout: StageLayout, arrays: SharedArrays, *, in_flight: int) -> tuple[UsageOf, ...]:
-    """All usages of a stage with some micro-batches in flight."""
+    """Return all usages of a stage with `in_flight` micro-batches held at the peak."""
     return tuple(_Collector(layout, arrays, in_flight).collect())
 
 
@@ -85,7 +88,7 @@ class _Collector:
         self.catalogue = layout.catalogue
         self.lives = stage_lives(layout.view, layout.catalogue)
         self.accumulates = layout.view.step.num_microbatches > 1
-        self.held: set[tuple[Key, frozenset[Spec]]] = set()  # parameters that are gathered already, and how
+        self.held: set[tuple[Key, frozenset[Spec]]] = set()  # gathered copies of parameters charged to an earlier op
 
     def collect(self) -> Iterator[UsageOf]:
         found = (*self._state(), *self._values(), *self._moved())
@@ -132,7 +135,7 @@ class _Collector:
             yield UsageOf(value=key, node=node, sizes=kept, start=read + 1, end=end)
 
     def _moved(self) -> Iterator[UsageOf]:
-        """Copies and scratch of every op."""
+        """Yield the copies and the scratch memory of every op."""
         paths = self.layout.paths()
         for key, placed in self.layout.placed.items():
             scope, op_id = key
@@ -165,7 +168,9 @@ class _Collector:
             yield UsageOf(value=key, node=node, sizes=sizes, start=start, end=end)
 
     def _until(self, key: Key, specs: tuple[Spec, ...], end: int) -> tuple[int, bool]:
-        """When a copy is let go that one op reads until `end`, and whether it is kept for another op already."""
+        """Return when a copy that an op reads until `end` is freed, and whether an earlier op has been charged for
+        it.
+        """
         (scope, v), view = key, self.layout.view
         if not view.keeps_gathered or scope > 0 or v not in parameters(view.step):
             return end, False
