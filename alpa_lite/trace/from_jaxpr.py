@@ -1,15 +1,16 @@
-"""From a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations go.
+"""Convert a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations are dropped.
 
-JAX enters here. The graph holds plain data; the equations that lowering needs to run the ops on real arrays are kept
-beside it (`equations`).
+The graph holds plain data only; the JAX equations that are needed to run its ops on arrays are stored in a parallel
+tuple (`alpa_lite.program.equations`).
 
-Bodies that are one jaxpr, as JAX makes them where one function is called again and again, are one `Graph`: what is
-found out about it holds for all loops that run it.
+JAX uses one jaxpr object for the body of a function that is called repeatedly. It becomes one `Graph` object, so that
+every analysis of the body is done once for all loops that run it.
 
-`remat` regions are inlined behind one `optimization_barrier` per input, which is what keeps XLA from merging the
+The region of a `remat` is inlined behind one `optimization_barrier` per input, which keeps XLA from merging the
 recomputation with the first computation.
 
-The loops of a jaxpr: which go over layers, so that stages may have parts of them, and which over samples.
+Scans over layers may be split into several loops, so that pipeline stages can hold parts of them; scans over samples
+are never split (`loops_over_samples`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
 def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
-    """Numbers of the scans whose length follows the batch, from the jaxprs of one step at two batch sizes."""
+    """Return the indices (into `scans`) of the scans whose length depends on the batch size.
+
+    Args:
+        closed: the closed jaxpr of the step at one batch size.
+        at_another_size: the closed jaxpr of the same step at another batch size.
+    """
     pairs = zip(*(scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
 
 
 def scans(jaxpr: Any) -> list[Any]:
-    """The scan equations of an open jaxpr at any depth, outer ones first, each once."""
+    """Return the scan equations of an open jaxpr at any depth, outer ones before inner ones, each once."""
     found: dict[int, Any] = {}
     for eqn in jaxpr.eqns:
         inner = [e for body in _jax.inner_jaxprs(eqn) for e in scans(_jax.open_jaxpr(body))]
@@ -49,7 +55,7 @@ def scans(jaxpr: Any) -> list[Any]:
 
 
 def is_over_layers(params: Mapping[str, Any]) -> bool:
-    """Whether a scan with these parameters goes over layers: it contracts, and has not too many trips."""
+    """Return whether a scan with these parameters runs over layers: it contracts in at most `MAX_TRIPS` trips."""
     return params["length"] <= MAX_TRIPS and _has_contraction(params["jaxpr"])
 
 
@@ -66,7 +72,7 @@ _CALLS = frozenset(
     "custom_vmap_call composite linear_call remat_opt eval_jaxpr program_order xla_metadata_call".split()
 )
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
-#: Parameters that hold the bodies of control flow, and those that count the constants of each.
+#: Parameters that hold the bodies of control flow, and parameters that count the constants of each body.
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
 
@@ -79,11 +85,17 @@ def from_jaxpr(
     kept: frozenset[int] = frozenset(),
     source: str = "",
 ) -> GraphWithEquations:
-    """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
+    """Convert a closed jaxpr; captured arrays become further inputs named `constant i`.
 
-    Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become about `num_parts`
-    loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 or 1 they stay
-    as they are, as do those numbered in `kept` (`loops_over_samples`).
+    Scans over layers (with contractions in their body and at most `MAX_TRIPS` trips) become about `num_parts` loops,
+    each over some of the layers, which can go to different pipeline stages (`parts_of`).
+
+    Args:
+        closed: the closed jaxpr of a step.
+        input_names: names of the jaxpr's inputs, in order.
+        num_parts: number of loops per scan over layers; 0 or 1 leaves scans whole.
+        kept: indices (into `scans`) of scans to leave whole (`loops_over_samples`).
+        source: the source line of ops for which JAX records none.
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
     builder = _GraphBuilder(
@@ -96,7 +108,7 @@ def from_jaxpr(
 def _converted(
     builder: _GraphBuilder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
 ) -> GraphWithEquations:
-    """A closed jaxpr, of which `jaxpr` holds the equations that are needed, by a builder that is new."""
+    """Convert a closed jaxpr with a fresh builder; `jaxpr` is its open jaxpr without dead equations."""
     constants = tuple(_jax.consts_of(closed))
     inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
     captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
@@ -104,7 +116,7 @@ def _converted(
     outputs = builder.inline(jaxpr, environment, stack="", source=source)
     if not is_body:
         outputs = [builder.as_array(v) for v in outputs]
-    # Constants of inlined calls are discovered on the way and come last.
+    # Constants of inlined calls are met during inlining; their inputs follow those of the jaxpr's own constants.
     builder.constants[:0] = constants
     graph = Graph(
         values=tuple(builder.values),
@@ -116,18 +128,19 @@ def _converted(
 
 
 class _GraphBuilder:
-    """Collects values and ops while jaxprs are walked."""
+    """Collect values, ops and equations while jaxprs are inlined."""
 
     def __init__(self, *, num_parts: int, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
         self.num_parts = num_parts
         self.kept = kept
-        # By identity of the jaxpr and the source of ops without a line; shared with the builders of bodies.
+        # Keyed by the id of the jaxpr and the default source line; shared with the builders of bodies.
         self.bodies = bodies
-        # Values that parts of a loop made, one after the other, so that parts of a later loop read them directly.
+        # Joined value → the results of the split loop's parts, so that a later split loop reads its part directly and
+        # no stage has to assemble the whole array.
         self.pieces: dict[int, list[int]] = {}
-        # Bodies are walked once per trip where loops are cut.
+        # Memo: a split loop with one layer per part inlines its body once per trip.
         self.places: dict[int, _EquationPlace] = {}
-        self.lines: dict[Any, str] = {}  # by traceback, of which many equations share one
+        self.lines: dict[Any, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -136,6 +149,7 @@ class _GraphBuilder:
         self.constants: list[Any] = []
 
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
+        """Append a value with the shape and dtype of `aval` and return its id."""
         value = Value(
             id=len(self.values), shape=tuple(aval.shape), dtype=_jax.name_of(aval.dtype), literal=literal, name=name
         )
@@ -143,39 +157,42 @@ class _GraphBuilder:
         return value.id
 
     def read(self, atom: Any, environment: Mapping[Any, int]) -> int:
+        """Return the value id of a jaxpr variable or literal."""
         if not isinstance(atom, _jax.Literal):
             return environment[atom]
         if np.ndim(atom.val) == 0:
-            # Rounded to its dtype: it is the same number then with a weak and with a strong type.
+            # Rounding to the dtype makes the literal equal whether its type is weak or strong.
             aval: Any = atom.aval
             return self.new_value(aval, literal=np.asarray(atom.val, aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
     def capture(self, aval: Any, constant: Any) -> int:
+        """Append an input that holds a captured array and return its value id."""
         value = self.new_value(aval, name="captured constant")
         self.captured.append(value)
         self.constants.append(constant)
         return value
 
     def as_array(self, value: int) -> int:
-        """The value itself; for a scalar constant an input that holds it, since the step's outputs are arrays."""
+        """Return the value, or for a scalar literal a new captured input: outputs of a step must be arrays."""
         v = self.values[value]
         return value if v.literal is None else self.capture(v, np.asarray(v.literal, jax.numpy.dtype(v.dtype)))
 
     def inline(self, jaxpr: Any, environment: dict[Any, int], *, stack: str, source: str) -> list[int]:
-        """Append the equations of an open jaxpr; returns the value ids of its outputs."""
+        """Append the equations of an open jaxpr and return the value ids of its outputs."""
         for eqn in jaxpr.eqns:
             operands = [self.read(atom, environment) for atom in eqn.invars]
             place = self.place(eqn)
             path = "/".join(filter(None, (stack, place.stack)))
-            # JAX 0.12 cuts the traceback of what a jitted function calls at that function: its caller knows more.
+            # JAX 0.12 truncates the traceback of equations inside a jitted library function at that function; the
+            # caller's line is the one the user can act on.
             known = place.line and not (source and _jax.in_a_library(place.line))
             results = self.equation(eqn, operands, stack=path, source=place.line if known else source)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
     def place(self, eqn: Any) -> _EquationPlace:
-        """Where an equation stands, remembered."""
+        """Return the name stack and source line of an equation, memoized."""
         if id(eqn) not in self.places:
             traceback = _jax.traceback(eqn)
             if traceback not in self.lines:
@@ -184,6 +201,7 @@ class _GraphBuilder:
         return self.places[id(eqn)]
 
     def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        """Append one equation, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
@@ -199,7 +217,7 @@ class _GraphBuilder:
             solve = eqn.params["jaxprs"].solve
             return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
         if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
-            # What `vmap` with an axis name leaves of a collective: a reduction over a dim.
+            # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
             made = [
                 inserted.reduction_jaxpr(name, v.aval.shape, str(v.aval.dtype), eqn.params["axes"]) for v in eqn.invars
             ]
@@ -209,22 +227,25 @@ class _GraphBuilder:
         avals = [v.aval for v in eqn.outvars]
         empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
         if empty and not eqn.effects and name != "broadcast_in_dim":
-            # Nothing to compute, and nothing to hand from one program to the next.
+            # An array without elements needs neither computation nor communication; made on the spot, it also cuts
+            # false dependencies between stages.
             return [self.empty(aval, stack=stack, source=source) for aval in avals]
         _refuse(eqn, source)
         return self.append(eqn.primitive, eqn.params, operands, avals, (), stack, source, effectful=bool(eqn.effects))
 
     def empty(self, aval: Any, *, stack: str, source: str) -> int:
-        """An array without elements."""
+        """Append an array without elements and return its value id."""
         return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
 
     def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        """Inline a closed jaxpr on these operands and return the value ids of its outputs."""
         jaxpr = _jax.open_jaxpr(inner)
         captured = [self.capture(v.aval, c) for v, c in zip(jaxpr.constvars, _jax.consts_of(inner), strict=True)]
         environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *captured], strict=True))
         return self.inline(jaxpr, environment, stack=stack, source=source)
 
     def barrier(self, value: int, *, stack: str, source: str) -> int:
+        """Return the value behind an `optimization_barrier`; literals and keys are returned unchanged."""
         if self.values[value].literal is not None:
             return value
         aval = self.values[value]
@@ -234,8 +255,9 @@ class _GraphBuilder:
         return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
 
     def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+        """Append a loop or conditional and return the value ids of its results."""
         name, params = eqn.primitive.name, _jax.params_of(eqn)
-        if name == "scan" and params["length"] == 0:  # what it carries is what it began with
+        if name == "scan" and params["length"] == 0:  # the carry is returned unchanged
             first, num_carry = params["num_consts"], params["num_carry"]
             rest = [self.empty(v.aval, stack=stack, source=source) for v in eqn.outvars[num_carry:]]
             return [*operands[first : first + num_carry], *rest]
@@ -255,11 +277,11 @@ class _GraphBuilder:
         stack: str,
         source: str,
     ) -> list[int]:
-        """A loop or a conditional with these parameters and results."""
+        """Append a loop or conditional with these parameters and result avals; return the value ids of its results."""
         name = eqn.primitive.name
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
         known = [self.body(c, source) for c in closed]
-        # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
+        # Arrays captured by a body become operands: leading constants of a loop, trailing arguments of a branch.
         captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in known)]
         if name == "cond":
             operands = [*operands, *chain.from_iterable(captured)]
@@ -267,6 +289,7 @@ class _GraphBuilder:
         else:
             counts = [params[key] for key in _NUM_CONSTS[name]]
             places = [sum(counts[:i]) for i in range(len(counts))]
+            # Insert from the last position on, so that earlier positions stay valid.
             for place, values in reversed(list(zip(places, captured, strict=True))):
                 operands = operands[:place] + values + operands[place:]
             bodies = [k.of_loop for k in known]
@@ -275,7 +298,7 @@ class _GraphBuilder:
         return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
 
     def body(self, closed: Any, source: str) -> _Body:
-        """A body; the same object for the same jaxpr."""
+        """Return the converted body of a closed jaxpr; the same object for the same jaxpr."""
         key = (id(closed), source)
         if key not in self.bodies:
             jaxpr = _jax.prune(_jax.open_jaxpr(closed))
@@ -286,7 +309,10 @@ class _GraphBuilder:
         return self.bodies[key]
 
     def taking_all(self, branch: GraphWithEquations, captured: list[list[int]], number: int) -> GraphWithEquations:
-        """Branch `number`, which captured its own arrays, as one that also takes those of the others, unread."""
+        """Return branch `number` extended by unread inputs for the arrays that the other branches captured.
+
+        All branches of a conditional must take the same operands.
+        """
         own = len(branch.graph.inputs) - len(branch.constants)
         values, inputs = list(branch.graph.values), list(branch.graph.inputs[:own])
         for other, arrays in enumerate(captured):
@@ -300,7 +326,7 @@ class _GraphBuilder:
         return dataclasses.replace(branch, graph=graph, constants=())
 
     def scan_in_parts(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
-        """One loop for each part of the trips; the body itself where a part is one trip."""
+        """Append one loop for each part of the trips, or the inlined body where a part is a single trip."""
         params, place = _jax.params_of(eqn), {"stack": stack, "source": source}
         split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
@@ -327,8 +353,12 @@ class _GraphBuilder:
         return sums + [self.joined(list(pieces), stacked=stacked, **place) for pieces in zip(*made, strict=True)]
 
     def begun_anew(self, carry: list[int], totals: dict[int, int], **place: str) -> list[int]:
-        """What the next part of a loop starts from: zeros for what all only add to, whose sums are in `totals`."""
-        carry = list(carry)  # gradients of weights that all trips share: no part, and no stage, waits for another's
+        """Return the carry with which the next part of a loop starts, and add accumulated values to `totals`.
+
+        A carry that all trips only add to (the gradient of a weight that all layers share) restarts from zero in each
+        part, so that no part, and no stage, waits for the sum of another.
+        """
+        carry = list(carry)
         for i in accumulated(self.ops[-1]):
             form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
             sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
@@ -337,7 +367,7 @@ class _GraphBuilder:
         return carry
 
     def piece(self, value: int, bounds: list[tuple[int, int]], number: int, *, stack: str, source: str) -> int:
-        """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
+        """Return the rows of one part, or the single row; the part itself when a split loop before made the value."""
         if value in self.pieces and len(self.pieces[value]) == len(bounds):
             return self.pieces[value][number]
         shape, dtype = self.values[value].shape[1:], self.values[value].dtype
@@ -354,7 +384,7 @@ class _GraphBuilder:
         return self.append(primitives.squeeze_p, {"dimensions": (0,)}, [taken], [row], (), stack, source)[0]
 
     def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
-        """Op that puts pieces one after the other, or stacks them."""
+        """Append the op that concatenates pieces along the leading dim, or stacks them, and return its result."""
         shapes = tuple(self.values[v].shape for v in pieces)
         jaxpr = inserted.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
         result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
@@ -373,6 +403,7 @@ class _GraphBuilder:
         *,
         effectful: bool = False,
     ) -> list[int]:
+        """Append an op with its equation and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
@@ -394,7 +425,13 @@ class _GraphBuilder:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _EquationPlace:
-    """Name stack and line of an equation, which is kept so that its id stays its own."""
+    """The name stack and source line of an equation.
+
+    Attributes:
+        eqn: the equation; holding a reference keeps its `id` from being reused.
+        stack: its name stack.
+        line: its source line, empty if JAX has none.
+    """
 
     eqn: Any
     stack: str
@@ -403,9 +440,12 @@ class _EquationPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A body of control flow as it was converted, and as loops take it: with the arrays that it captured in front.
+    """The converted body of a control-flow op.
 
-    The jaxpr is kept, so that its id stays its own.
+    Attributes:
+        closed: its closed jaxpr; holding a reference keeps its `id` from being reused.
+        program: the body with captured arrays as its last inputs.
+        of_loop: the body as loops take it, with captured arrays as its first inputs.
     """
 
     closed: Any
@@ -426,8 +466,8 @@ def _is_over_dims(axes: Sequence[Any]) -> bool:
 
 
 def _refuse(eqn: Any, source: str) -> None:
-    """Raises `TraceError` for an equation that cannot run on several devices, or anywhere."""
-    if eqn.primitive.name == "custom_lin":  # left where a derivative in forward mode is used, not transposed
+    """Raise `TraceError` for an equation that cannot run on several devices, or cannot run at all."""
+    if eqn.primitive.name == "custom_lin":  # remains where a forward-mode derivative is evaluated and not transposed
         raise TraceError(
             f"{source}: a function with a custom_vjp is differentiated in forward mode (jax.jvp, jax.jacfwd or "
             "jax.linearize), for which it has no rule; jax.jit cannot run this either. Use reverse mode, or write the "
@@ -441,12 +481,13 @@ def _refuse(eqn: Any, source: str) -> None:
 
 
 def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:
-    """The inputs of a body that stand for captured arrays (its last ones), and the arrays."""
+    """Return the inputs of a body that hold captured arrays (its last inputs), each with its array."""
     first = len(body.graph.inputs) - len(body.constants)
     return list(zip(body.graph.inputs[first:], body.constants, strict=True))
 
 
 def _captured_first(body: GraphWithEquations) -> GraphWithEquations:
+    """Return a body with its captured arrays moved from the last inputs to the first."""
     inputs, first = body.graph.inputs, len(body.graph.inputs) - len(body.constants)
     graph = dataclasses.replace(body.graph, inputs=inputs[first:] + inputs[:first])
     return dataclasses.replace(body, graph=graph, constants=())
