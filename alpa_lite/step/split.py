@@ -1,13 +1,13 @@
-"""From a traced step to a `StepGraph` at a number of micro-batches, refusing steps that are no sum over samples.
+"""Split a traced step into micro-batches as a `StepGraph`, refusing steps that are no sum over their samples.
 
     full batch trace ─┐
                       ├─ same ops? ─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
     micro-batch trace ┘
 
-Steps that are no sum can be accepted openly: with on_non_additive="mean_of_means" each micro-batch runs the step of its
-own size, literals included, and the update gets the mean over micro-batches of what is a float, the sum of counts.
+The merged program has the ops that touch the batch at the size of a micro-batch, and all others as in the full batch.
 
-The program of a micro-batch: what touches the batch at its size, all else as the full batch has it.
+The user may accept a step that is no sum: with on_non_additive="mean_of_means" each micro-batch runs the step of its
+own size, literals included, and the update receives the mean over micro-batches of floats, and the sum of counts.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _Body = tuple[Graph, tuple[Equation, ...]]
 
 
 def merge(full: GraphWithEquations, small: GraphWithEquations, marks: Mapping[int, Marks]) -> GraphWithEquations:
-    """The program that runs once per micro-batch, with the marks of `additivity.prove`.
+    """Return the program that runs once per micro-batch, with the marks of `additivity.prove` applied.
 
-    An op that has the same shapes at both sizes is that of the full batch, with its parameters: `decay ** B` is one
-    number, whatever a micro-batch holds. Literals are those of the full batch throughout: the 1 / B of a mean.
+    An op that has the same shapes at both sizes is taken from the full batch, with its parameters: `decay ** B` is one
+    number, whatever a micro-batch holds. Literals are those of the full batch throughout, such as the 1 / B of a mean.
     """
     graph, equations = _merged(full.graph, small.graph, full.equations, small.equations, tuple(marks.items()), {})
     return GraphWithEquations(graph=graph, equations=equations, constants=full.constants)
@@ -78,6 +78,7 @@ def _merged(
     marks: BodyMarks,
     known: dict[object, _Body],
 ) -> _Body:
+    """Merge a graph or body at both sizes; merged bodies are memoized in `known`."""
     marked = dict(marks)
     pairs = zip(full.values, small.values, strict=True)
     values = tuple([v if v.shape == w.shape else w for v, w in pairs])
@@ -97,10 +98,12 @@ def _merged(
 
 
 def _touches(full: Graph, small: Graph, op: Op) -> bool:
+    """Return whether an operand or result of an op has another shape at the other size."""
     return any(full.values[v].shape != small.values[v].shape for v in (*op.operands, *op.results))
 
 
 def _marked(op: Op, mark: Marks) -> Op:
+    """Return an op with its marks as fields."""
     if not mark.once and not mark.own_columns:
         return op
     return replace(op, once=frozenset(op.operands[i] for i in mark.once), own_columns=mark.own_columns)
@@ -109,6 +112,7 @@ def _marked(op: Op, mark: Marks) -> Op:
 def _with_bodies(
     op: Op, other: Op, equation: Equation, inner: Equation, mark: Marks, known: dict[object, _Body]
 ) -> tuple[Op, Equation]:
+    """Return the op of the micro-batch, with merged bodies, and its equation."""
     found: list[_Body] = []
     for number, bodies in enumerate(zip(op.bodies, other.bodies, strict=True)):
         key = (*bodies, mark.bodies[number])
@@ -120,12 +124,13 @@ def _with_bodies(
 
 
 def bodies_apart(full: GraphWithEquations, small: GraphWithEquations) -> GraphWithEquations:
-    """The full program with bodies that are one object only where the batch enters them alike."""
+    """Return the full program in which two ops share a body only if they also share it at the other batch size."""
     graph, equations = _apart(full.graph, small.graph, full.equations, {})
     return replace(full, graph=graph, equations=equations)
 
 
 def _apart(full: Graph, small: Graph, equations: Sequence[Equation], known: dict[object, _Body]) -> _Body:
+    """Separate the bodies of a graph; results are memoized by pairs of bodies in `known`."""
     ops: list[Op] = []
     for op, other, equation in zip(full.ops, small.ops, equations, strict=True):
         bodies: list[Graph] = []
@@ -138,18 +143,20 @@ def _apart(full: Graph, small: Graph, equations: Sequence[Equation], known: dict
 
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
-"""What to do with a step that is no sum over its samples, when it is to be cut into micro-batches."""
+"""What to do with a step that is no sum over its samples: refuse to split it, or average over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """A step at a number of micro-batches.
 
-    step        its graph
-    equations   of the ops of the graph
-    constants   captured arrays
-    ahead       what is computed before the loop
-    runs        argument → its batch dim, and of how many runs of samples each micro-batch has rows
+    Attributes:
+        step: its graph, phases and batch dims.
+        equations: equation of each op of the graph.
+        constants: captured arrays, the last inputs of the traced program.
+        ahead: the part that is computed before the loop, if any.
+        runs: argument leaf → (batch dim, number of runs of samples), for arguments of which a micro-batch takes rows
+            from several runs.
     """
 
     step: StepGraph
@@ -159,7 +166,7 @@ class TracedStep:
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def inputs(self, arguments: Sequence[Any]) -> list[Any]:
-        """All that the graph takes, from the flat arguments of a call."""
+        """Return all inputs of the graph, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
         further = self.ahead(given) if self.ahead is not None else ()
         for leaf, (dim, count) in self.runs.items():
@@ -168,7 +175,14 @@ class TracedStep:
 
 
 def by_micro_batch(array: Any, dim: int, runs: int, num_microbatches: int) -> Any:
-    """An array whose samples lie in several runs, with the rows of each micro-batch side by side."""
+    """Return an array whose samples lie in several runs, with the rows of each micro-batch moved together.
+
+    Args:
+        array: the array; a NumPy array stays one.
+        dim: the dim of the samples, of size runs · num_microbatches · rows.
+        runs: number of runs of samples.
+        num_microbatches: number of micro-batches.
+    """
     shape = np.shape(array)
     cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
     library = jnp if hasattr(array, "sharding") else np
@@ -184,13 +198,21 @@ def split_step(
     on_non_additive: OnNonAdditive = "refuse",
     likely: bool = False,
 ) -> TracedStep:
-    """The step cut into phases for `num_microbatches`.
+    """Return the step with its phases for `num_microbatches` micro-batches.
 
-    Loops over layers are cut into about `loop_parts` loops, with what they scan; 0 keeps them as they are. `likely`:
-    the step need not be traced at micro-batches of another size if it was at some (`likely_in_parts`).
+    Args:
+        traced: the traced step.
+        num_microbatches: number of micro-batches; must divide the batch size.
+        loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves them
+            whole.
+        on_non_additive: what to do if micro-batches would change the meaning of the step.
+        likely: extrapolate the program at the size of a micro-batch from sizes that were traced before, if there are
+            any, without checking it (`likely_in_parts`). The planner's search uses this; the chosen plan is traced.
 
-    Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
-    the meaning of the step, unless `on_non_additive` accepts that.
+    Raises:
+        BatchError: the batch is unknown, or its size is not divisible.
+        NonAdditiveError: micro-batches would change the meaning of the step.
+        TraceError: the step cannot be traced at the size of a micro-batch.
     """
     if num_microbatches != 1:
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
@@ -219,10 +241,19 @@ def split_step(
 def at_two_sizes(
     traced: Traced, size: int, loop_parts: int, *, likely: bool = False
 ) -> tuple[PartedProgram, PartedProgram]:
-    """The programs at the full batch and at another size, which are the same program.
+    """Return the programs at the full batch and at another size, which have equal structure.
 
-    Where JAX writes another program at that size, as it does for one sample, the size is read off the programs at the
-    full batch and at larger ones.
+    Where JAX writes another program at that size, as it does for one sample, the program is extrapolated from the full
+    batch and larger sizes.
+
+    Args:
+        traced: the traced step.
+        size: the other batch size in samples.
+        loop_parts: number of loops per scan over layers.
+        likely: whether an unchecked extrapolation suffices.
+
+    Raises:
+        TraceError: the programs differ in structure, and no extrapolation is possible.
     """
     known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
     if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
@@ -235,26 +266,31 @@ def at_two_sizes(
         try:
             return from_larger(traced, loop_parts, size)
         except TraceError:
-            raise error from None  # the first says most
+            raise error from None  # the first error names the op that differs
     if size > 1:
         known |= {batch: full, size: other}
     return full, other
 
 
 def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    """Return the programs at the full batch and, extrapolated, at one sample."""
     made = extrapolated(traced, loop_parts)[1]
     return with_other_in_parts(traced, made, loop_parts, over_samples(traced, loop_parts))
 
 
 def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    """Return the programs at the full batch and at another size, both traced."""
     loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
     program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
     return with_other_in_parts(traced, program, loop_parts, loops)
 
 
 def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:
-    """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
-    # The batch may enter a body that several loops share in another way in each.
+    """Return the step as one micro-batch when no other batch size can be traced.
+
+    The batch dims then come from propagation through the ops (`follow_batch`) instead of a comparison of shapes.
+    """
+    # Loops that share a body may have the batch in different dims of it, so each gets its own copy.
     graph = with_own_bodies(verify(full.program.graph))
     full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
@@ -267,7 +303,8 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
     loop = loop_ops(graph, batch)
     if not known:
-        # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+        # Propagation may lose the batch dim before the loss; the name stacks of the backward pass show where the loop
+        # ends.
         loop |= loop_without_batch(graph)
     step = _step(
         traced,
@@ -292,9 +329,15 @@ def _step(
     loop: set[int],
     **more: Any,
 ) -> StepGraph:
-    """The step of which `graph` is the program at the size of a micro-batch, `full` that at the full batch.
+    """Return the step with its phases.
 
-    loop: ops that run once per micro-batch; more: other fields.
+    Args:
+        traced: the traced step.
+        full: the program at the full batch.
+        graph: the program at the size of a micro-batch.
+        batch_dims: for each value the dim that holds the batch, or None.
+        loop: ids of the ops that run once per micro-batch.
+        more: other fields of the step.
     """
     return StepGraph(
         graph=graph,
@@ -310,7 +353,10 @@ def _step(
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
-    """Graph output value → the graph input value that it replaces, part by part; what passes through has none."""
+    """Return graph output → the graph input that it replaces in the next step, part by part.
+
+    Inputs that are returned unchanged have no alias.
+    """
     graph = parted.program.graph
     inputs = {(part.leaf, part.rows): v for v, part in zip(graph.inputs, parted.input_parts, strict=True)}
     pairs = {
@@ -324,18 +370,23 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
 def _proven(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
 ) -> TracedStep:
-    """The step in micro-batches that are proven to add up to the full batch; `NonAdditiveError` if they do not."""
+    """Return the step in micro-batches that are proven to add up to the full batch.
+
+    Raises:
+        NonAdditiveError: they do not, with the reason.
+    """
     _refuse_effects(full, other)
     exact = _exact(traced, full, other, num_microbatches, {})
     refusals = exact.proof.refusals
     for cut in sorted({r.cut for r in refusals} - {1}):
-        # The step cuts its batch into parts itself: micro-batches of rows of each part.
+        # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
         runs = {leaf: cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
         again = _exact(traced, full, other, num_microbatches, runs)
         if not again.proof.refusals:
             return _cut_exactly(traced, again, num_microbatches, loop_parts)
     if refusals and any(r.text in FOLLOWING for r in refusals):
-        # The step looks at its batch size: the full batch's own program may be exact at the size of a micro-batch.
+        # The user's code depends on its batch size, so that it traces to other ops in a micro-batch. The full batch's
+        # program, extrapolated to that size, may still be exact.
         with suppress(TraceError):
             own = from_larger(traced, loop_parts, _microbatch_size(traced, num_microbatches))
             again = _exact(traced, *own, num_microbatches, {})
@@ -348,7 +399,15 @@ def _proven(
 
 @dataclass(frozen=True, kw_only=True)
 class _Exact:
-    """A step at two sizes without what is computed ahead, what was proven of it, and how its inputs are cut."""
+    """A step at two sizes without its hoisted part, and what was proven of it.
+
+    Attributes:
+        full: the program at the full batch.
+        other: the program at the size of a micro-batch.
+        ahead: the hoisted part, if any.
+        proof: the proof.
+        runs: argument leaf → number of runs of samples along its batch dim.
+    """
 
     full: PartedProgram
     other: PartedProgram
@@ -360,7 +419,7 @@ class _Exact:
 def _exact(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
 ) -> _Exact:
-    """What can be proven; `runs`: of arguments whose samples lie in several runs."""
+    """Prove as much as possible, hoisting sums of data as needed; `runs`: argument leaf → number of runs of samples."""
     ahead: Ahead | None = None
     while True:
         graph, parts = full.program.graph, full.input_parts
@@ -374,6 +433,7 @@ def _exact(
 
 
 def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
+    """Return the step in micro-batches whose proof succeeded."""
     full, other, proof = exact.full, exact.other, exact.proof
     whole, small = full.program.graph, other.program.graph
     merged = merge(full.program, other.program, proof.marks)
@@ -401,7 +461,7 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
 
 
 def _combined(relation: Relation) -> Combination | None:
-    """How the micro-batches' parts of a value without samples are combined, if they are not added up."""
+    """Return how a value without batch dim is combined over micro-batches; None if it is summed."""
     return {
         RelationKind.INVARIANT: Combination.SAME,
         RelationKind.MAX: Combination.MAX,
@@ -410,7 +470,7 @@ def _combined(relation: Relation) -> Combination | None:
 
 
 def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
-    """An op with an effect must not run once per micro-batch."""
+    """Raise `NonAdditiveError` if an op with an effect would run once per micro-batch."""
     graph = full.program.graph
     if not any(op.effectful for op in graph.ops):
         return
@@ -425,7 +485,7 @@ def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
 
 
 def _sentence(refusal: Refusal) -> str:
-    """Why the step is no sum over its samples, and what to do about it."""
+    """Return the message that says why the step is no sum over its samples, and what to do about it."""
     where = f"{refusal.source or 'an unknown line'}: "
     if refusal.primitive:
         shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
@@ -446,7 +506,7 @@ def _cut(
     num_microbatches: int,
     loop_parts: int,
 ) -> TracedStep:
-    """The step as one micro-batch, or as micro-batches whose results are averaged."""
+    """Return the step as one micro-batch, or as micro-batches whose results are averaged."""
     whole, small = full.program.graph, other.program.graph
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
@@ -469,6 +529,11 @@ def _cut(
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
+    """Return the samples of a micro-batch.
+
+    Raises:
+        BatchError: the batch is unknown, or its size is not divisible.
+    """
     size = traced.require_batch()
     if num_microbatches < 1 or size % num_microbatches:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -480,6 +545,9 @@ def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
 
 
 def _probe_sizes(size: int) -> tuple[int, ...]:
-    """Other batch sizes at which to see what follows the batch; JAX may choose other algorithms at some of them."""
+    """Return other batch sizes (in samples) at which to trace the step to see which dims follow the batch.
+
+    Several are returned, since JAX may choose other algorithms at some sizes.
+    """
     smaller = [size // p for p in range(2, size) if size % p == 0]
     return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

@@ -182,7 +182,11 @@ class SplitAnalysis:
         return dims[0][0] if len(dims[0]) == 1 else None
 
     def _leading_reduction(self, op: Op) -> int | None:
-        """Return the factor of split operands' leading dim that an op reduces, if results of parts combine; else None."""
+        """Return the factor of split operands' leading dim that an op reduces if partial results combine, else None.
+
+        Only sums, maxima and minima combine (`COMBINED`).
+        """
+        # Most ops touch no value of that length: leave before their rule is computed.
         if self.leading.isdisjoint(op.operands):
             return None
         if not self._runs_on_rows(op) or len(op.results) != 1 or self.rule(op).reduction not in COMBINED:
@@ -202,7 +206,7 @@ class SplitAnalysis:
         return list(accumulate(sizes))
 
     def part_equation(self, op: Op, factor: int, rows: int) -> Equation | None:
-        """Return the equation of an op on a part of `rows` rows; None if more than shape parameters would have to change."""
+        """Return the equation of an op on a part of `rows` rows; None if other than shape parameters would change."""
         equation = self.program.equations[op.id]
         # The op class compares plain parameters only; parameters without a plain form are compared by identity.
         same = () if len(op.params) == len(equation.params) else (id(equation.params),)
@@ -213,7 +217,7 @@ class SplitAnalysis:
         return self.part_equations[key]
 
     def _part_params(self, op: Op, factor: int, rows: int) -> Mapping[str, Any] | None:
-        """Return the parameters of an op on a part of `rows` rows, verified by abstract evaluation; None if they fail."""
+        """Return the parameters of an op on a part of `rows` rows; None if abstract evaluation contradicts them."""
         rule, params = self.rule(op), dict(self.program.equations[op.id].params)
 
         def shape_of(v: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
