@@ -1,11 +1,11 @@
-"""Whether a plan that comes from a file makes sense by itself: what lowering relies on, whatever the step.
+"""Check that a plan from a file is consistent in itself, so that lowering can rely on it for any step.
 
-    stages      follow each other without gaps; their submeshes lie in the cluster and have the devices of their meshes
-    layers      of ops, inputs and recomputed layers are those that there are
-    specs       name axes of their stage's mesh, each once
-    prediction  speaks of the stages that there are, in numbers that time and bytes can have
+    stages      follow each other without gaps; submeshes lie in the cluster and match the devices of their meshes
+    layers      of ops, inputs and recomputed layers exist
+    specs       use axes of their stage's mesh, each once
+    prediction  refers to existing stages, with numbers that times and sizes can have
 
-Whether it fits the ops of a step is another question (`lower.fits`).
+Whether the plan fits the ops of a given step is checked by `lower.fits`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _LARGEST = 1e30
 
 def check_plan(plan: Any) -> None:
     """Raise `PlanError` for a `Plan` that contradicts itself."""
+    # The checks are generators: later ones may rely on earlier ones, as the first problem raises.
     for problem in chain(_numbers(plan), _layers(plan), _stages(plan), _prediction(plan)):
         raise PlanError(f"The plan of {plan.function!r} contradicts itself: {problem}. Make a new one with al.plan.")
 
@@ -102,7 +103,7 @@ def _specs(stage: StagePlan) -> Iterator[Spec]:
 
 
 def _placements(placements: Iterable[OpPlacement]) -> Iterator[OpPlacement]:
-    """All of them, those in bodies too."""
+    """Yield all placements, those inside bodies included."""
     for placement in placements:
         yield placement
         for body in placement.bodies:
@@ -110,6 +111,7 @@ def _placements(placements: Iterable[OpPlacement]) -> Iterator[OpPlacement]:
 
 
 def _misuse(groups: Sequence[Sequence[str]], known: Sequence[str]) -> Iterator[str]:
+    """Yield the problems of axis groups: axes that the mesh lacks, and axes used twice."""
     named = [axis for group in groups for axis in group]
     if not set(named) <= set(known):
         yield f"the axes {sorted(set(named) - set(known))} are named, of {list(known)}"
