@@ -149,6 +149,7 @@ def _decode_plain(wanted: Any, data: Any) -> Any:
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    """Return a tuple: `tuple[X, ...]` from a list of any length, `tuple[X, Y]` from a list of its length."""
     if not isinstance(data, list):
         raise PlanError(f"{_shown(data)} stands where the file needs a list.")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -173,6 +174,7 @@ def _key(wanted: Any, text: str) -> Any:
 
 
 def _decode_object(wanted: Any, data: Any) -> Any:
+    """Return an object, with every error of its constructor turned into a `PlanError`."""
     given = _object(data)
     from_json = getattr(wanted, "from_json", None)
     try:
@@ -190,6 +192,7 @@ def hints_of(cls: Any) -> dict[str, Any]:
 
 
 def _decode_dataclass(cls: Any, data: Mapping[str, Any]) -> Any:
+    """Return a dataclass from the fields in the file; unknown fields are refused, absent ones have their default."""
     hints = hints_of(cls)
     unknown = set(data) - set(hints)
     if unknown:

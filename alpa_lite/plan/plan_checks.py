@@ -37,6 +37,7 @@ def check_plan(plan: Any) -> None:
 
 
 def _numbers(plan: Any) -> Iterator[str]:
+    """Yield the problems of counts and sizes, which must be small enough for lowering to handle."""
     if not plan.stages:
         yield "it has no stage"
     if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
@@ -51,6 +52,7 @@ def _numbers(plan: Any) -> Iterator[str]:
 
 
 def _layers(plan: Any) -> Iterator[str]:
+    """Yield the problems of layers: gaps between stages, and layers that do not exist."""
     begins = 0
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
@@ -67,6 +69,7 @@ def _layers(plan: Any) -> Iterator[str]:
 
 
 def _stages(plan: Any) -> Iterator[str]:
+    """Yield the problems of stages: submeshes, meshes, axes and ops that do not exist."""
     for number, stage in enumerate(plan.stages):
         submesh, name = stage.submesh, f"stage {number}"
         if submesh.first_device + submesh.num_devices > plan.cluster.num_devices:
@@ -84,6 +87,7 @@ def _stages(plan: Any) -> Iterator[str]:
 
 
 def _shapes(stage: StagePlan) -> Iterator[str]:
+    """Yield the problems of argument shapes: other ranks than the specs, or shapes that no array has."""
     for name, shape in stage.shapes.items():
         spec = stage.specs.get(name)
         if spec is None or len(spec.dims) != len(shape.dims):
@@ -93,6 +97,7 @@ def _shapes(stage: StagePlan) -> Iterator[str]:
 
 
 def _specs(stage: StagePlan) -> Iterator[Spec]:
+    """Yield every spec of a stage."""
     yield from stage.specs.values()
     yield from stage.inputs.values()
     yield from stage.outputs.values()
@@ -120,6 +125,7 @@ def _misuse(groups: Sequence[Sequence[str]], known: Sequence[str]) -> Iterator[s
 
 
 def _prediction(plan: Any) -> Iterator[str]:
+    """Yield the problems of the prediction: stages that do not exist, and numbers that are negative or not finite."""
     prediction, count = plan.prediction, len(plan.stages)
     if len(prediction.peak_bytes) != count:
         yield f"it predicts the memory of {len(prediction.peak_bytes)} stages, of {count}"

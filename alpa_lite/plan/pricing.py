@@ -124,7 +124,7 @@ class Pricer:
     _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
     def elsewhere(self, submesh: Submesh, mesh: LogicalMesh) -> Pricer:
-        """Return a pricer for another mesh with the same cost model; both share the prices of one device's part of ops."""
+        """Return a pricer for another mesh with the same cost model, which shares prices of one device's part of ops."""
         return Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh, _local=self._local)
 
     @property
@@ -345,6 +345,7 @@ class Estimator:
         return array
 
     def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
+        """Append a collective that waits for the tasks `needs` and return its number."""
         seconds = self.pricer.collective_seconds(kind, buffer, axes)
         self.collectives.append(
             CollectiveUse(
@@ -363,12 +364,13 @@ class Estimator:
         return self._add(seconds, "communication", needs)
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
+        """Append a stream task that waits for the tasks `needs` and return its number."""
         needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
         self.tasks.append(StreamTask(seconds=seconds, stream=stream, needs=needed, streams=streams))
         return len(self.tasks) - 1
 
     def apply(self, application: Application, operands: list[int]) -> list[int]:
-        """Price one op."""
+        """Price one op with its own collectives, which follow its kernel."""
         op, graph = application.op, application.graph
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips

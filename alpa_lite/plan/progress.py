@@ -56,7 +56,7 @@ class Progress:
         return self.phases[-1] if self.phases else ""
 
     def follow(self, follower: Callable[[Progress], None]) -> None:
-        """Add a follower."""
+        """Add a follower, which is called on every change."""
         self._followers += (follower,)
 
     def __call__(self, text: str) -> None:
@@ -124,6 +124,7 @@ class Progress:
             self.interrupted = False
 
     def _tell(self) -> None:
+        """Call all followers, then raise a delayed `KeyboardInterrupt`."""
         for follower in self._followers:
             follower(self)
         if self.interrupted:

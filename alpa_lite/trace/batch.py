@@ -317,6 +317,7 @@ def _is_whole_beside_others(leaves: ArgumentLeaves, dims: Dims) -> bool:
 
 
 def _why(leaves: ArgumentLeaves) -> str:
+    """Return the sentence that says why no batch could be inferred."""
     marked = [0 if leaves.may_be_batch(i) else None for i in range(len(leaves))]
     where = _listed(leaves, marked)
     if where:
@@ -340,6 +341,7 @@ def _why(leaves: ArgumentLeaves) -> str:
 
 
 def _advice(leaves: ArgumentLeaves, works: Sequence[_Trial]) -> str:
+    """Return the sentence that says what to name as the batch; `works` are candidates, the most probable first."""
     if works:
         examples = " or ".join(f"batch_argnums={_named(leaves, trial.dims)}" for trial in works[:2])
         return f"Name the arguments or paths that hold it; the step works at other sizes of {examples}."

@@ -37,6 +37,7 @@ def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]
 
 
 def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a scan with JAX's own, whose carry and rows are the carried and scanned operands."""
     carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
 
     def trip(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -55,6 +56,7 @@ def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[A
 
 
 def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a `while` loop; body 0 is its condition, body 1 its trip."""
     carried = list(wiring.carried.values())
 
     def goes_on(carry: tuple[Any, ...]) -> Any:

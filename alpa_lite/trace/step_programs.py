@@ -377,6 +377,7 @@ def traces_alike(traced: Traced, size: int) -> bool:
 
 
 def _alike(jaxpr: Any, other: Any) -> bool:
+    """Return whether two jaxprs have the same primitives on arrays of the same ranks, bodies included."""
     a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
     return len(a.eqns) == len(b.eqns) and all(
         x.primitive is y.primitive

@@ -113,7 +113,7 @@ def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
 
 
 def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -> float:
-    """Return the maximum FLOPs of a layer: the least (1 + imbalance + n * RELAXATION) averages that some cut satisfies."""
+    """Return the maximum FLOPs of a layer: (1 + imbalance + n * RELAXATION) averages with the least feasible n."""
     while True:
         limit = (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING
         op = 0
@@ -145,6 +145,7 @@ class _Runs:
 
     @staticmethod
     def of(inflow: NDArray[np.float64], ends: NDArray[np.float64], limit: float) -> _Runs:
+        """Return the runs within the limit, by [K, K] inflow bytes, [K + 1] cumulative FLOPs and the limit in FLOPs."""
         num_ops = len(ends) - 1
         lasts = np.arange(num_ops)
         # `_flops_limit` sums in another order and rounds differently: the margin retains every run that it used.

@@ -136,6 +136,7 @@ class SplitAnalysis:
         return self.known[v]
 
     def _standing(self, value: Value) -> Splittable:
+        """Return whether a value can be split, from its producer; whether it is a seed is not considered."""
         if value.id not in self.leading or value.dtype.startswith("key<"):
             return Splittable.WHOLE
         producer = self.graph.producer[value.id]
