@@ -124,7 +124,7 @@ class Pricer:
     _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
     def elsewhere(self, submesh: Submesh, mesh: LogicalMesh) -> Pricer:
-        """Return a pricer for another mesh with the same cost model, which shares prices of one device's part of ops."""
+        """Return a pricer for another mesh with the same cost model; they share prices of one device's part of ops."""
         return Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh, _local=self._local)
 
     @property

@@ -202,7 +202,7 @@ class Walk(Generic[A]):
         return best[1], best[2]
 
     def _make_free(self, value_id: int, spec: Spec, reader: Op | None) -> None:
-        """Run the op of a free value so that it is made in `spec`; only the first device holds a partial sum's value."""
+        """Run the op of a free value so that it is made in `spec`; a partial sum is on the first device only."""
         value = self.graph.values[value_id]
         op = self.graph.ops[self.graph.producer[value_id] or 0]
         rule = rule_of_op(self.graph, op.id)
