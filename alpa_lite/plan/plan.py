@@ -181,7 +181,7 @@ class Plan:
         return view(View.PLAN_TEXT, self)
 
     def explain(self, subject: str) -> str:
-        """Explain a decision; `subject` is the path of a parameter, `op 12`, `layer 3`, `stage 0`, or part of a line."""
+        """Explain a decision about `subject`: a parameter path, `op 12`, `layer 3`, `stage 0` or part of a line."""
         return view(View.PLAN_EXPLANATION, self, subject)
 
     def explain_time(self) -> str:
