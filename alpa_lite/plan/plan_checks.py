@@ -63,9 +63,9 @@ def _layers(plan: Any) -> Iterator[str]:
         yield f"its stages have {begins} layers, of {plan.num_layers}"
     for layer in chain(plan.op_layers, plan.input_layers, plan.traced_layers):
         if layer is not None and not 0 <= layer < plan.num_layers:
-            yield f"layer {layer} of {plan.num_layers} is named"
+            yield f"it uses layer {layer} of {plan.num_layers}"
     if plan.remat and len(plan.remat) != plan.num_layers:
-        yield f"it says of {len(plan.remat)} layers, of {plan.num_layers}, what they compute again"
+        yield f"it has rematerialisation policies for {len(plan.remat)} layers, of {plan.num_layers}"
 
 
 def _stages(plan: Any) -> Iterator[str]:

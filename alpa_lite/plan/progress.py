@@ -110,7 +110,7 @@ class Progress:
         def interrupt(*_: object) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
-            self.interrupted, self.doing = True, "interrupted: this ends with the step at hand"
+            self.interrupted, self.doing = True, "interrupted: stopping after the current unit of work"
 
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:

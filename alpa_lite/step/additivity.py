@@ -5,7 +5,8 @@ transfer function (`transfer_functions`); any other op is the op of the full bat
 values read after the loop, determine how results of micro-batches are combined; MIXED outputs refuse the split.
 
 Values that depend on data, keys and captured arrays alone can be computed for the whole batch before the loop, if they
-are MIXED or used again per sample (`Proof.ahead`): sums of masks, permutations of the data, returns by a reverse scan.
+are MIXED or used again per sample (`Proof.hoisted`): sums of masks, permutations of the data, returns by a reverse
+scan.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Proof:
     Attributes:
         relations: the relation of each value, by value id.
         marks: op id → how the op differs from the traced one, for ops that do.
-        ahead: ids of the values to hoist out of the loop; empty when all is proven.
+        hoisted: ids of the values to hoist out of the loop; empty when all is proven.
         refusals: why the step is no sum over its samples, one per reason; empty when all is proven.
     """
 
     relations: tuple[Relation, ...]
     marks: Mapping[int, Marks]
-    ahead: tuple[int, ...]
+    hoisted: tuple[int, ...]
     refusals: tuple[Refusal, ...]
 
 
@@ -102,7 +103,7 @@ class _OuterProgram:
         self.of_data = {v.id for v in self.graph.values if v.literal is not None} | set(of_data)
         # For each value that is complete only after the loop: the reductions over the batch from which it follows.
         self.origins: dict[int, frozenset[int]] = {}
-        self.ahead: dict[int, None] = {}
+        self.hoistable: dict[int, None] = {}
 
     def _input(self, v: int, runs: int) -> Relation:
         """Return the relation of an input, from the dim in which its two shapes differ."""
@@ -119,9 +120,9 @@ class _OuterProgram:
         for op in self.graph.ops:
             self._read(op)
         refusals = [r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None]
-        wanted = self._wanted() if self.ahead else ()
+        hoisted = self._hoisted() if self.hoistable else ()
         relations = tuple([self.table.get(v.id, INVARIANT) for v in self.graph.values])
-        return Proof(relations=relations, marks=self.marks, ahead=wanted, refusals=tuple(dict.fromkeys(refusals)))
+        return Proof(relations=relations, marks=self.marks, hoisted=hoisted, refusals=tuple(dict.fromkeys(refusals)))
 
     def _returned(self, v: int) -> Relation:
         """Return the relation of an output, MIXED for a sum over the batch that is returned once per sample."""
@@ -176,7 +177,7 @@ class _OuterProgram:
         dim = self.program.dims[v]
         if dim == ODD:
             return relation
-        self.ahead[v] = None
+        self.hoistable[v] = None
         return INVARIANT if dim is None else samples(dim, 1)
 
     def _in_loop(self, op: Op, v: int, relation: Relation) -> Relation:
@@ -191,7 +192,7 @@ class _OuterProgram:
             return relation
         origins = self.origins[v]
         if origins <= self.of_data:
-            self.ahead.update(dict.fromkeys(sorted(origins)))
+            self.hoistable.update(dict.fromkeys(sorted(origins)))
             return INVARIANT
         origin = next(o for o in sorted(origins) if o not in self.of_data)
         reduction = self.graph.ops[self.graph.producer[origin] or 0]
@@ -201,13 +202,13 @@ class _OuterProgram:
         )
         return mixed(Refusal(reduction.source, "", (), text))
 
-    def _wanted(self) -> tuple[int, ...]:
+    def _hoisted(self) -> tuple[int, ...]:
         """Return the candidates for hoisting that some output depends on, ascending."""
         graph, needed, found = self.graph, set(self.graph.outputs), list[int]()
-        found += [v for v in graph.outputs if v in self.ahead]
+        found += [v for v in graph.outputs if v in self.hoistable]
         for op in reversed(graph.ops):
-            if not any(r in needed and r not in self.ahead for r in op.results):
+            if not any(r in needed and r not in self.hoistable for r in op.results):
                 continue
             needed.update(op.operands)
-            found += [v for v in op.operands if v in self.ahead]
+            found += [v for v in op.operands if v in self.hoistable]
         return tuple(sorted(dict.fromkeys(found)))

@@ -94,19 +94,19 @@ def program_at(
     full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
 ) -> PairedGraph:
     """Return a graph at both sizes with its batch dims, which are memoized on the full graph."""
-    known: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
-    known = full.__dict__.setdefault("_batch_dims_at", {})
-    if (small, count) not in known:
+    memo: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
+    memo = full.__dict__.setdefault("_batch_dims_at", {})
+    if (small, count) not in memo:
         pairs = zip(full.values, small.values, strict=True)
         dims = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
         follow = {v for v, dim in enumerate(dims) if dim is not None}
         touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
-        known[small, count] = dims, touching
-    dims, touching = known[small, count]
+        memo[small, count] = dims, touching
+    dims, touching = memo[small, count]
     return PairedGraph(full=full, small=small, equations=equations, dims=dims, touching=touching)
 
 
-_Found = tuple[tuple[Relation, ...], BodyMarks]
+_BodyResult = tuple[tuple[Relation, ...], BodyMarks]
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Interpreter:
 
     count: int
     transfers: dict[object, Transferred] = field(default_factory=dict[object, Transferred])
-    bodies: dict[object, _Found] = field(default_factory=dict[object, _Found])
+    bodies: dict[object, _BodyResult] = field(default_factory=dict[object, _BodyResult])
 
     def op(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
         """Return the relations of the results of an op, and its marks."""
@@ -165,7 +165,7 @@ class Interpreter:
             equations=(full[op.id], small[op.id]),
         )
 
-    def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _Found:
+    def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _BodyResult:
         """Return the relations of the outputs of a body, and the marks of its ops, memoized."""
         key = program.full, program.small, tuple(inputs)
         if key not in self.bodies:
@@ -198,9 +198,9 @@ class Interpreter:
             if lengths[0] != lengths[1]:
                 return self.over_samples(program, site, wiring)
             if op.params["reverse"] != site.other.params["reverse"]:
-                return site.refused("goes another way at another batch size").results, Marks()
+                return site.refused("runs in the other direction at another batch size").results, Marks()
         if op.primitive == "cond" and not relations[0].is_same:
-            return site.refused("branches on what differs between micro-batches").results, Marks()
+            return site.refused("branches on a value that differs between micro-batches").results, Marks()
         return self.trip_by_trip(program, site, wiring)
 
     def trip_by_trip(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
@@ -227,9 +227,9 @@ class Interpreter:
                         if refusal is not None:
                             return (mixed(refusal),) * len(op.results), Marks()
                         continue
-                    unlike = site.refusal("makes one thing in one branch, and another kind of thing in another")
-                    known = results[r]
-                    results[r] = relation if known is None else join(known, relation, unlike)
+                    unlike = site.refusal("has branches whose results combine differently over micro-batches")
+                    before = results[r]
+                    results[r] = relation if before is None else join(before, relation, unlike)
             if not self.carried(site, wiring, inside, [r for r in results if r is not None], once):
                 break
         stacked = [_stack(r, site) if n in wiring.stacked else r for n, r in enumerate(results) if r is not None]
@@ -252,7 +252,7 @@ class Interpreter:
             if begins.kind is RelationKind.INVARIANT and makes.kind is RelationKind.SUM and counts_once(site.op, i):
                 once[i] = None
                 begins = makes
-            refusal = site.refusal("carries something that is another kind of thing after each trip")
+            refusal = site.refusal("carries a value that combines differently over micro-batches after each trip")
             joined = join(begins, makes, refusal)
             if joined != inside[i] and inside[i].kind is not RelationKind.MIXED:
                 inside[i], changed = joined, True
@@ -269,7 +269,7 @@ class Interpreter:
             return relation.refusal
         if relation.kind is RelationKind.MAX and same_while_guard(op) and same_while_guard(site.other):
             return None
-        return site.refusal("goes on as long as what differs between micro-batches says")
+        return site.refusal("continues depending on a value that differs between micro-batches")
 
     def over_samples(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
         """Return the relations of the results of a scan over the samples, and its marks."""
@@ -378,10 +378,10 @@ def same_while_guard(op: Op) -> bool:
     if any_of is None or condition.ops[any_of].primitive != "reduce_or":
         return False
     guard = numbers[0][condition.ops[any_of].operands[0]]
-    return all(_kept(body, numbers[1], v, r, guard) for r, v in enumerate(body.outputs))
+    return all(_is_retained(body, numbers[1], v, r, guard) for r, v in enumerate(body.outputs))
 
 
-def _kept(body: Graph, numbers: dict[int, int], output: int, result: int, guard: int) -> bool:
+def _is_retained(body: Graph, numbers: dict[int, int], output: int, result: int, guard: int) -> bool:
     """Return whether an output of the body equals the incoming value wherever the guard is false."""
     came_in = body.inputs[len(body.inputs) - len(body.outputs) + result]
     if output == came_in:

@@ -41,23 +41,26 @@ from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks
 from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
-from alpa_lite.trace.passes.hoist_data_sums import Ahead, computed_ahead, inputs_of_data
+from alpa_lite.trace.passes.hoist_data_sums import Precomputed, hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.step_programs import (
     batch_of_one,
     extrapolated,
+    extrapolated_in_parts,
     from_larger,
     full_in_parts,
-    likely_in_parts,
     over_samples,
     program_of,
-    seen_in_parts,
+    traced_in_parts,
     traces_alike,
     with_other_in_parts,
 )
 from alpa_lite.trace.trace import Traced
 
 _Body = tuple[Graph, tuple[Equation, ...]]
+"""A graph or body with the equations of its ops."""
+
+_OpWithEquation = tuple[Op, Equation]
 
 
 def merge(full: GraphWithEquations, small: GraphWithEquations, marks: Mapping[int, Marks]) -> GraphWithEquations:
@@ -66,32 +69,27 @@ def merge(full: GraphWithEquations, small: GraphWithEquations, marks: Mapping[in
     An op that has the same shapes at both sizes is taken from the full batch, with its parameters: `decay ** B` is one
     number, whatever a micro-batch holds. Literals are those of the full batch throughout, such as the 1 / B of a mean.
     """
-    graph, equations = _merged(full.graph, small.graph, full.equations, small.equations, tuple(marks.items()), {})
+    one, other = (full.graph, full.equations), (small.graph, small.equations)
+    graph, equations = _merged(one, other, tuple(marks.items()), {})
     return GraphWithEquations(graph=graph, equations=equations, constants=full.constants)
 
 
-def _merged(
-    full: Graph,
-    small: Graph,
-    of_full: Sequence[Equation],
-    of_small: Sequence[Equation],
-    marks: BodyMarks,
-    known: dict[object, _Body],
-) -> _Body:
-    """Merge a graph or body at both sizes; merged bodies are memoized in `known`."""
-    marked = dict(marks)
+def _merged(at_full: _Body, at_small: _Body, marks: BodyMarks, memo: dict[object, _Body]) -> _Body:
+    """Merge a graph or body at both sizes; merged bodies are memoized in `memo`."""
+    (full, of_full), (small, of_small), marked = at_full, at_small, dict(marks)
     pairs = zip(full.values, small.values, strict=True)
     values = tuple([v if v.shape == w.shape else w for v, w in pairs])
     ops: list[Op] = []
     equations: list[Equation] = []
-    for op, other, equation, inner in zip(full.ops, small.ops, of_full, of_small, strict=True):
-        mark = marked.get(op.id)
+    pairs_at_full, pairs_at_small = zip(full.ops, of_full, strict=True), zip(small.ops, of_small, strict=True)
+    for one, other in zip(pairs_at_full, pairs_at_small, strict=True):
+        op, mark = one[0], marked.get(one[0].id)
         if op.bodies and mark is not None:
-            made = _with_bodies(op, other, equation, inner, mark, known)
+            made = _with_bodies(one, other, mark, memo)
         elif op.bodies or not _touches(full, small, op):
-            made = op, equation
+            made = one
         else:
-            made = other, inner
+            made = other
         ops.append(_marked(made[0], mark) if mark is not None else made[0])
         equations.append(made[1])
     return Graph(values=values, ops=tuple(ops), inputs=full.inputs, outputs=full.outputs), tuple(equations)
@@ -110,17 +108,18 @@ def _marked(op: Op, mark: Marks) -> Op:
 
 
 def _with_bodies(
-    op: Op, other: Op, equation: Equation, inner: Equation, mark: Marks, known: dict[object, _Body]
-) -> tuple[Op, Equation]:
-    """Return the op of the micro-batch, with merged bodies, and its equation."""
-    found: list[_Body] = []
-    for number, bodies in enumerate(zip(op.bodies, other.bodies, strict=True)):
-        key = (*bodies, mark.bodies[number])
-        if key not in known:
-            known[key] = _merged(*bodies, equation.bodies[number], inner.bodies[number], mark.bodies[number], known)
-        found.append(known[key])
-    merged = replace(other, bodies=tuple(graph for graph, _ in found))
-    return merged, replace(inner, bodies=tuple(equations for _, equations in found))
+    one: _OpWithEquation, other: _OpWithEquation, mark: Marks, memo: dict[object, _Body]
+) -> _OpWithEquation:
+    """Return the op of the micro-batch (`other`), with bodies merged with those of the full batch, and its equation."""
+    bodies: list[_Body] = []
+    for number, inner_marks in enumerate(mark.bodies):
+        at_full, at_small = ((op.bodies[number], equation.bodies[number]) for op, equation in (one, other))
+        key = (at_full[0], at_small[0], inner_marks)
+        if key not in memo:
+            memo[key] = _merged(at_full, at_small, inner_marks, memo)
+        bodies.append(memo[key])
+    merged = replace(other[0], bodies=tuple(graph for graph, _ in bodies))
+    return merged, replace(other[1], bodies=tuple(equations for _, equations in bodies))
 
 
 def bodies_apart(full: GraphWithEquations, small: GraphWithEquations) -> GraphWithEquations:
@@ -129,15 +128,15 @@ def bodies_apart(full: GraphWithEquations, small: GraphWithEquations) -> GraphWi
     return replace(full, graph=graph, equations=equations)
 
 
-def _apart(full: Graph, small: Graph, equations: Sequence[Equation], known: dict[object, _Body]) -> _Body:
-    """Separate the bodies of a graph; results are memoized by pairs of bodies in `known`."""
+def _apart(full: Graph, small: Graph, equations: Sequence[Equation], memo: dict[object, _Body]) -> _Body:
+    """Separate the bodies of a graph; results are memoized by pairs of bodies in `memo`."""
     ops: list[Op] = []
     for op, other, equation in zip(full.ops, small.ops, equations, strict=True):
         bodies: list[Graph] = []
         for number, pair in enumerate(zip(op.bodies, other.bodies, strict=True)):
-            if pair not in known:
-                known[pair] = _apart(*pair, equation.bodies[number], known)
-            bodies.append(known[pair][0])
+            if pair not in memo:
+                memo[pair] = _apart(*pair, equation.bodies[number], memo)
+            bodies.append(memo[pair][0])
         ops.append(replace(op, bodies=tuple(bodies)) if bodies else op)
     return replace(full, ops=tuple(ops)), tuple(equations)
 
@@ -154,7 +153,7 @@ class TracedStep:
         step: its graph, phases and batch dims.
         equations: equation of each op of the graph.
         constants: captured arrays, the last inputs of the traced program.
-        ahead: the part that is computed before the loop, if any.
+        precomputed: the part that is computed before the loop, if any.
         runs: argument leaf → (batch dim, number of runs of samples), for arguments of which a micro-batch takes rows
             from several runs.
     """
@@ -162,13 +161,13 @@ class TracedStep:
     step: StepGraph
     equations: tuple[Equation, ...]
     constants: tuple[Any, ...]
-    ahead: Ahead | None = None
+    precomputed: Precomputed | None = None
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def inputs(self, arguments: Sequence[Any]) -> list[Any]:
         """Return all inputs of the graph, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
-        further = self.ahead(given) if self.ahead is not None else ()
+        further = self.precomputed(given) if self.precomputed is not None else ()
         for leaf, (dim, count) in self.runs.items():
             given[leaf] = by_micro_batch(given[leaf], dim, count, self.step.num_microbatches)
         return [*given, *further]
@@ -196,7 +195,7 @@ def split_step(
     *,
     loop_parts: int = 0,
     on_non_additive: OnNonAdditive = "refuse",
-    likely: bool = False,
+    exact: bool = True,
 ) -> TracedStep:
     """Return the step with its phases for `num_microbatches` micro-batches.
 
@@ -206,8 +205,9 @@ def split_step(
         loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves them
             whole.
         on_non_additive: what to do if micro-batches would change the meaning of the step.
-        likely: extrapolate the program at the size of a micro-batch from sizes that were traced before, if there are
-            any, without checking it (`likely_in_parts`). The planner's search uses this; the chosen plan is traced.
+        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from sizes that were
+            traced before, if there are any, without checking it (`extrapolated_in_parts`): the planner's search does
+            this, and traces the plan that it chooses.
 
     Raises:
         BatchError: the batch is unknown, or its size is not divisible.
@@ -221,7 +221,7 @@ def split_step(
     problem = traced.batch_problem
     for size in sizes:
         try:
-            full, other = at_two_sizes(traced, size, loop_parts, likely=likely)
+            full, other = at_two_sizes(traced, size, loop_parts, exact=exact)
         except TraceError as error:
             if num_microbatches > 1:
                 raise
@@ -239,7 +239,7 @@ def split_step(
 
 
 def at_two_sizes(
-    traced: Traced, size: int, loop_parts: int, *, likely: bool = False
+    traced: Traced, size: int, loop_parts: int, *, exact: bool = True
 ) -> tuple[PartedProgram, PartedProgram]:
     """Return the programs at the full batch and at another size, which have equal structure.
 
@@ -250,14 +250,14 @@ def at_two_sizes(
         traced: the traced step.
         size: the other batch size in samples.
         loop_parts: number of loops per scan over layers.
-        likely: whether an unchecked extrapolation suffices.
+        exact: trace the program; otherwise an unchecked extrapolation from traced sizes suffices.
 
     Raises:
         TraceError: the programs differ in structure, and no extrapolation is possible.
     """
-    known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
-    if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
-        return known[batch], other
+    seen, batch = traced_in_parts(traced, loop_parts), traced.require_batch()
+    if not exact and size > 1 and (other := extrapolated_in_parts(traced, loop_parts, size)) is not None:
+        return seen[batch], other
     try:
         if size == 1 and not traces_alike(traced, size):
             return _of_one_sample(traced, loop_parts)
@@ -268,7 +268,7 @@ def at_two_sizes(
         except TraceError:
             raise error from None  # the first error names the op that differs
     if size > 1:
-        known |= {batch: full, size: other}
+        seen |= {batch: full, size: other}
     return full, other
 
 
@@ -294,15 +294,15 @@ def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: 
     graph = with_own_bodies(verify(full.program.graph))
     full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
-    known: dict[Graph, dict[int, int | None]] = {}
+    batch_of_values: dict[Graph, dict[int, int | None]] = {}
     if traced.batch_size == 1:
         try:
-            known, problem = batch_of_one(traced, full, loop_parts), ""
+            batch_of_values, problem = batch_of_one(traced, full, loop_parts), ""
         except TraceError as error:
             problem = f"{problem} {error}"
-    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], batch_of_values)
     loop = loop_ops(graph, batch)
-    if not known:
+    if not batch_of_values:
         # Propagation may lose the batch dim before the loss; the name stacks of the backward pass show where the loop
         # ends.
         loop |= loop_without_batch(graph)
@@ -404,14 +404,14 @@ class _Exact:
     Attributes:
         full: the program at the full batch.
         other: the program at the size of a micro-batch.
-        ahead: the hoisted part, if any.
+        precomputed: the hoisted part, if any.
         proof: the proof.
         runs: argument leaf → number of runs of samples along its batch dim.
     """
 
     full: PartedProgram
     other: PartedProgram
-    ahead: Ahead | None
+    precomputed: Precomputed | None
     proof: Proof
     runs: Mapping[int, int]
 
@@ -420,16 +420,16 @@ def _exact(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
 ) -> _Exact:
     """Prove as much as possible, hoisting sums of data as needed; `runs`: argument leaf → number of runs of samples."""
-    ahead: Ahead | None = None
+    precomputed: Precomputed | None = None
     while True:
         graph, parts = full.program.graph, full.input_parts
         cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
-        data = inputs_of_data(graph, parts, traced.batch_leaves) if ahead is None else frozenset[int]()
+        data = inputs_of_data(graph, parts, traced.batch_leaves) if precomputed is None else frozenset[int]()
         found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
-        if not found.ahead or found.refusals:
-            return _Exact(full=full, other=other, ahead=ahead, proof=found, runs=runs)
-        rest = computed_ahead(full, other, found.ahead, traced.batch_leaves)
-        full, other, ahead = rest.full, rest.other, rest.ahead
+        if not found.hoisted or found.refusals:
+            return _Exact(full=full, other=other, precomputed=precomputed, proof=found, runs=runs)
+        rest = hoist_values(full, other, found.hoisted, traced.batch_leaves)
+        full, other, precomputed = rest.full, rest.other, rest.precomputed
 
 
 def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
@@ -455,7 +455,7 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
         step=step,
         equations=merged.equations,
         constants=merged.constants,
-        ahead=exact.ahead,
+        precomputed=exact.precomputed,
         runs={leaf: (traced.batch_leaves[leaf] or 0, count) for leaf, count in exact.runs.items()},
     )
 

@@ -355,7 +355,7 @@ def of_reduced(site: Site) -> Transferred:
         if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden and _orders(site):
             return Transferred(results=(found,) * len(site.op.results))
     what = "a sum" if kinds == {RelationKind.SUM} else "an extreme"
-    return site.refused(f"makes something else of {what} over the batch")
+    return site.refused(f"is not known to preserve {what} over the batch")
 
 
 _LEAST = frozenset(("min", "reduce_min", "and", "reduce_and"))

@@ -82,7 +82,7 @@ def from_jaxpr(
     input_names: Sequence[str],
     *,
     num_parts: int = 0,
-    kept: frozenset[int] = frozenset(),
+    whole: frozenset[int] = frozenset(),
     source: str = "",
 ) -> GraphWithEquations:
     """Convert a closed jaxpr; captured arrays become further inputs named `constant i`.
@@ -94,45 +94,36 @@ def from_jaxpr(
         closed: the closed jaxpr of a step.
         input_names: names of the jaxpr's inputs, in order.
         num_parts: number of loops per scan over layers; 0 or 1 leaves scans whole.
-        kept: indices (into `scans`) of scans to leave whole (`loops_over_samples`).
+        whole: indices (into `scans`) of scans to leave whole (`loops_over_samples`).
         source: the source line of ops for which JAX records none.
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
     builder = _GraphBuilder(
-        num_parts=num_parts, kept={id(e) for i, e in enumerate(scans(jaxpr)) if i in kept}, bodies={}
+        num_parts=num_parts, whole={id(e) for i, e in enumerate(scans(jaxpr)) if i in whole}, bodies={}
     )
-    result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
+    result = builder.convert(closed, jaxpr, input_names, source)
     return without_dead_ops(result) if num_parts else result
 
 
-def _converted(
-    builder: _GraphBuilder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
-) -> GraphWithEquations:
-    """Convert a closed jaxpr with a fresh builder; `jaxpr` is its open jaxpr without dead equations."""
-    constants = tuple(_jax.consts_of(closed))
-    inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
-    captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
-    environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
-    outputs = builder.inline(jaxpr, environment, stack="", source=source)
-    if not is_body:
-        outputs = [builder.as_array(v) for v in outputs]
-    # Constants of inlined calls are met during inlining; their inputs follow those of the jaxpr's own constants.
-    builder.constants[:0] = constants
-    graph = Graph(
-        values=tuple(builder.values),
-        ops=tuple(builder.ops),
-        inputs=tuple(inputs + captured + builder.captured),
-        outputs=tuple(outputs),
-    )
-    return GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """Where ops stand in the user's program.
+
+    Attributes:
+        stack: their JAX name stack.
+        source: their source line; for a call, the line of ops for which JAX records none.
+    """
+
+    stack: str
+    source: str
 
 
 class _GraphBuilder:
     """Collect values, ops and equations while jaxprs are inlined."""
 
-    def __init__(self, *, num_parts: int, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
+    def __init__(self, *, num_parts: int, whole: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
         self.num_parts = num_parts
-        self.kept = kept
+        self.whole = whole
         # Keyed by the id of the jaxpr and the default source line; shared with the builders of bodies.
         self.bodies = bodies
         # Joined value → the results of the split loop's parts, so that a later split loop reads its part directly and
@@ -147,6 +138,27 @@ class _GraphBuilder:
         self.equations: list[Equation] = []
         self.captured: list[int] = []
         self.constants: list[Any] = []
+
+    def convert(
+        self, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool = False
+    ) -> GraphWithEquations:
+        """Convert a closed jaxpr; `jaxpr` is its open jaxpr without dead equations. A builder converts one jaxpr."""
+        constants = tuple(_jax.consts_of(closed))
+        inputs = [self.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
+        captured = [self.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
+        environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
+        outputs = self.inline(jaxpr, environment, _Location(stack="", source=source))
+        if not is_body:
+            outputs = [self.as_array(v) for v in outputs]
+        # Constants of inlined calls are met during inlining; their inputs follow those of the jaxpr's own constants.
+        self.constants[:0] = constants
+        graph = Graph(
+            values=tuple(self.values),
+            ops=tuple(self.ops),
+            inputs=tuple(inputs + captured + self.captured),
+            outputs=tuple(outputs),
+        )
+        return GraphWithEquations(graph=graph, equations=tuple(self.equations), constants=tuple(self.constants))
 
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
         """Append a value with the shape and dtype of `aval` and return its id."""
@@ -178,16 +190,17 @@ class _GraphBuilder:
         v = self.values[value]
         return value if v.literal is None else self.capture(v, np.asarray(v.literal, jax.numpy.dtype(v.dtype)))
 
-    def inline(self, jaxpr: Any, environment: dict[Any, int], *, stack: str, source: str) -> list[int]:
+    def inline(self, jaxpr: Any, environment: dict[Any, int], at: _Location) -> list[int]:
         """Append the equations of an open jaxpr and return the value ids of its outputs."""
         for eqn in jaxpr.eqns:
             operands = [self.read(atom, environment) for atom in eqn.invars]
             place = self.place(eqn)
-            path = "/".join(filter(None, (stack, place.stack)))
+            path = "/".join(filter(None, (at.stack, place.stack)))
             # JAX 0.12 truncates the traceback of equations inside a jitted library function at that function; the
             # caller's line is the one the user can act on.
-            known = place.line and not (source and _jax.in_a_library(place.line))
-            results = self.equation(eqn, operands, stack=path, source=place.line if known else source)
+            has_line = place.line and not (at.source and _jax.in_a_library(place.line))
+            here = _Location(stack=path, source=place.line if has_line else at.source)
+            results = self.equation(eqn, operands, here)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
@@ -200,51 +213,52 @@ class _GraphBuilder:
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
-    def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def equation(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
         """Append one equation, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
             if inner is not None:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                    operands = [self.barrier(v, stack=stack, source=source) for v in operands]
-                return self.call(inner, operands, stack=stack, source=source)
+                    operands = [self.barrier(v, at) for v in operands]
+                return self.call(inner, operands, at)
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
             return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
             first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
-            return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
+            return self.call(solve, operands[first:last] + operands[num_consts:], at)
         if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
             # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
             made = [
                 inserted.reduction_jaxpr(name, v.aval.shape, str(v.aval.dtype), eqn.params["axes"]) for v in eqn.invars
             ]
-            return [self.call(j, [v], stack=stack, source=source)[0] for j, v in zip(made, operands, strict=True)]
+            return [self.call(j, [v], at)[0] for j, v in zip(made, operands, strict=True)]
         if name in _BODIES:
-            return self.control_flow(eqn, operands, stack=stack, source=source)
+            return self.control_flow(eqn, operands, at)
         avals = [v.aval for v in eqn.outvars]
         empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
         if empty and not eqn.effects and name != "broadcast_in_dim":
             # An array without elements needs neither computation nor communication; made on the spot, it also cuts
             # false dependencies between stages.
-            return [self.empty(aval, stack=stack, source=source) for aval in avals]
-        _refuse(eqn, source)
-        return self.append(eqn.primitive, eqn.params, operands, avals, (), stack, source, effectful=bool(eqn.effects))
+            return [self.empty(aval, at) for aval in avals]
+        _refuse(eqn, at.source)
+        made = Equation(primitive=eqn.primitive, params=eqn.params)
+        return self.append(made, operands, avals, at, effectful=bool(eqn.effects))
 
-    def empty(self, aval: Any, *, stack: str, source: str) -> int:
+    def empty(self, aval: Any, at: _Location) -> int:
         """Append an array without elements and return its value id."""
-        return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
+        return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], at)[0]
 
-    def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def call(self, inner: Any, operands: list[int], at: _Location) -> list[int]:
         """Inline a closed jaxpr on these operands and return the value ids of its outputs."""
         jaxpr = _jax.open_jaxpr(inner)
         captured = [self.capture(v.aval, c) for v, c in zip(jaxpr.constvars, _jax.consts_of(inner), strict=True)]
         environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *captured], strict=True))
-        return self.inline(jaxpr, environment, stack=stack, source=source)
+        return self.inline(jaxpr, environment, at)
 
-    def barrier(self, value: int, *, stack: str, source: str) -> int:
+    def barrier(self, value: int, at: _Location) -> int:
         """Return the value behind an `optimization_barrier`; literals and keys are returned unchanged."""
         if self.values[value].literal is not None:
             return value
@@ -252,50 +266,46 @@ class _GraphBuilder:
         if aval.dtype.startswith("key<"):
             return value
         eqn = inserted.barrier_equation(_struct(aval))
-        return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
+        return self.append(Equation(primitive=eqn.primitive, params=eqn.params), [value], [aval], at)[0]
 
-    def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def control_flow(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
         """Append a loop or conditional and return the value ids of its results."""
         name, params = eqn.primitive.name, _jax.params_of(eqn)
         if name == "scan" and params["length"] == 0:  # the carry is returned unchanged
             first, num_carry = params["num_consts"], params["num_carry"]
-            rest = [self.empty(v.aval, stack=stack, source=source) for v in eqn.outvars[num_carry:]]
+            rest = [self.empty(v.aval, at) for v in eqn.outvars[num_carry:]]
             return [*operands[first : first + num_carry], *rest]
-        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
-            return self.scan_in_parts(eqn, operands, stack=stack, source=source)
+        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.whole and is_over_layers(params):
+            return self.scan_in_parts(eqn, operands, at)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
-            return self.call(inserted.while_any_goes_on(eqn), operands, stack=stack, source=source)
-        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], stack=stack, source=source)
+            return self.call(inserted.while_any_goes_on(eqn), operands, at)
+        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], at)
 
     def with_bodies(
-        self,
-        eqn: Any,
-        params: dict[str, Any],
-        operands: list[int],
-        avals: Sequence[Any],
-        *,
-        stack: str,
-        source: str,
+        self, eqn: Any, params: dict[str, Any], operands: list[int], avals: Sequence[Any], at: _Location
     ) -> list[int]:
         """Append a loop or conditional with these parameters and result avals; return the value ids of its results."""
         name = eqn.primitive.name
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
-        known = [self.body(c, source) for c in closed]
+        converted = [self.body(c, at.source) for c in closed]
         # Arrays captured by a body become operands: leading constants of a loop, trailing arguments of a branch.
-        captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in known)]
+        captured = [
+            [self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in converted)
+        ]
         if name == "cond":
             operands = [*operands, *chain.from_iterable(captured)]
-            bodies = [self.taking_all(k.program, captured, number) for number, k in enumerate(known)]
+            bodies = [self.taking_all(k.program, captured, number) for number, k in enumerate(converted)]
         else:
             counts = [params[key] for key in _NUM_CONSTS[name]]
             places = [sum(counts[:i]) for i in range(len(counts))]
             # Insert from the last position on, so that earlier positions stay valid.
             for place, values in reversed(list(zip(places, captured, strict=True))):
                 operands = operands[:place] + values + operands[place:]
-            bodies = [k.of_loop for k in known]
+            bodies = [k.of_loop for k in converted]
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
-        effectful = bool(eqn.effects)
-        return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
+        graphs, inner = tuple(b.graph for b in bodies), tuple(b.equations for b in bodies)
+        made = Equation(primitive=eqn.primitive, params=params, bodies=inner)
+        return self.append(made, operands, avals, at, graphs=graphs, effectful=bool(eqn.effects))
 
     def body(self, closed: Any, source: str) -> _Body:
         """Return the converted body of a closed jaxpr; the same object for the same jaxpr."""
@@ -303,8 +313,8 @@ class _GraphBuilder:
         if key not in self.bodies:
             jaxpr = _jax.prune(_jax.open_jaxpr(closed))
             names = [f"body input {i}" for i in range(len(jaxpr.invars))]
-            builder = _GraphBuilder(num_parts=0, kept=set(), bodies=self.bodies)
-            program = _converted(builder, closed, jaxpr, names, source, is_body=True)
+            builder = _GraphBuilder(num_parts=0, whole=set(), bodies=self.bodies)
+            program = builder.convert(closed, jaxpr, names, source, is_body=True)
             self.bodies[key] = _Body(closed=closed, program=program, of_loop=_captured_first(program))
         return self.bodies[key]
 
@@ -325,34 +335,34 @@ class _GraphBuilder:
         graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
         return dataclasses.replace(branch, graph=graph, constants=())
 
-    def scan_in_parts(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def scan_in_parts(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
         """Append one loop for each part of the trips, or the inlined body where a part is a single trip."""
-        params, place = _jax.params_of(eqn), {"stack": stack, "source": source}
+        params = _jax.params_of(eqn)
         split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)
         made, totals = list[list[int]](), dict[int, int]()
         for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
             trips = bounds[number][1] - bounds[number][0]
-            rows = [self.piece(x, bounds, number, **place) for x in xs]
+            rows = [self.piece(x, bounds, number, at) for x in xs]
             if trips == 1:
-                results = self.call(params["jaxpr"], [*consts, *carry, *rows], **place)
+                results = self.call(params["jaxpr"], [*consts, *carry, *rows], at)
             else:
                 some = {**params, "length": trips}
                 avals = [v.aval for v in eqn.outvars]
                 for i in range(params["num_carry"], len(avals)):
                     avals[i] = _jax.struct((trips, *avals[i].shape[1:]), str(avals[i].dtype))
-                results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, **place)
+                results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, at)
             carry = results[: params["num_carry"]]
-            carry = self.begun_anew(carry, totals, **place) if trips > 1 else carry
+            carry = self.restarted_sums(carry, totals, at) if trips > 1 else carry
             made.append(results[params["num_carry"] :])
         if params["reverse"]:
             made.reverse()
         sums = [totals.get(i, v) for i, v in enumerate(carry)]
         stacked = len(bounds) == params["length"]
-        return sums + [self.joined(list(pieces), stacked=stacked, **place) for pieces in zip(*made, strict=True)]
+        return sums + [self.joined(list(pieces), at, stacked=stacked) for pieces in zip(*made, strict=True)]
 
-    def begun_anew(self, carry: list[int], totals: dict[int, int], **place: str) -> list[int]:
+    def restarted_sums(self, carry: list[int], totals: dict[int, int], at: _Location) -> list[int]:
         """Return the carry with which the next part of a loop starts, and add accumulated values to `totals`.
 
         A carry that all trips only add to (the gradient of a weight that all layers share) restarts from zero in each
@@ -361,12 +371,12 @@ class _GraphBuilder:
         carry = list(carry)
         for i in accumulated(self.ops[-1]):
             form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
-            sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
-            zeros = self.call(inserted.zeros_jaxpr(*form), [], **place)
+            sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], at) if i in totals else own
+            zeros = self.call(inserted.zeros_jaxpr(*form), [], at)
             totals[i], carry[i] = sums[0], zeros[0]
         return carry
 
-    def piece(self, value: int, bounds: list[tuple[int, int]], number: int, *, stack: str, source: str) -> int:
+    def piece(self, value: int, bounds: list[tuple[int, int]], number: int, at: _Location) -> int:
         """Return the rows of one part, or the single row; the part itself when a split loop before made the value."""
         if value in self.pieces and len(self.pieces[value]) == len(bounds):
             return self.pieces[value][number]
@@ -374,52 +384,50 @@ class _GraphBuilder:
         start, stop = bounds[number]
         rows = _jax.struct((stop - start, *shape), dtype)
         if 0 in shape and not dtype.startswith("key<"):
-            return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), stack=stack, source=source)
+            return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), at)
         limits, strides = ((start, *[0] * len(shape)), (stop, *shape)), (1,) * rows.ndim
         params = {"start_indices": limits[0], "limit_indices": limits[1], "strides": strides}
-        (taken,) = self.append(primitives.slice_p, params, [value], [rows], (), stack, source)
+        (taken,) = self.append(Equation(primitive=primitives.slice_p, params=params), [value], [rows], at)
         if stop > start + 1:
             return taken
         row = _jax.struct(shape, dtype)
-        return self.append(primitives.squeeze_p, {"dimensions": (0,)}, [taken], [row], (), stack, source)[0]
+        squeeze = Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)})
+        return self.append(squeeze, [taken], [row], at)[0]
 
-    def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
+    def joined(self, pieces: list[int], at: _Location, *, stacked: bool) -> int:
         """Append the op that concatenates pieces along the leading dim, or stacks them, and return its result."""
         shapes = tuple(self.values[v].shape for v in pieces)
         jaxpr = inserted.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
-        result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
+        result = self.call(jaxpr, pieces, at)[0]
         self.pieces[result] = pieces
         return result
 
     def append(
         self,
-        primitive: Any,
-        params: Mapping[str, Any],
+        equation: Equation,
         operands: list[int],
         result_avals: Sequence[Any],
-        bodies: tuple[GraphWithEquations, ...],
-        stack: str,
-        source: str,
+        at: _Location,
         *,
+        graphs: tuple[Graph, ...] = (),
         effectful: bool = False,
     ) -> list[int]:
-        """Append an op with its equation and return the value ids of its results."""
+        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
                 id=len(self.ops),
-                primitive=primitive.name,
+                primitive=equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(params),
-                source=source,
-                name_stack=stack,
-                bodies=tuple(body.graph for body in bodies),
+                params=self.plain.of(equation.params),
+                source=at.source,
+                name_stack=at.stack,
+                bodies=graphs,
                 effectful=effectful,
             )
         )
-        inner = tuple(body.equations for body in bodies)
-        self.equations.append(Equation(primitive=primitive, params=params, bodies=inner))
+        self.equations.append(equation)
         return results
 
 

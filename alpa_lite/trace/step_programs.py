@@ -14,7 +14,7 @@ It serves three purposes:
     full batch of one sample    The step keeps the user's own program. Its values are matched with those of the
                                 extrapolated program, which shows the dims that hold the batch   (`batch_of_one`)
     search                      The planner needs the step at many sizes, of which two are traced. The chosen size is
-                                traced as well                                                      (`likely_at`)
+                                traced as well                                                      (`extrapolate`)
 
 Scans over layers are split into parts on request, with the stacked arrays that they read (`in_parts`).
 """
@@ -60,16 +60,16 @@ def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithE
         TraceError: the programs differ in structure, an integer is no affine function of the batch size, or an op would
             have other result shapes at this size. The message names the user's line.
     """
-    known = [programs[size] for size in sorted(programs)]
-    for program in known[:-1]:
-        check_same_structure(known[-1].graph, program.graph)
-    made = likely_at(size, programs)
+    ordered = [programs[size] for size in sorted(programs)]
+    for program in ordered[:-1]:
+        check_same_structure(ordered[-1].graph, program.graph)
+    made = extrapolate(size, programs)
     _check(made.graph, made.equations)
     verify(made.graph)
     return made
 
 
-def likely_at(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+def extrapolate(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
     """Return the program at a batch size under the assumption that it has the structure of those at other sizes.
 
     The assumption is not verified, which makes this cheap; `at_size` verifies it.
@@ -82,9 +82,9 @@ def likely_at(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWit
         TraceError: an integer is no affine function of the batch size.
     """
     sizes = tuple(sorted(programs))
-    known = [programs[size] for size in sizes]
-    graph, equations = _Line(sizes, size).program([p.graph for p in known], [p.equations for p in known])
-    return GraphWithEquations(graph=graph, equations=equations, constants=known[-1].constants)
+    ordered = [programs[size] for size in sizes]
+    graph, equations = _Line(sizes, size).program([p.graph for p in ordered], [p.equations for p in ordered])
+    return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
 
 
 class _Unlike(Exception):
@@ -97,7 +97,7 @@ class _Line:
     def __init__(self, sizes: tuple[int, ...], at: int) -> None:
         self.sizes, self.at = sizes, at
         # Memo by object identity: the inlined trips of one loop share the parameters of their equations.
-        self.known: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self.memo: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
 
     def number(self, seen: Sequence[int]) -> int:
@@ -147,14 +147,14 @@ class _Line:
     def params(self, op: Op, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the parameters of an op's equation at the size, and the same as plain data for the op."""
         key = tuple(id(e.params) for e in seen)
-        if key not in self.known:
+        if key not in self.memo:
             made = {
                 name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
                 for name in seen[0].params
             }
             same = all(value is seen[0].params[name] for name, value in made.items())
-            self.known[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
-        return self.known[key]
+            self.memo[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
+        return self.memo[key]
 
     def program(
         self, graphs: Sequence[Graph], equations: Sequence[Sequence[Equation]]
@@ -286,7 +286,7 @@ def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozen
         loop_parts: number of loops per scan over layers; 0 leaves them whole.
         over_samples: indices of the scans over samples.
     """
-    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, kept=over_samples))
+    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, whole=over_samples))
 
 
 @memoized
@@ -328,8 +328,8 @@ def _rows_of_samples(one: GraphWithEquations, two: GraphWithEquations) -> frozen
 
 
 @memoized
-def seen_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
-    """Return the mutable table of programs traced so far (batch size in samples → program), for `likely_in_parts`.
+def traced_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
+    """Return the mutable table of traced programs (batch size in samples → program), for `extrapolated_in_parts`.
 
     The caller that traces a program adds it; the table itself is created once per traced step and number of parts.
     """
@@ -337,16 +337,16 @@ def seen_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
     return {}
 
 
-def likely_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
+def extrapolated_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
     """Return the program at a batch size, traced or extrapolated from two traced ones; None if neither is possible."""
-    known = seen_in_parts(traced, loop_parts)
-    if len(known) < 2 or size in known:
-        return known.get(size)
+    seen = traced_in_parts(traced, loop_parts)
+    if len(seen) < 2 or size in seen:
+        return seen.get(size)
     try:
-        program = likely_at(size, {of: parted.program for of, parted in known.items()})
+        program = extrapolate(size, {of: parted.program for of, parted in seen.items()})
     except TraceError:
         return None
-    return replace(next(iter(known.values())), program=program)
+    return replace(next(iter(seen.values())), program=program)
 
 
 def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_samples: frozenset[int]) -> PartedProgram:

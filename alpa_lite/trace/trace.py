@@ -240,8 +240,8 @@ def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
     """Raise `TraceError` for an output that is no array."""
     for name, leaf in zip(names, outputs, strict=True):
-        known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-        if not known and not isinstance(leaf, (bool, int, float, complex)):
+        is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+        if not is_array and not isinstance(leaf, (bool, int, float, complex)):
             where = f" at {name}" if name else ""
             raise TraceError(
                 f"{_name_of(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, numbers "
@@ -302,8 +302,8 @@ def argument_name(fun: Callable[..., Any], owner: int | str) -> str:
     if isinstance(owner, str):
         return owner
     code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
-    known = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return known[owner] if owner < len(known) else f"argument {owner}"
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names[owner] if owner < len(names) else f"argument {owner}"
 
 
 def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -90,26 +90,26 @@ class _StepWriter:
         self.again: dict[int, int] = {}  # forward value → its copy
         self.held: dict[tuple[int, int], int] = {}  # (layer, received value) → the value behind a barrier
         self.constant = _constants(step.graph)
-        self.kept = {r for loop in loops for r in step.graph.ops[loop].results}
-        self._find_kept()
+        self.stored = {r for loop in loops for r in step.graph.ops[loop].results}
+        self._find_stored()
 
-    def _find_kept(self) -> None:
-        """Collect the values that are stored, into `kept`."""
+    def _find_stored(self) -> None:
+        """Collect the values that are stored, into `stored`."""
         graph, reads = self.graph, dict[int, list[int]]()
-        self.kept |= set(graph.outputs)
+        self.stored |= set(graph.outputs)
         for op in graph.ops:
             here = self.layer_of[op.id]
             if self.step.phases[op.id] is not Phase.BACKWARD or here is None:
                 continue
             reads.setdefault(here, []).extend(op.operands)
-            self.kept |= {v for v in op.operands if self._home(v) != here}
+            self.stored |= {v for v in op.operands if self._home(v) != here}
         for op in graph.ops:
             layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
             if layer is not None and keeps_results(self.remat[layer], graph, op, self.step.batch_dims):
-                self.kept |= set(op.results)
+                self.stored |= set(op.results)
         for layer in sorted(reads, reverse=True):
             copied = self._closure(layer, reads[layer])
-            self.kept |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
+            self.stored |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
 
     def _home(self, value: int) -> int | None:
         """Return the layer whose forward pass computes a value, or None."""
@@ -120,7 +120,7 @@ class _StepWriter:
 
     def _is_made_again(self, value: int, layer: int) -> bool:
         """Return whether a layer recomputes a value."""
-        return self._home(value) == layer and value not in self.kept and value not in self.constant
+        return self._home(value) == layer and value not in self.stored and value not in self.constant
 
     def _closure(self, layer: int, reads: Sequence[int]) -> list[int]:
         """Return the ops to copy before an op of a layer that reads these values, in order, without earlier copies."""

@@ -3,9 +3,9 @@
     forward   carry, ys, residuals = scan(f)(consts, carry, xs)        forward   carry, ys, carries = scan(f')
     backward  scan(b)(residuals, cotangents)                      →    backward  scan(b')(consts, xs, carries, …)
 
-f' returns the inputs of each trip instead of residuals (`_kept_body`); b' is b preceded by the part of f that computes
-them (`_repeating_body`). The backward pass then holds the residuals of one trip at a time, and the forward pass none.
-A pair of loops is left unchanged where that would save nothing (`_trade`).
+f' returns the inputs of each trip instead of residuals (`_storing_body`); b' is b preceded by the part of f that
+computes them (`_repeating_body`). The backward pass then holds the residuals of one trip at a time, and the forward
+pass none. A pair of loops is left unchanged where that would save nothing (`_trade`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _LoopRewriter:
         key = (f.bodies[0], b.bodies[0], _frozen(trade.dropped), trade.ended, _frozen(trade.stacked))
         key = (*key, _frozen(feed.consts), _frozen(feed.slices))
         if key not in self.bodies:
-            self.bodies[key] = (self._kept_body(f, trade), self._repeating_body(f, b, trade, feed, policy))
+            self.bodies[key] = (self._storing_body(f, trade), self._repeating_body(f, b, trade, feed, policy))
         first, second = self.bodies[key]
         self._replace_forward(f, trade, stacks, first)
         self._replace_backward(b, trade, feed, operand_of, second)
@@ -234,7 +234,7 @@ class _LoopRewriter:
         params = {**b.params, "num_consts": of_b + len(consts)}
         self.ops[b.id] = replace(b, operands=operands, params=params, bodies=(body,))
 
-    def _kept_body(self, f: Op, trade: _Trade) -> Graph:
+    def _storing_body(self, f: Op, trade: _Trade) -> Graph:
         """Return the forward body without ops that only dropped results need, and with the new results."""
         body, copier = f.bodies[0], Copier(f.bodies[0])
         outputs = [v for r, v in enumerate(body.outputs) if r not in trade.ended]

@@ -62,7 +62,7 @@ def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
+class Precomputed:
     """The hoisted part of a step: computes further inputs of the step from its inputs.
 
     Attributes:
@@ -93,15 +93,15 @@ class RemainingStep:
     Attributes:
         full: the program at the full batch.
         other: the program at another batch size.
-        ahead: the hoisted part.
+        precomputed: the hoisted part.
     """
 
     full: PartedProgram
     other: PartedProgram
-    ahead: Ahead
+    precomputed: Precomputed
 
 
-def computed_ahead(
+def hoist_values(
     full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
 ) -> RemainingStep:
     """Hoist the given values, which depend on inputs of data alone, out of a step.
@@ -116,13 +116,15 @@ def computed_ahead(
     alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
     read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
     inputs = tuple(alone.graph.inputs[i] for i in read)
-    ahead = Ahead(
+    precomputed = Precomputed(
         program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
         leaves=tuple(full.input_parts[i].leaf for i in read),
     )
     first = len(batch_leaves) + len(full.program.constants)
     parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
-    return RemainingStep(full=_taking(full, values, parts), other=_taking(other, values, parts), ahead=ahead)
+    return RemainingStep(
+        full=_taking(full, values, parts), other=_taking(other, values, parts), precomputed=precomputed
+    )
 
 
 def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:

@@ -23,22 +23,22 @@ def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
     return _sunk_program(program, {})
 
 
-_Known = dict[tuple[object, ...], GraphWithEquations]
+_Memo = dict[tuple[object, ...], GraphWithEquations]
 """Rewritten bodies by original body, sunk inputs and their recipe, so that loops that share a body still share one."""
 
 
-def _sunk_program(program: GraphWithEquations, known: _Known) -> GraphWithEquations:
-    """Return a graph with equations whose scans are rewritten, memoized in `known`."""
+def _sunk_program(program: GraphWithEquations, memo: _Memo) -> GraphWithEquations:
+    """Return a graph with equations whose scans are rewritten, memoized in `memo`."""
     graph = program.graph
     if not any(op.primitive == "scan" for op in graph.ops):
         return program
-    pairs = [_sunk(graph, program.equations, op, known) for op in graph.ops]
+    pairs = [_sunk(graph, program.equations, op, memo) for op in graph.ops]
     ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
     made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
     return without_dead_ops(replace(program, graph=made, equations=equations))
 
 
-def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) -> tuple[Op, Equation]:
+def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> tuple[Op, Equation]:
     """Return a scan without its free constants, and its equation; other ops are returned unchanged."""
     equation = equations[op.id]
     if op.primitive != "scan":
@@ -50,13 +50,13 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) ->
     needed = _makers(graph, {op.operands[i] for i in sunk})
     into = {op.operands[i]: body.inputs[i] for i in sunk}
     key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))
-    if key not in known:
+    if key not in memo:
         made, front = body, tuple(equations[o.id] for o in needed)
         if sunk:
             inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
             made = _with_ops_in_front(graph, needed, into, body, inputs)
-        known[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), known)
-    below = known[key]
+        memo[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), memo)
+    below = memo[key]
     if not sunk and below.graph is body:
         return op, equation
     num_consts = op.params["num_consts"] - len(sunk)

@@ -9,7 +9,7 @@ Which values are split (`SplitAnalysis`):
 
     seeds        values of which every row is read together with rows of its own part only; concatenations along the
                  leading dim; then inputs that are read in parts                         (`_seeds`, `_split_inputs`)
-    parted       values from which such values are computed, or with which they are combined elementwise (`standing`)
+    parted       values from which such values are computed, or with which they are combined elementwise (`splittable`)
 
 How the program is rewritten (`_StackedRewriter`):
 
@@ -66,12 +66,12 @@ class SplitAnalysis:
         """Find the inputs to split and all that follows from them."""
         self.program, self.graph, self.num_parts = program, program.graph, num_parts
         self.of_samples = of_samples
-        self.known_bounds: dict[int, list[tuple[int, int]]] = {}
+        self.bounds_memo: dict[int, list[tuple[int, int]]] = {}
         self.seeds = self._seeds()
         lengths = {self.graph.values[v].shape[0] for v in self.seeds}
         #: Values whose leading dim is as long as that of a seed.
         self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths} - of_samples
-        self.known: dict[int, Splittable] = {}
+        self.memo: dict[int, Splittable] = {}
         self.part_equations: dict[tuple[object, ...], Equation | None] = {}
         reducing = ((op.id, self._leading_reduction(op)) for op in self.graph.ops)
         self.reducing = {op: factor for op, factor in reducing if factor is not None}
@@ -79,16 +79,16 @@ class SplitAnalysis:
         while not self.split <= self.seeds:
             # A split input is a seed for what is combined with it, which may split further inputs: iterate to a fixed
             # point. It terminates since seeds only grow.
-            self.seeds, self.known = self.seeds | self.split, {}
+            self.seeds, self.memo = self.seeds | self.split, {}
             self.split = self._split_inputs()
         #: Op id → the reduced factor, for ops that reduce split operands over their leading dim part by part.
         self.reduced = self._reduced()
 
     def bounds(self, length: int) -> list[tuple[int, int]]:
         """Return the row bounds (first, last + 1) of each part of an array with `length` rows."""
-        if length not in self.known_bounds:
-            self.known_bounds[length] = parts_of(length, self.num_parts)
-        return self.known_bounds[length]
+        if length not in self.bounds_memo:
+            self.bounds_memo[length] = parts_of(length, self.num_parts)
+        return self.bounds_memo[length]
 
     def part_with(self, length: int, rows: tuple[int, int]) -> int | None:
         """Return the number of the part that contains these rows (first, last + 1), or None if they cross parts."""
@@ -113,12 +113,12 @@ class SplitAnalysis:
     def _split_inputs(self) -> set[int]:
         """Return the inputs of which a part is needed: by row reads, by outputs, or by reductions."""
         graph = self.graph
-        queue = [v for v in (*self.seeds, *graph.outputs) if self.standing(v) is Splittable.PARTED]
+        queue = [v for v in (*self.seeds, *graph.outputs) if self.splittable(v) is Splittable.PARTED]
         queue += [v for op in self._reduced() for v in graph.ops[op].operands]
         found, seen = set[int](), set[int]()
         while queue:
             v = queue.pop()
-            if v in seen or not self.standing(v):
+            if v in seen or not self.splittable(v):
                 continue  # visited before, or whole: its parts are slices
             seen.add(v)
             producer = graph.producer[v]
@@ -128,14 +128,14 @@ class SplitAnalysis:
                 queue += graph.ops[producer].operands
         return found
 
-    def standing(self, v: int) -> Splittable:
+    def splittable(self, v: int) -> Splittable:
         """Return whether a value is split, memoized."""
-        if v not in self.known:
-            found = self._standing(self.graph.values[v])
-            self.known[v] = Splittable.PARTED if found and v in self.seeds else found
-        return self.known[v]
+        if v not in self.memo:
+            found = self._splittable_of(self.graph.values[v])
+            self.memo[v] = Splittable.PARTED if found and v in self.seeds else found
+        return self.memo[v]
 
-    def _standing(self, value: Value) -> Splittable:
+    def _splittable_of(self, value: Value) -> Splittable:
         """Return whether a value can be split, from its producer; whether it is a seed is not considered."""
         if value.id not in self.leading or value.dtype.startswith("key<"):
             return Splittable.WHOLE
@@ -149,9 +149,9 @@ class SplitAnalysis:
         factor = self.row_factor(op, value.id)
         if factor is None or self.rule(op).kinds[factor] is not FactorKind.PASS:
             return Splittable.WHOLE
-        return self._standing_of_operands(op, factor)
+        return self._splittable_along(op, factor)
 
-    def _standing_of_operands(self, op: Op, factor: int) -> Splittable:
+    def _splittable_along(self, op: Op, factor: int) -> Splittable:
         """Return whether the result of an op can be split along a factor, from its operands that hold the factor.
 
         One operand in parts splits the whole ones too.
@@ -161,7 +161,7 @@ class SplitAnalysis:
             if any(factor in factors for factors in dims):
                 if dims[0] != (factor,) or any(factor in factors for factors in dims[1:]):
                     return Splittable.WHOLE
-                found.append(self.standing(v))
+                found.append(self.splittable(v))
         sizes = {stop - start for start, stop in self.bounds(self.rule(op).sizes[factor])}
         if any(self.part_equation(op, factor, rows) is None for rows in sizes):
             return Splittable.WHOLE
@@ -199,7 +199,7 @@ class SplitAnalysis:
     def _reduced(self) -> dict[int, int]:
         """Return op id → factor for the reductions whose operands are split."""
         pairs = self.reducing.items()
-        return {i: f for i, f in pairs if self._standing_of_operands(self.graph.ops[i], f) is Splittable.PARTED}
+        return {i: f for i, f in pairs if self._splittable_along(self.graph.ops[i], f) is Splittable.PARTED}
 
     def piece_ends(self, op: Op) -> list[int]:
         """Return for each operand of an op that joins rows the last row + 1 that it fills in the result."""
@@ -314,8 +314,8 @@ class _StackedRewriter:
     `whole` maps an old value id to the new one, `parts` maps (old value id, part) to the new one.
     """
 
-    def __init__(self, parting: SplitAnalysis) -> None:
-        self.parting, self.program, self.graph = parting, parting.program, parting.graph
+    def __init__(self, analysis: SplitAnalysis) -> None:
+        self.analysis, self.program, self.graph = analysis, analysis.program, analysis.graph
         self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -325,11 +325,11 @@ class _StackedRewriter:
 
     def rewritten(self) -> PartedProgram:
         """Return the program in parts; see `part_stacks`."""
-        graph, split = self.graph, self.parting.split
+        graph, split = self.graph, self.analysis.split
         inputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]
-            for j, rows in enumerate(self.parting.bounds(value.shape[0]) if v in split else ()):
+            for j, rows in enumerate(self.analysis.bounds(value.shape[0]) if v in split else ()):
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
                 part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
@@ -341,8 +341,8 @@ class _StackedRewriter:
             self._rewrite(op)
         outputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.outputs):
-            if self.parting.standing(v) is Splittable.PARTED:
-                bounds = self.parting.bounds(graph.values[v].shape[0])
+            if self.analysis.splittable(v) is Splittable.PARTED:
+                bounds = self.analysis.bounds(graph.values[v].shape[0])
                 outputs += [(self._part(v, j), LeafPart(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
             else:
                 outputs.append((self._whole(v), LeafPart(leaf=number)))
@@ -361,8 +361,8 @@ class _StackedRewriter:
 
     def _rewrite(self, op: Op) -> None:
         """Append an op to the new program; an op whose results are split is appended when a part is needed."""
-        rows, factor = rows_read(self.graph, op), self.parting.reduced.get(op.id)
-        if rows is not None and self.parting.standing(op.operands[0]) is Splittable.PARTED:
+        rows, factor = rows_read(self.graph, op), self.analysis.reduced.get(op.id)
+        if rows is not None and self.analysis.splittable(op.operands[0]) is Splittable.PARTED:
             self.whole[op.results[0]] = self._rows_of(op.operands[0], rows, op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)
@@ -380,7 +380,7 @@ class _StackedRewriter:
             if value.literal is not None:
                 self.whole[v] = self._new(value)
             else:
-                parts = [self.parts[v, j] for j in range(len(self.parting.bounds(value.shape[0])))]
+                parts = [self.parts[v, j] for j in range(len(self.analysis.bounds(value.shape[0])))]
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
                 (self.whole[v],) = self._emit(reader, _JOIN, parts, [_kind(value)])
         return self.whole[v]
@@ -389,19 +389,19 @@ class _StackedRewriter:
         """Return the new id of part j of a value, computed on first use."""
         if (v, j) not in self.parts:
             value, op = self.graph.values[v], self.graph.ops[self.graph.producer[v] or 0]
-            start, stop = self.parting.bounds(value.shape[0])[j]
-            if not self.parting.standing(v):
+            start, stop = self.analysis.bounds(value.shape[0])[j]
+            if not self.analysis.splittable(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
             elif joins_rows(op):
                 pieces = [
-                    p for p, end in zip(op.operands, self.parting.piece_ends(op), strict=True) if start < end <= stop
+                    p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop
                 ]
                 part, operands = _rows_of_kind(value, stop - start), [*map(self._whole, pieces)]
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
                 self.parts[v, j] = emitted[0]
             else:
-                factor = self.parting.row_factor(op, v)
+                factor = self.analysis.row_factor(op, v)
                 assert factor is not None
                 results = self._on_part(op, factor, j)
                 self.parts.update({(r, j): made for r, made in zip(op.results, results, strict=True)})
@@ -409,9 +409,9 @@ class _StackedRewriter:
 
     def _on_part(self, op: Op, factor: int, j: int) -> list[int]:
         """Append an op on the rows of part j and return its results."""
-        rule = self.parting.rule(op)
-        start, stop = self.parting.bounds(rule.sizes[factor])[j]
-        rows, equation = stop - start, self.parting.part_equation(op, factor, stop - start)
+        rule = self.analysis.rule(op)
+        start, stop = self.analysis.bounds(rule.sizes[factor])[j]
+        rows, equation = stop - start, self.analysis.part_equation(op, factor, stop - start)
         assert equation is not None
         operands = [
             self._part(v, j) if dims and dims[0] == (factor,) else self._whole(v)
@@ -425,8 +425,8 @@ class _StackedRewriter:
 
     def _combined(self, op: Op, factor: int) -> int:
         """Append a reduction part by part, with the ops that combine the parts, and return the total."""
-        rule, (value,) = self.parting.rule(op), self.graph.results(op)
-        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.parting.bounds(rule.sizes[factor])))]
+        rule, (value,) = self.analysis.rule(op), self.graph.results(op)
+        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.analysis.bounds(rule.sizes[factor])))]
         total = parts[0]
         for part in parts[1:]:
             (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [_kind(value)])
@@ -435,10 +435,10 @@ class _StackedRewriter:
     def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
         """Return the new id of some rows (first, last + 1) of a split value."""
         length = self.graph.values[v].shape[0]
-        j = self.parting.part_with(length, rows)
+        j = self.analysis.part_with(length, rows)
         if j is None:
             return self._rows(self._whole(v), rows, op)
-        first = self.parting.bounds(length)[j][0]
+        first = self.analysis.bounds(length)[j][0]
         return self._rows(self._part(v, j), (rows[0] - first, rows[1] - first), op)
 
     def _rows(self, source: int, rows: tuple[int, int], op: Op) -> int:
