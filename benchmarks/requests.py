@@ -29,7 +29,7 @@ def request_of(
         return traced.step(num_microbatches, loop_parts=loop_parts).step
 
     def likely(num_microbatches: int, loop_parts: int) -> StepGraph:
-        return traced.step(num_microbatches, loop_parts=loop_parts, likely=True).step
+        return traced.step(num_microbatches, loop_parts=loop_parts, exact=False).step
 
     return PlanRequest(
         function=name or traced.traced.name,

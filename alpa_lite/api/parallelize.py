@@ -69,14 +69,14 @@ class TracedFunction:
     options: Options
     _steps: dict[tuple[int, int, bool], TracedStep] = field(default_factory=dict[Any, TracedStep], repr=False)
 
-    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, likely: bool = False) -> TracedStep:
+    def step(self, num_microbatches: int = 1, *, loop_parts: int = 0, exact: bool = True) -> TracedStep:
         """Return the step split into phases at `num_microbatches` micro-batches, memoised; see `split_step`.
 
         loop_parts: the number of parts into which the loop over layers is split; 0 leaves it whole.
-        likely: whether a step extrapolated from other numbers of micro-batches will do; an exact one is returned if
-            there is one already.
+        exact: whether the step must be traced at this number; else one extrapolated from other numbers will do, unless
+            an exact one was made before.
         """
-        key = (num_microbatches, loop_parts, likely and (num_microbatches, loop_parts, False) not in self._steps)
+        key = (num_microbatches, loop_parts, exact or (num_microbatches, loop_parts, True) in self._steps)
         if key not in self._steps:
             with _jax.no_mesh(), self.options.progress.during("split"), self._telling_batch():
                 self._steps[key] = split_step(
@@ -84,7 +84,7 @@ class TracedFunction:
                     num_microbatches,
                     loop_parts=loop_parts,
                     on_non_additive=self.options.on_non_additive,
-                    likely=likely,
+                    exact=exact,
                 )
         return self._steps[key]
 
@@ -143,7 +143,7 @@ class TracedFunction:
         return PlanRequest(
             function=traced.name,
             step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts).step,
-            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, likely=True).step,
+            likely_step_at=lambda m, loop_parts: self.step(m, loop_parts=loop_parts, exact=False).step,
             num_arguments=len(traced.leaves),
             arguments=traced.arguments,
             results=traced.out_names,

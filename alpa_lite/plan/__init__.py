@@ -1,6 +1,6 @@
-"""A plan: the value that every planner returns, and what it means.
+"""A plan: the value that every planner returns, and its interpretation.
 
-Comes in: solved stages from a planner, or a plan file (`codec`). Goes out: a checked `Plan` (`plan`, `parts`,
+Input: solved stages from a planner, or a plan file (`codec`). Output: a checked `Plan` (`plan`, `parts`,
 `plan_checks`), the ops and collectives that it makes each device run (`walk`), and their prices (`pricing`).
 Read `parts` first, then `plan` and `walk`.
 """

@@ -1,10 +1,10 @@
-"""Frozen dataclasses to plain JSON data and back, driven by their type annotations.
+"""Convert frozen dataclasses to plain JSON data and back, driven by their type annotations.
 
-Fields that equal their default are left out, so that files stay small and old files stay readable. Mappings with
-integer keys are written with string keys, as JSON demands. Classes with `to_json`/`from_json` of their own use those.
+Fields that equal their default are omitted, so that files stay small and old files stay readable. Mappings with integer
+keys are written with string keys, as JSON requires. Classes with their own `to_json` and `from_json` use those.
 
-Files may be damaged or hostile: reading makes nothing but the annotated classes, takes no value for one of another
-kind, and raises nothing but `PlanError`.
+Files may be damaged or hostile: reading constructs only the annotated classes, never converts a value to another type,
+and raises only `PlanError`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from alpa_lite.errors import PlanError
 from cost_models.text import parse_json
 
 CHECKSUM = "checksum"
-"""The entry of a file that holds the digest of all others."""
+"""The key of the file entry that holds the digest of all other entries."""
 
 MAX_BYTES, MAX_VALUES = 16 * 2**20, 1_500_000
-"""The largest file that is read: a plan has about 100 bytes and 7 values for each op of its step."""
+"""Limits of a file that is read, in bytes and JSON values; a plan has about 100 bytes and 7 values per op."""
 
 _MAX_WHOLE = 2**63
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def to_text(data: Mapping[str, Any]) -> bytes:
-    """Plain data with a checksum, as the text of a file. Raises `PlanError` for what `from_text` would not take."""
+    """Return plain data with a checksum as the text of a file.
+
+    Raises:
+        PlanError: the data exceed a limit, so that `from_text` would reject the file.
+    """
     text = json.dumps({**data, CHECKSUM: _digest(data)}, allow_nan=False).encode()
     try:
         parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
@@ -45,7 +49,11 @@ def to_text(data: Mapping[str, Any]) -> bytes:
 
 
 def from_text(text: bytes, path: str | Path) -> Any:
-    """The plain data of a file, whose checksum, if it has one, must be right. Raises `PlanError` in a sentence."""
+    """Return the plain data of a file after verifying its checksum; a file without one is accepted.
+
+    Raises:
+        PlanError: the text is no JSON within the limits, or the checksum does not match.
+    """
     try:
         data = parse_json(text, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
     except ValueError as error:
@@ -62,7 +70,11 @@ def from_text(text: bytes, path: str | Path) -> Any:
 
 
 def read_file(path: str | Path) -> Any:
-    """The plain data of a file. Raises `PlanError` for one that cannot be read, and as `from_text`."""
+    """Return the plain data of a file.
+
+    Raises:
+        PlanError: the file cannot be opened, or `from_text` rejects its content.
+    """
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -72,11 +84,12 @@ def read_file(path: str | Path) -> Any:
 
 
 def _digest(data: Mapping[str, Any]) -> str:
+    """Return the digest of plain data, independent of key order and white space."""
     return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def encode(value: Any) -> Any:
-    """Plain data for a dataclass, a container of such, or a plain value."""
+    """Return plain data for a dataclass, a container of dataclasses, or a plain value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_json"):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if not _is_default(value, f)}
     to_json = getattr(value, "to_json", None)
@@ -90,9 +103,10 @@ def encode(value: Any) -> Any:
 
 
 def _number(value: float) -> int | float | str:
-    """Whole numbers without a point; words for what is no number in JSON, which `float` reads."""
+    """Return a number as JSON writes it shortest: an int where exact, and a string for infinity and NaN."""
     if not math.isfinite(value):
         return str(value)
+    # Above 2**53 an int would claim digits that the float does not have.
     return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
@@ -105,7 +119,11 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def decode(wanted: Any, data: Any) -> Any:
-    """The value of type `wanted` that `encode` wrote as `data`. Raises `PlanError` when the data do not fit."""
+    """Return the value of type `wanted` that `encode` wrote as `data`.
+
+    Raises:
+        PlanError: the data do not fit the type.
+    """
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         return None if data is None else decode(next(a for a in arguments if a is not type(None)), data)
@@ -119,6 +137,7 @@ def decode(wanted: Any, data: Any) -> Any:
 
 
 def _decode_plain(wanted: Any, data: Any) -> Any:
+    """Return a scalar or enum; types are compared exactly, since `True` must not pass as an int."""
     is_whole = type(data) is int and abs(data) < _MAX_WHOLE
     if wanted is float and (is_whole or (type(data) is str and data in _NOT_FINITE)):
         return float(data)
@@ -130,6 +149,7 @@ def _decode_plain(wanted: Any, data: Any) -> Any:
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
+    """Return a tuple: `tuple[X, ...]` from a list of any length, `tuple[X, Y]` from a list of its length."""
     if not isinstance(data, list):
         raise PlanError(f"{_shown(data)} stands where the file needs a list.")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -145,6 +165,7 @@ def _decode_mapping(arguments: tuple[Any, ...], data: Any) -> dict[Any, Any]:
 
 
 def _key(wanted: Any, text: str) -> Any:
+    """Return a mapping key; only the canonical decimal form of an int is accepted, so that keys stay unique."""
     if wanted is str:
         return text
     if not (text.isascii() and text.isdecimal() and len(text) < 19 and text == str(int(text))):
@@ -153,6 +174,7 @@ def _key(wanted: Any, text: str) -> Any:
 
 
 def _decode_object(wanted: Any, data: Any) -> Any:
+    """Return an object, with every error of its constructor turned into a `PlanError`."""
     given = _object(data)
     from_json = getattr(wanted, "from_json", None)
     try:
@@ -165,11 +187,12 @@ def _decode_object(wanted: Any, data: Any) -> Any:
 
 @cache
 def hints_of(cls: Any) -> dict[str, Any]:
-    """The types of the fields of a dataclass."""
+    """Return the resolved type annotations of a dataclass, memoized."""
     return typing.get_type_hints(cls)
 
 
 def _decode_dataclass(cls: Any, data: Mapping[str, Any]) -> Any:
+    """Return a dataclass from the fields in the file; unknown fields are refused, absent ones have their default."""
     hints = hints_of(cls)
     unknown = set(data) - set(hints)
     if unknown:
@@ -187,6 +210,6 @@ def _object(data: Any) -> Mapping[str, Any]:
 
 
 def _shown(data: Any) -> str:
-    """What stands in a file, as far as it has room in a sentence."""
+    """Return a value of the file for a message, truncated."""
     text = repr(data) if not isinstance(data, (dict, list)) else type(data).__name__
     return text if len(text) <= 40 else f"{text[:40]}…"

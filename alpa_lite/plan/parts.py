@@ -1,6 +1,6 @@
-"""What plans consist of, as frozen, JSON-serialisable data: stages with their specs, predictions, what was found out.
+"""The parts of a plan as frozen, JSON-serialisable data: stages with their specs, predictions, and search reports.
 
-Numbers of ops and values are those of the traced graph; quantities carry their unit in their name.
+Op and value ids refer to the traced graph; names of quantities include their unit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlacement:
-    """How one op runs.
+    """How one op is sharded.
 
     Attributes:
-        factors: mesh axes per factor of its rule.
-        partial: axes over which its linear operands are partial sums.
+        factors: for each factor of the op's rule the mesh axes that split it.
+        partial: mesh axes over which its linear operands are partial sums.
         results: spec of each result after its reductions.
-        bodies: of control flow, the placements inside each body by op number.
-        body_operands: of control flow, the spec in which the bodies read each operand (of a scanned one: each slice).
+        bodies: for control flow, op id → placement inside each body.
+        body_operands: for control flow, the spec in which the bodies read each operand (for a scanned operand, each
+            row).
     """
 
     factors: tuple[tuple[str, ...], ...]
@@ -37,11 +38,11 @@ class OpPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:
-    """A value summed over micro-batches.
+    """The specs of a value that is summed over micro-batches.
 
     Attributes:
-        stored: its spec inside the loop.
-        resolved: its spec as the update reads it.
+        stored: spec inside the loop over micro-batches.
+        resolved: spec in which the update reads it.
     """
 
     stored: Spec
@@ -50,19 +51,19 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveUse:
-    """One collective of the plan: what it moves, how often per step, what it costs, and the user's line.
+    """One collective of the plan.
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
-        bytes: that each device hands to it.
-        axis: the mesh axis that it goes along; several have `·` between them.
-        num_devices: that take part together.
-        count: how often in a step. In a branch of a `cond` it counts as if all branches were equally likely, in a
+        bytes: size of each device's input buffer in bytes.
+        axis: the mesh axis along which it communicates; several are joined by `·`.
+        num_devices: number of devices per group.
+        count: executions per step. In a branch of a `cond` it counts as if all branches were equally likely, in a
             `while` once.
-        seconds: of one.
-        stage: where.
+        seconds: duration of one execution in seconds.
+        stage: number of the stage that runs it.
         phase: forward, backward or update.
-        source: the line of the user's code from which it arises, with the functions around it.
+        source: the line of the user's code from which it arises, with the enclosing functions.
     """
 
     kind: str
@@ -78,13 +79,13 @@ class CollectiveUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueUse:
-    """Ops of one primitive that run whole on every device, as it has no sharding rule.
+    """Ops of one primitive that run replicated on every device, since the primitive has no sharding rule.
 
     Attributes:
-        primitive: its name.
-        num_ops: how many there are.
-        bytes: of the whole results of all of them, once each.
-        sources: their lines.
+        primitive: name of the primitive.
+        num_ops: number of these ops.
+        bytes: total size of their results in bytes, unsharded, each op counted once.
+        sources: source lines of the ops.
     """
 
     primitive: str
@@ -95,18 +96,18 @@ class OpaqueUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndividedDim:
-    """A dim of an argument that stays whole because an axis does not divide it; what padding it would save per device.
+    """A dim of an argument that is not split because a mesh axis does not divide it, and what padding it would save.
 
     Attributes:
         name: path of the argument.
-        dim: which of its dims, from 0.
-        size: of the dim.
-        axis: the mesh axis.
-        num_devices: of the axis.
+        dim: index of the dim, from 0.
+        size: size of the dim.
+        axis: name of the mesh axis.
+        num_devices: size of the mesh axis.
         padded: the next larger size that the axis divides.
-        bytes_saved: per device.
-        seconds_saved: of contractions with the argument, per step.
-        stage: where it lives.
+        bytes_saved: memory saved per device, in bytes.
+        seconds_saved: time saved per step in contractions with the argument, in seconds.
+        stage: number of the stage that holds the argument.
     """
 
     name: str
@@ -122,29 +123,29 @@ class UndividedDim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayShape:
-    """What an array is: its dims, and the name of its dtype."""
+    """The shape of an array and the name of its dtype."""
 
     dims: tuple[int, ...]
     dtype: str
 
     @property
     def bytes(self) -> int:
-        """Of the whole array."""
+        """The size of the whole array in bytes."""
         return prod(self.dims) * item_bytes(self.dtype)
 
     def __str__(self) -> str:
-        """`float32[1024, 4096]`-like."""
+        """Return text such as `float32[1024, 4096]`."""
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDims:
-    """Which arguments hold the batch.
+    """The arguments that hold the batch.
 
     Attributes:
-        size: samples of a step.
-        dims: the dim that holds them, of each argument by its path.
-        assumed: whether it was found by itself: nothing was named as `batch_argnums`.
+        size: samples per step.
+        dims: path of an argument → its dim that holds the batch.
+        assumed: whether the batch was inferred, as the user gave no `batch_argnums`.
     """
 
     size: int
@@ -152,7 +153,7 @@ class BatchDims:
     assumed: bool
 
     def __str__(self) -> str:
-        """`16 samples along dim 0 of batch/x, batch/y (assumed; …)`-like."""
+        """Return text such as `16 samples along dim 0 of batch/x, batch/y (assumed; …)`."""
         by_dim: dict[int, list[str]] = {}
         for name, dim in self.dims.items():
             by_dim.setdefault(dim, []).append(name)
@@ -169,30 +170,30 @@ def _first_of(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage. Value and op numbers refer to the traced graph; bytes are those of one device.
+    """One pipeline stage. Op and value ids refer to the traced graph; bytes are those of one device.
 
     Attributes:
         layers: first and last layer, inclusive.
-        submesh: its devices.
-        mesh_shape: the logical mesh over them.
-        specs: spec of each argument that lives here, by path, for reading.
-        inputs: spec of each graph input or value of another stage that is read here.
-        ops: placement of each op.
-        accumulators: values summed over micro-batches.
-        keeps_gathered: whether parameters that are gathered for the forward pass stay so for the backward pass.
-        outputs: spec in which a result of the step is returned, where it was asked for; state comes back as it went in,
-            and other results as they are computed.
-        forward_seconds: predicted, per micro-batch.
-        backward_seconds: the same of the backward pass.
-        update_seconds: of what runs once per step.
-        state_bytes: of the arguments that live here.
-        accumulator_bytes: of the sums over micro-batches.
-        activation_bytes: of what one micro-batch in flight keeps for its backward pass.
-        temporary_bytes: the most that a task needs besides.
-        weight_seconds: of the backward pass, the gradients of weights, where these are a task of their own.
-        handed_bytes: of what one micro-batch keeps for the second part of a backward pass in two parts.
-        shapes: of the same arguments, before they are cut; of stacked ones the rows that live here. Files of earlier
-            versions have none.
+        submesh: devices of the stage.
+        mesh_shape: logical mesh over these devices.
+        specs: path of an argument that lives here → its spec; for readers of the plan.
+        inputs: id of a graph input, or of a value of another stage, that is read here → its spec.
+        ops: op id → placement.
+        accumulators: id of a value summed over micro-batches → its specs.
+        keeps_gathered: whether parameters gathered for the forward pass stay gathered until the backward pass.
+        outputs: id of a step result → the spec in which the user requested it. State is returned in its input spec, and
+            other results in the spec in which they are computed.
+        forward_seconds: predicted time of the forward pass per micro-batch.
+        backward_seconds: predicted time of the backward pass per micro-batch.
+        update_seconds: predicted time of the ops that run once per step.
+        state_bytes: arguments that live here.
+        accumulator_bytes: sums over micro-batches.
+        activation_bytes: values that one micro-batch in flight stores for its backward pass.
+        temporary_bytes: maximum memory of a task in addition to the above.
+        weight_seconds: part of the backward time for gradients of weights, where these are a task of their own.
+        handed_bytes: values that one micro-batch stores for the second part of a backward pass in two parts.
+        shapes: path → unsharded shape of the arguments in `specs`; for stacked arrays, of the rows that live here.
+            Empty in files of earlier versions.
     """
 
     layers: tuple[int, int]
@@ -218,17 +219,17 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects of one step.
+    """The predictions of the cost model for one step.
 
     Attributes:
-        step_seconds: from the start of one step to that of the next.
-        compute_seconds: of all kernels, summed over the stages.
-        collective_seconds: of all collectives, hidden ones too, summed over the stages.
-        transfer_seconds: of all transfers between stages.
-        peak_bytes: per stage the most that one of its devices holds, of other stages on it too.
-        flops_per_device: floating-point operations in a step of a device that does the most.
-        bubble_fraction: part of the devices' time that they wait for other stages.
-        collectives: what `collective_seconds` consists of.
+        step_seconds: time from the start of one step to the start of the next.
+        compute_seconds: total time of all kernels, summed over stages.
+        collective_seconds: total time of all collectives, overlapped ones included, summed over stages.
+        transfer_seconds: total time of all transfers between stages.
+        peak_bytes: for each stage the peak memory of one of its devices, including other stages on that device.
+        flops_per_device: FLOPs per step of the device with the most.
+        bubble_fraction: fraction of the devices' time spent waiting for other stages.
+        collectives: the collectives that make up `collective_seconds`.
     """
 
     step_seconds: float
@@ -241,7 +242,7 @@ class Prediction:
     collectives: tuple[CollectiveUse, ...] = ()
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds of one step by cause; the causes overlap across stages, so they need not add up to the step."""
+        """Return the seconds of one step by cause; causes overlap across stages and need not add up to the step."""
         by_kind: dict[str, float] = {"compute": self.compute_seconds, "transfers": self.transfer_seconds}
         for use in self.collectives:
             by_kind[use.kind] = by_kind.get(use.kind, 0.0) + use.seconds * use.count
@@ -250,16 +251,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How the plan was found.
+    """The outcome of the search that made the plan.
 
     Attributes:
-        status: of the search: "optimal" where the gap is as good as closed, "feasible" where it is not, "interrupted"
-            where the user ended it. Of a manual plan: whether the integer programs of its stages were solved to the
-            end.
-        bound: a lower bound on the seconds of a step under the cost model, whatever the plan (of a manual one: with as
-            many micro-batches).
-        gap: from the plan down to the bound, relative to the plan.
-        seconds: spent on it.
+        status: "optimal" if the gap is practically closed, "feasible" if not, "interrupted" if the user ended the
+            search. For a manual plan: whether the integer programs of its stages were solved to optimality.
+        bound: lower bound on the seconds per step of any plan under the cost model (for a manual plan: of any plan with
+            equally many micro-batches).
+        gap: (seconds per step − bound) / seconds per step.
+        seconds: duration of the search in seconds.
     """
 
     status: str

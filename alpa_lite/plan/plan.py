@@ -1,7 +1,7 @@
-"""The plan: everything that was decided about running a step, as frozen, JSON-serialisable data.
+"""The plan: all decisions about running a step, as frozen, JSON-serialisable data.
 
-Automatic search and manual planners return the same `Plan`; lowering, running and explaining take nothing else.
-A plan names ops and values by their number in the traced graph; `fingerprint` ties it to that graph.
+The automatic search and manual planners return the same `Plan`, which is the only input of lowering, running and
+explaining. A plan refers to ops and values by their id in the traced graph; `fingerprint` ties it to that graph.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from alpa_lite.step.rematerialisation import Remat
 from cost_models.cluster import Cluster
 
 FORMAT = 5
-"""Version of the plan file."""
+"""Version of the plan file format."""
 
 _LATER = ("batch",)
-"""Fields that files of this format did not have from the beginning."""
+"""Fields that were added to this format later, and that old files lack."""
 
 INTERRUPTED = "interrupted"
-"""The status of a search that the user ended; its plan is the best so far."""
+"""The solver status of a search that the user ended; its plan is the best one up to then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,31 +50,30 @@ class Plan:
     """A complete decision about running a step.
 
     Attributes:
-        name: of the planner that found it.
-        function: name of the step.
-        stages: in the order of the forward pass.
-        schedule: in which order they run micro-batches.
-        num_microbatches: into which the batch is cut.
-        num_layers: of which stages are made.
-        op_layers: the layer of each op; None: it is repeated where its result is read.
-        input_layers: the layer of each graph input.
-        loop_parts: into about how many parts loops over layers are cut (0: they are kept).
-        cluster: for which it was made.
-        prediction: what the cost model expects of it.
-        solver: how it was found.
-        fingerprint: of the step, by which a plan knows the step that it belongs to.
-        alternatives: name and seconds of a step of every other plan that was priced; infinite where none was found.
-        opaque: ops that run whole on every device for want of a rule.
+        name: name of the planner.
+        function: name of the step function.
+        stages: stages in the order of the forward pass.
+        schedule: order in which the stages run micro-batches.
+        num_microbatches: number of micro-batches per step.
+        num_layers: number of layers, of which stages consist.
+        op_layers: layer of each op; None for ops that are repeated where their result is read.
+        input_layers: home layer of each graph input.
+        loop_parts: about how many parts each loop over layers is split into; 0 leaves loops whole.
+        cluster: the cluster for which the plan was made.
+        prediction: predictions of the cost model.
+        solver: outcome of the search.
+        fingerprint: digest of the step, which ties the plan to it.
+        alternatives: (name, seconds per step) of every other priced plan; infinite where none is feasible.
+        opaque: ops that run replicated for want of a sharding rule.
         undivided: dims that stay whole because an axis does not divide them.
-        averaged: the step is no sum over its samples, and its results are the means of those of the micro-batches.
-        remat: what each layer computes again in its backward pass; () where the step runs as it is written. Ops have
-            the numbers of the step with what is computed again.
-        traced_layers: with `remat`, the layer of each op without what is computed again.
-        buckets: gradients that are reduced together, one bucket after the other; () where each is by itself.
-        batch: which arguments hold the batch, and whether that was assumed; None where no batch is known, and for plans
-            of files that say nothing about it.
-        request: what the plan answers (a `planners.PlanRequest`), from which explanations price alternatives. A plan
-            that comes from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
+        averaged: whether the step is no sum over its samples, so that results are means over micro-batches.
+        remat: policy of each layer for its backward pass; () if the step runs as it is written. With `remat`, op ids
+            are those of the step with recomputation.
+        traced_layers: with `remat`, the layer of each op of the step without recomputation.
+        buckets: groups of gradients that are reduced together, in this order; () to reduce each separately.
+        batch: the arguments that hold the batch; None if no batch is known, or the file does not say.
+        request: the `planners.PlanRequest` that the plan answers, from which explanations price alternatives. A plan
+            from a file has none until it is replayed: `al.plan(step, *args, planner=plan)`.
     """
 
     name: str
@@ -101,26 +100,26 @@ class Plan:
     request: Any = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes into files and to other processes: all but the request."""
+        """Return the state that is pickled for files and other processes: all fields but the request."""
         return {**self.__dict__, "request": None}
 
     def stage_of_layer(self, layer: int) -> int:
-        """The stage that a layer belongs to."""
+        """Return the number of the stage that contains a layer."""
         return next(i for i, s in enumerate(self.stages) if s.layers[0] <= layer <= s.layers[1])
 
     def capacity_bytes(self, stage: int) -> float:
-        """The memory of each device of a stage; the least, where they differ."""
+        """Return the memory of each device of a stage in bytes; the minimum, where devices differ."""
         submesh = self.stages[stage].submesh
         return float(self.cluster.at(submesh.first_device, submesh.num_devices).device.memory_bytes)
 
     @property
     def fullest_stage(self) -> int:
-        """The stage that uses the largest part of its devices' memory."""
+        """The number of the stage that uses the largest fraction of its devices' memory."""
         return max(range(len(self.stages)), key=lambda n: self.prediction.peak_bytes[n] / self.capacity_bytes(n))
 
     @property
     def recomputed(self) -> str:
-        """Which layers compute what again in their backward pass: `layers 0–6: full`, for instance; else empty."""
+        """The layers that recompute values in their backward pass, such as `layers 0–6: full`; empty for none."""
         runs = [(policy, list(run)) for policy, run in groupby(range(len(self.remat)), key=self.remat.__getitem__)]
         shown = [
             f"layers {run[0]}–{run[-1]}: {policy}" if len(run) > 1 else f"layer {run[0]}: {policy}"
@@ -131,16 +130,20 @@ class Plan:
 
     @property
     def stages_together(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the stages on each submesh; several where a schedule deals out more stages than submeshes."""
+        """The numbers of the stages on each submesh; several where a schedule interleaves stages."""
         return sharing([stage.submesh for stage in self.stages])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` gives an equal plan."""
+        """Return plain data from which `from_json` makes an equal plan."""
         return {"format": FORMAT, **{name: encode(getattr(self, name)) for name in _decided()}}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """Inverse of `to_json`. Raises `PlanError` when the data are no plan of this version."""
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the data are no consistent plan of this version.
+        """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise PlanError(f"This is no plan of format {FORMAT}. Give a file that plan.save of this version wrote.")
         hints = hints_of(Plan)
@@ -155,15 +158,18 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file, with a checksum."""
+        """Write the plan to a JSON file with a checksum."""
         Path(path).write_bytes(to_text(self.to_json()))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote. Raises `PlanError` for anything else.
+        """Read a plan that `save` wrote.
 
-        A file whose checksum is not that of its content is refused; one without a checksum is read, so that plans can
-        be edited. Every file is checked for sense.
+        A file whose checksum does not match its content is refused; one without a checksum is accepted, so that plans
+        can be edited by hand. Every plan is checked for consistency.
+
+        Raises:
+            PlanError: the file is no usable plan.
         """
         data = read_file(path)
         try:
@@ -175,19 +181,19 @@ class Plan:
         return view(View.PLAN_TEXT, self)
 
     def explain(self, subject: str) -> str:
-        """Why something is as it is: a parameter's path, `op 12`, `layer 3`, `stage 0`, or part of a source line."""
+        """Explain a decision about `subject`: a parameter path, `op 12`, `layer 3`, `stage 0` or part of a line."""
         return view(View.PLAN_EXPLANATION, self, subject)
 
     def explain_time(self) -> str:
-        """Where the time of a step goes, the most first, each with the line and what may be done about it."""
+        """Return the parts of the time of a step, largest first, each with its source line and possible remedies."""
         return view(View.PLAN_TIME, self)
 
     def explain_memory(self) -> str:
-        """When each stage holds the most, and what is alive then."""
+        """Return when the memory of each stage peaks, and which arrays are alive then."""
         return view(View.PLAN_MEMORY, self)
 
     def diff(self, other: Plan) -> str:
-        """What changes from this plan to another, and what it buys."""
+        """Return the differences from this plan to another, and their effect."""
         return view(View.PLAN_DIFF, self, other)
 
     def to_html(
@@ -201,12 +207,12 @@ class Plan:
         """Write the plan as one self-contained HTML page.
 
         Args:
-            path: of the file.
-            simulated: when each instruction of its program runs on the cost model (`lowered.simulate().times`); the
-                page then shows it below the prediction.
-            measured: the same on devices (`compiled.measure()`).
-            allocated_bytes: of each stage what XLA allocates on a device (`peak_bytes` of `compiled.allocated()`); the
-                page then shows it beside the predicted peak.
+            path: path of the file to write.
+            simulated: simulated start and end of each instruction (`lowered.simulate().times`); shown below the
+                prediction.
+            measured: the same as measured on devices (`compiled.measure()`).
+            allocated_bytes: for each stage the bytes that XLA allocates on a device (`peak_bytes` of
+                `compiled.allocated()`); shown next to the predicted peak.
         """
         page = view(View.PLAN_PAGE, self, simulated=simulated, measured=measured, allocated_bytes=allocated_bytes)
         Path(path).write_text(page, encoding="utf-8")
@@ -215,11 +221,15 @@ class Plan:
         return view(View.PLAN_FRAGMENT, self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython prints where it shows no HTML."""
+        """Print the plan where IPython shows no HTML."""
         printer.text(f"plan {self.name}" if cycle else str(self))
 
     def verify(self, step: StepGraph, cluster: Cluster | None = None) -> None:
-        """Raise `MismatchError` unless this plan was made for this step (and this cluster)."""
+        """Check that this plan was made for this step (and this cluster).
+
+        Raises:
+            MismatchError: it was made for another step or for another number of devices.
+        """
         if self.fingerprint != fingerprint(step):
             raise MismatchError(
                 f"This plan was made for {self.function!r} with other code or other argument shapes: its fingerprint "
@@ -234,12 +244,12 @@ class Plan:
 
 
 def _decided() -> list[str]:
-    """The fields that a plan consists of."""
+    """Return the names of the fields that are saved and compared."""
     return [f.name for f in fields(Plan) if f.compare]
 
 
 def _decoded(name: str, wanted: Any, data: Any) -> Any:
-    """A field from its data."""
+    """Return a field of the plan from its plain data."""
     try:
         return decode(wanted, data)
     except PlanError as error:
@@ -247,7 +257,7 @@ def _decoded(name: str, wanted: Any, data: Any) -> Any:
 
 
 def fingerprint(step: StepGraph) -> str:
-    """Digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
+    """Return the digest of a step: its ops, shapes, dtypes, literals and phases, loop bodies included."""
     digest = hashlib.sha256()
     digest.update(_text_of(step.graph, {}))
     digest.update(repr([p.value for p in step.phases]).encode())
@@ -256,7 +266,7 @@ def fingerprint(step: StepGraph) -> str:
 
 
 def _text_of(graph: Graph, known: dict[Graph, bytes]) -> bytes:
-    """What makes a graph this graph, as text; `known`: that of bodies, which many loops may share."""
+    """Return the structure of a graph as text; `known` memoizes that of bodies, which many loops may share."""
     parts = [repr([(v.shape, v.dtype, v.literal) for v in graph.values]), repr((graph.inputs, graph.outputs))]
     found = [part.encode() for part in parts]
     for op in graph.ops:

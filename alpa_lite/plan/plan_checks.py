@@ -1,11 +1,11 @@
-"""Whether a plan that comes from a file makes sense by itself: what lowering relies on, whatever the step.
+"""Check that a plan from a file is consistent in itself, so that lowering can rely on it for any step.
 
-    stages      follow each other without gaps; their submeshes lie in the cluster and have the devices of their meshes
-    layers      of ops, inputs and recomputed layers are those that there are
-    specs       name axes of their stage's mesh, each once
-    prediction  speaks of the stages that there are, in numbers that time and bytes can have
+    stages      follow each other without gaps; submeshes lie in the cluster and match the devices of their meshes
+    layers      of ops, inputs and recomputed layers exist
+    specs       use axes of their stage's mesh, each once
+    prediction  refers to existing stages, with numbers that times and sizes can have
 
-Whether it fits the ops of a step is another question (`lower.fits`).
+Whether the plan fits the ops of a given step is checked by `lower.fits`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ _LARGEST = 1e30
 
 def check_plan(plan: Any) -> None:
     """Raise `PlanError` for a `Plan` that contradicts itself."""
+    # The checks are generators: later ones may rely on earlier ones, as the first problem raises.
     for problem in chain(_numbers(plan), _layers(plan), _stages(plan), _prediction(plan)):
         raise PlanError(f"The plan of {plan.function!r} contradicts itself: {problem}. Make a new one with al.plan.")
 
 
 def _numbers(plan: Any) -> Iterator[str]:
+    """Yield the problems of counts and sizes, which must be small enough for lowering to handle."""
     if not plan.stages:
         yield "it has no stage"
     if not 1 <= plan.num_microbatches <= MOST_MICROBATCHES // max(1, len(plan.stages)):
@@ -50,6 +52,7 @@ def _numbers(plan: Any) -> Iterator[str]:
 
 
 def _layers(plan: Any) -> Iterator[str]:
+    """Yield the problems of layers: gaps between stages, and layers that do not exist."""
     begins = 0
     for number, stage in enumerate(plan.stages):
         first, last = stage.layers
@@ -60,12 +63,13 @@ def _layers(plan: Any) -> Iterator[str]:
         yield f"its stages have {begins} layers, of {plan.num_layers}"
     for layer in chain(plan.op_layers, plan.input_layers, plan.traced_layers):
         if layer is not None and not 0 <= layer < plan.num_layers:
-            yield f"layer {layer} of {plan.num_layers} is named"
+            yield f"it uses layer {layer} of {plan.num_layers}"
     if plan.remat and len(plan.remat) != plan.num_layers:
-        yield f"it says of {len(plan.remat)} layers, of {plan.num_layers}, what they compute again"
+        yield f"it has rematerialisation policies for {len(plan.remat)} layers, of {plan.num_layers}"
 
 
 def _stages(plan: Any) -> Iterator[str]:
+    """Yield the problems of stages: submeshes, meshes, axes and ops that do not exist."""
     for number, stage in enumerate(plan.stages):
         submesh, name = stage.submesh, f"stage {number}"
         if submesh.first_device + submesh.num_devices > plan.cluster.num_devices:
@@ -83,6 +87,7 @@ def _stages(plan: Any) -> Iterator[str]:
 
 
 def _shapes(stage: StagePlan) -> Iterator[str]:
+    """Yield the problems of argument shapes: other ranks than the specs, or shapes that no array has."""
     for name, shape in stage.shapes.items():
         spec = stage.specs.get(name)
         if spec is None or len(spec.dims) != len(shape.dims):
@@ -92,6 +97,7 @@ def _shapes(stage: StagePlan) -> Iterator[str]:
 
 
 def _specs(stage: StagePlan) -> Iterator[Spec]:
+    """Yield every spec of a stage."""
     yield from stage.specs.values()
     yield from stage.inputs.values()
     yield from stage.outputs.values()
@@ -102,7 +108,7 @@ def _specs(stage: StagePlan) -> Iterator[Spec]:
 
 
 def _placements(placements: Iterable[OpPlacement]) -> Iterator[OpPlacement]:
-    """All of them, those in bodies too."""
+    """Yield all placements, those inside bodies included."""
     for placement in placements:
         yield placement
         for body in placement.bodies:
@@ -110,6 +116,7 @@ def _placements(placements: Iterable[OpPlacement]) -> Iterator[OpPlacement]:
 
 
 def _misuse(groups: Sequence[Sequence[str]], known: Sequence[str]) -> Iterator[str]:
+    """Yield the problems of axis groups: axes that the mesh lacks, and axes used twice."""
     named = [axis for group in groups for axis in group]
     if not set(named) <= set(known):
         yield f"the axes {sorted(set(named) - set(known))} are named, of {list(known)}"
@@ -118,6 +125,7 @@ def _misuse(groups: Sequence[Sequence[str]], known: Sequence[str]) -> Iterator[s
 
 
 def _prediction(plan: Any) -> Iterator[str]:
+    """Yield the problems of the prediction: stages that do not exist, and numbers that are negative or not finite."""
     prediction, count = plan.prediction, len(plan.stages)
     if len(prediction.peak_bytes) != count:
         yield f"it predicts the memory of {len(prediction.peak_bytes)} stages, of {count}"

@@ -1,13 +1,12 @@
-"""What an op, a resharding or a whole task costs on one logical mesh, by a cost model.
+"""Price an op, a resharding or a whole task on one logical mesh with a cost model.
 
-    seconds(op)    = cost_model.compute(flops / Π split axes, local bytes)     (Pricer.op_seconds)
-    seconds(move)  = cost_model.collective(kind, local buffer, group of axis)  (Pricer.step_seconds)
-    seconds(transfer) = its steps inside the meshes + max over devices and hosts of what they send or receive
-                                                                                (transfer_seconds)
+    seconds(op)       = cost_model.compute(flops / Π split axes, local bytes)     (`Pricer.op_seconds`)
+    seconds(move)     = cost_model.collective(kind, local buffer, group of axis)  (`Pricer.step_seconds`)
+    seconds(transfer) = its moves inside the meshes + max over devices and hosts of the time to send or receive
+                                                                                  (`transfer_seconds`)
 
-`Estimator` is the machine that drives a walk (`spmd.Walk`) to price a task exactly as it will be emitted.
-
-Which ops have the same prices under the same placements.
+`Estimator` is a machine that is driven by a walk (`alpa_lite.plan.walk.Walk`), so that it prices a task exactly as it
+will be emitted. Ops of one class (`PriceClass`) have equal prices under equal placements and are priced once.
 """
 
 from __future__ import annotations
@@ -39,9 +38,15 @@ from cost_models.work import Product, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PriceClass:
-    """The class of an op, what it moves, and what part it has in a fused attention kernel.
+    """A class of ops with equal prices under equal placements: their op class, memory accesses and fused attention.
 
-    A class is one object, in all graphs, but for ops with bodies.
+    Equal classes are one object across graphs, except for ops with bodies.
+
+    Attributes:
+        op: class of the op.
+        access: operands and results that it reads and writes in memory, after fusion.
+        in_attention: whether it is a product inside a fused attention kernel.
+        half_masked: whether that kernel skips half of the product because of a causal mask.
     """
 
     op: OpClass
@@ -52,11 +57,17 @@ class PriceClass:
 
 @memoized
 def price_classes(graph: Graph, fusion: Fusion = "all", fused_attention: bool = False) -> tuple[PriceClass, ...]:
-    """For each op what it has in common with others that have the same prices under the same placements."""
+    """Return the price class of each op of a graph.
+
+    Args:
+        graph: the graph.
+        fusion: which ops the backend fuses.
+        fused_attention: whether the backend has a fused attention kernel.
+    """
     table = accesses(graph, fusion=fusion, fused_attention=fused_attention)
     kernels = on_chip(graph) if fused_attention else None
     return tuple(
-        # A table of all classes would keep bodies alive.
+        # Not interned: the global table would keep bodies alive.
         (_class_of if op.bodies else _class)(
             op_class(graph, op.id),
             access,
@@ -73,12 +84,20 @@ def _class_of(op: OpClass, access: Access, in_attention: bool, half_masked: bool
 
 @lru_cache(maxsize=50_000)
 def _class(op: OpClass, access: Access, in_attention: bool, half_masked: bool) -> PriceClass:
+    """Return the interned price class, so that comparison by identity suffices."""
     return _class_of(op, access, in_attention, half_masked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPrice:
-    """One device's part of an op: seconds, FLOPs and kernels; kind, axes and buffer bytes of `own_collectives`."""
+    """The price of one device's part of an op.
+
+    Attributes:
+        seconds: compute time in seconds.
+        flops: FLOPs of one device.
+        num_kernels: kernels that the host launches.
+        collectives: (kind, axes, buffer bytes) of the op's `own_collectives`.
+    """
 
     seconds: float
     flops: float
@@ -88,7 +107,13 @@ class OpPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class Pricer:
-    """Prices on one logical mesh over one submesh; every answer in seconds. Ops that are alike are priced once."""
+    """Prices in seconds on one logical mesh over one submesh; all are memoized by class.
+
+    Attributes:
+        cost_model: the cost model.
+        submesh: the devices.
+        mesh: the logical mesh over them.
+    """
 
     cost_model: CostModel
     submesh: Submesh
@@ -99,16 +124,16 @@ class Pricer:
     _local: dict[tuple[object, ...], OpPrice] = field(default_factory=dict[tuple[object, ...], OpPrice], repr=False)
 
     def elsewhere(self, submesh: Submesh, mesh: LogicalMesh) -> Pricer:
-        """Prices by the same cost model on another mesh; one device's part of an op is priced once for both."""
+        """Return a pricer for another mesh with the same cost model; they share prices of one device's part of ops."""
         return Pricer(cost_model=self.cost_model, submesh=submesh, mesh=mesh, _local=self._local)
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Devices per mesh axis."""
+        """The number of devices along each mesh axis."""
         return self.mesh.axis_sizes
 
     def group(self, axes: tuple[str, ...]) -> Group:
-        """The devices that communicate along axes."""
+        """Return the devices that communicate along some axes."""
         if axes not in self._groups:
             g = axis_group(self.submesh, self.mesh, *axes, hosts_per_domain=self.cost_model.cluster.hosts_per_domain)
             self._groups[axes] = Group(
@@ -121,13 +146,13 @@ class Pricer:
         return self._groups[axes]
 
     def step_seconds(self, step: Move, array_bytes: float) -> float:
-        """One elementary move of an array of this size (whole array, in bytes)."""
+        """Return the seconds of one move of an array of `array_bytes` bytes (unsharded)."""
         if step.is_local:
             return 0.0
         return self.collective_seconds(step.kind, step.bytes_factor * array_bytes, step.axes)
 
     def collective_seconds(self, kind: str, buffer_bytes: float, axes: tuple[str, ...]) -> float:
-        """One collective over axes with this buffer per device."""
+        """Return the seconds of one collective over axes with `buffer_bytes` bytes per device."""
         key = (kind, buffer_bytes, axes)
         if key not in self._memo:
             collective = Collective(kind=kind, bytes=buffer_bytes, group=self.group(axes))  # type: ignore[arg-type]
@@ -135,16 +160,16 @@ class Pricer:
         return self._memo[key]
 
     def price_class(self, graph: Graph, op_id: int) -> PriceClass:
-        """Equal for ops that have the same prices under the same placements."""
+        """Return the price class of an op, which is equal for ops with equal prices under equal placements."""
         backend = self.cost_model.backend
         return price_classes(graph, backend.fusion, backend.fused_attention)[op_id]
 
     def op_work(self, graph: Graph, op: Op, placement: OpPlacement) -> Work:
-        """Work of one device for one op: its part of the FLOPs, and what it moves after fusion (`rules.fusion`)."""
+        """Return the work of one device for one op: its part of the FLOPs, and its memory traffic after fusion."""
         return local_work(self.price_class(graph, op.id), cuts_of(placement, self.sizes))
 
     def price(self, graph: Graph, op: Op, placement: OpPlacement) -> OpPrice:
-        """What one op without bodies takes on one device."""
+        """Return the price of an op without bodies on one device."""
         kind = self.price_class(graph, op.id)
         key = (kind, placement.factors)
         found = self._prices.get(key)
@@ -156,8 +181,12 @@ class Pricer:
         return found
 
     def local_price(self, kind: PriceClass, cuts: tuple[int, ...]) -> OpPrice:
-        """The price without collectives of ops of a class whose factors are cut so; by which axes does not matter."""
+        """Return the price, without collectives, of an op of a class whose factors are split into `cuts` parts.
+
+        It does not depend on which axes split them, so meshes share it.
+        """
         active = self.mesh.num_devices
+        # Devices that share a processor slow each other down, so that the price depends on their number.
         key = (kind, cuts, active if self.cost_model.cluster.shared_processor else 1)
         found = self._local.get(key)
         if found is None:
@@ -168,7 +197,7 @@ class Pricer:
         return found
 
     def op_seconds(self, graph: Graph, op: Op, placement: OpPlacement) -> float:
-        """Compute of one op plus the collectives that are part of it (own_collectives)."""
+        """Return the seconds of one op, including the collectives that are part of it (`own_collectives`)."""
         price = self.price(graph, op, placement)
         return price.seconds + sum(
             self.collective_seconds(kind, buffer, axes) for kind, axes, buffer in price.collectives
@@ -176,14 +205,14 @@ class Pricer:
 
 
 def local_work(kind: PriceClass, cuts: Sequence[int]) -> Work:
-    """Work of one device for an op whose factors are cut into so many parts each."""
+    """Return the work of one device for an op of a class whose factors are split into `cuts` parts."""
     rule, view, access = kind.op.rule, kind.op.view, kind.access
     matrix, moved = rule.work_kind != "elementwise", 0.0
     for is_result, number, part in (*access.reads, *access.writes):
         values, dims = (view.results, rule.results) if is_result else (view.operands, rule.operands)
         moved += part * values[number].bytes / _shards(dims[number], cuts)
     flops = rule.flops / prod(cuts) * (0.5 if kind.half_masked else 1.0)
-    # A product computes in the format that it reads, whatever it adds up in.
+    # A matrix product runs at the rate of its operands' dtype, whatever the dtype of its accumulator and result.
     values = (*view.operands, *view.results) if matrix else (*view.results, *view.operands)
     floats = (v.dtype for v in values if v.is_float)
     return Work(
@@ -197,16 +226,17 @@ def local_work(kind: PriceClass, cuts: Sequence[int]) -> Work:
 
 
 def cuts_of(placement: OpPlacement, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Into how many parts each factor is cut."""
+    """Return the number of parts into which a placement splits each factor."""
     return tuple([prod([sizes[a] for a in axes]) if axes else 1 for axes in placement.factors])
 
 
 def _shards(dims: tuple[tuple[int, ...], ...], cuts: Sequence[int]) -> int:
+    """Return the number of blocks of a tensor whose dims hold these factors."""
     return prod([cuts[f] for factors in dims for f in factors])
 
 
 def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | None:
-    """The matrix product that one device runs for a contraction or a convolution, read off the rule.
+    """Return the matrix product that one device runs for a contraction or convolution, derived from its rule.
 
     count = factors of both operands and the result,  columns = factors of the second operand and the result alone
     rows  = elements of the result / (count * columns),  depth = FLOPs / (2 * elements of the result)
@@ -223,7 +253,7 @@ def local_product(rule: Rule, result: Value, cuts: Sequence[int]) -> Product | N
 
 
 def has_own_collectives(graph: Graph, op: Op) -> bool:
-    """Whether an op may hold collectives under some placement."""
+    """Return whether an op contains collectives under some placement."""
     rule = rule_of_op(graph, op.id)
     return op.effectful or bool(rule.halos) or rule.reduction != "sum"
 
@@ -231,10 +261,10 @@ def has_own_collectives(graph: Graph, op: Op) -> bool:
 def own_collectives(
     graph: Graph, op: Op, placement: OpPlacement, sizes: Mapping[str, int]
 ) -> list[tuple[str, tuple[str, ...], float]]:
-    """(kind, axes, buffer bytes) of the collectives inside an op under a placement.
+    """Return (kind, axes, buffer bytes) of the collectives inside an op under a placement.
 
-    The halos that its operands need, what an effect on one device gives to the others, and the combination of a max,
-    min, and, or, product over a split factor: such results cannot stay partial.
+    These are halo exchanges of its operands, the broadcast of what an effect returns on one device, and the combination
+    of a max, min, and, or, or product over a split factor, as such results cannot stay partial.
     """
     rule, shared = rule_of_op(graph, op.id), sharing_axes(op, sizes)
     found = _halo_exchanges(rule, placement, graph.operands(op), sizes)
@@ -254,6 +284,7 @@ def own_collectives(
 def _halo_exchanges(
     rule: Rule, placement: OpPlacement, operands: Sequence[Value], sizes: Mapping[str, int]
 ) -> list[tuple[str, tuple[str, ...], float]]:
+    """Return the permutes that fetch the halos of an op's operands; a later halo includes the rows of earlier ones."""
     found = list[tuple[str, tuple[str, ...], float]]()
     blocks, cuts = dict[int, list[int]](), cuts_of(placement, sizes) if rule.halos else ()
     for halo in rule.halos:
@@ -271,16 +302,16 @@ def _halo_exchanges(
 
 
 class Estimator:
-    """A machine whose arrays are the numbers of the tasks that make them: it prices a task of a plan.
+    """A machine whose arrays are the numbers of the stream tasks that make them; it prices a task of a plan.
 
-    Kernels and collectives become `overlap.Task`s, which run beside each other where nothing forbids it; loops are
-    priced by their first trips. NOTHING stands for arrays that are there at the start.
+    Kernels and collectives become `overlap.StreamTask`s, which run concurrently unless one needs the other. Loops are
+    priced from their first trips. NOTHING stands for arrays that exist from the start.
     """
 
     NOTHING = -1
 
     def __init__(self, pricer: Pricer, *, stage: int, phase: str, runs: int) -> None:
-        """`runs`: how often the task runs per step."""
+        """Create an estimator for one task of a stage and phase; `runs` is its number of executions per step."""
         self.pricer = pricer
         self.stage = stage
         self.phase = phase
@@ -294,26 +325,27 @@ class Estimator:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one run of the task."""
+        """The seconds of one execution of the task."""
         return max(self.simulated(self.tasks), self.host_seconds)
 
     @property
     def host_seconds(self) -> float:
-        """What the host needs to issue one run of the task kernel by kernel, where it does so."""
+        """The seconds that the host needs to launch one execution of the task, if it launches kernels one by one."""
         return self.calls * self.pricer.cost_model.backend.call_seconds
 
     def literal(self, value: Value) -> int:
-        """Scalars are free."""
+        """Return NOTHING, since scalars are free."""
         return self.NOTHING
 
     def reshard(self, array: int, value: Value, steps: tuple[Move, ...], op: Op | None) -> int:
-        """Price the moves."""
+        """Price the moves and return the last one."""
         for step in steps:
             if not step.is_local:
                 array = self._use(step.kind, step.bytes_factor * value.bytes, step.axes, op, (array,))
         return array
 
     def _use(self, kind: str, buffer: float, axes: tuple[str, ...], op: Op | None, needs: Sequence[int]) -> int:
+        """Append a collective that waits for the tasks `needs` and return its number."""
         seconds = self.pricer.collective_seconds(kind, buffer, axes)
         self.collectives.append(
             CollectiveUse(
@@ -332,12 +364,13 @@ class Estimator:
         return self._add(seconds, "communication", needs)
 
     def _add(self, seconds: float, stream: Stream, needs: Sequence[int], *, streams: bool = False) -> int:
+        """Append a stream task that waits for the tasks `needs` and return its number."""
         needed = tuple(dict.fromkeys(n for n in needs if n != self.NOTHING))
         self.tasks.append(StreamTask(seconds=seconds, stream=stream, needs=needed, streams=streams))
         return len(self.tasks) - 1
 
     def apply(self, application: Application, operands: list[int]) -> list[int]:
-        """Price one op."""
+        """Price one op with its own collectives, which follow its kernel."""
         op, graph = application.op, application.graph
         price = self.pricer.price(graph, op, application.placement)
         self.compute_seconds += price.seconds * self.trips
@@ -350,7 +383,7 @@ class Estimator:
         return [made] * len(op.results)
 
     def control_flow(self, application: Application, operands: list[int], wiring: Wiring, walk: Walk[int]) -> list[int]:
-        """Price each body by its first trips."""
+        """Price each body from its first trips."""
         op, trips, tasks, seconds = application.op, self.trips, self.tasks, 0.0
         self.trips *= wiring.trips
         for number in range(len(op.bodies)):
@@ -364,7 +397,7 @@ class Estimator:
         return [self._add(seconds, "both", operands)] * len(op.results)
 
     def simulated(self, tasks: Sequence[StreamTask]) -> float:
-        """Seconds of some tasks, beside each other where they can be."""
+        """Return the seconds of some stream tasks that run concurrently where they can."""
         return self._looped(tasks, (), 1.0)
 
     def _looped(self, tasks: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float) -> float:
@@ -377,10 +410,15 @@ class Estimator:
 def transfer_seconds(
     planned: PlannedTransfer, cost_model: CostModel, *, source: Pricer | None = None, target: Pricer | None = None
 ) -> float:
-    """Seconds of a transfer between submeshes: steps in the source mesh, what is sent, steps in the receiving mesh.
+    """Return the seconds of a transfer between submeshes: moves in the source mesh, sends, moves in the target mesh.
 
-    All pieces go at once, and the busiest way out of or into a device or a host sets the pace. `source` and `target`
-    price the steps, where their devices are not those of `cost_model`.
+    All pieces are sent at once, and the busiest link into or out of a device or host determines the time.
+
+    Args:
+        planned: the transfer.
+        cost_model: the cost model of the cluster.
+        source: pricer of the moves in the source mesh, if its devices are not those of `cost_model`.
+        target: the same for the target mesh.
     """
 
     def inside(layout: Placement, pricer: Pricer | None, steps: Sequence[Move]) -> float:
@@ -392,6 +430,7 @@ def transfer_seconds(
 
 
 def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
+    """Return the seconds of the sends: the maximum over devices (within hosts) and hosts (between them)."""
     per_host = cost_model.cluster.devices_per_host
     within, across = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     busy: dict[tuple[str, int], set[int]] = {}
@@ -403,7 +442,7 @@ def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
             else:
                 across[way, host] += sent
                 busy.setdefault((way, host), set()).add(device)
-    # A shared processor copies one piece after the other; each counts as sent and as received.
+    # A shared processor copies one piece after the other; `within` counts each piece twice, as sent and as received.
     loads = [sum(within.values()) / 2] if cost_model.cluster.shared_processor else within.values()
     sending = [cost_model.transfer_seconds(b, crosses_hosts=False) for b in loads]
     sending += [cost_model.transfer_seconds(b, crosses_hosts=True, num_links=len(busy[at])) for at, b in across.items()]
@@ -411,16 +450,19 @@ def _sending_seconds(planned: PlannedTransfer, cost_model: CostModel) -> float:
 
 
 def dispatch_seconds(cluster: Cluster) -> float:
-    """What the dispatch of a program adds to its time: devices of their own work on while the next one comes."""
+    """Return the seconds that dispatching a program adds to its time.
+
+    They are 0 for devices with processors of their own, which continue to work during the dispatch.
+    """
     return cluster.device.dispatch_seconds if cluster.shared_processor else 0.0
 
 
 def crosses_hosts(cluster: Cluster, a: Submesh, b: Submesh) -> bool:
-    """True when some devices of the two submeshes are on different hosts."""
+    """Return whether some devices of the two submeshes are on different hosts."""
     hosts = {d // cluster.devices_per_host for d in (*a.devices, *b.devices)}
     return len(hosts) > 1
 
 
 def local_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
-    """Bytes of one device's block."""
+    """Return the bytes of one device's block of a value."""
     return value.num_elements * item_bytes(value.dtype) / num_shards(spec, sizes)

@@ -1,12 +1,12 @@
-"""How far planning is: what it does, how much work is done, and how much is left as far as anyone knows.
+"""Progress of planning: the current activity, the work done, and an estimate of the work left.
 
-    phases     what takes the time now, one within another: "stages", and in it "split"        `Progress.during`
-    units      of work done, one per stage that is solved                                      `Progress.did`
-    left       units that a phase will still take; said anew as more is known                  `Progress.expect`
-    seconds    by phase                                                                        `PhaseTimes`
-    remaining  seconds = sum over phases of left(phase) · seconds per unit(phase)              `Pace.left_seconds`
+    phases     activities that take time now, one inside another: "stages", and in it "split"   `Progress.during`
+    units      work done, one unit per solved stage                                             `Progress.did`
+    left       units that a phase will still take; updated when more is known                   `Progress.expect`
+    seconds    time by phase                                                                    `PhaseTimes`
+    remaining  seconds = sum over phases of left(phase) · seconds per unit(phase)               `Pace.left_seconds`
 
-Who plans only says what happens; the times are kept by those who follow.
+Planning code only reports events; followers measure times.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ Clock = Callable[[], float]
 Say = Callable[[str], None]
 
 FEW = 3
-"""So many units must be done before they tell how long others take."""
+"""The minimum number of finished units before the remaining time is estimated."""
 
 
 class Progress:
-    """What planning is at. Call it with a line of text; `say` gets these lines.
+    """The state of planning. Call it with a line of text, which is passed to `say`.
 
-    `left` holds the units expected by phase: a number, or None where it is not known yet that there will be any end.
+    Attributes:
+        doing: the last line of text.
+        phases: the current phases, outermost first.
+        searches: number of searches begun.
+        interrupted: whether the user pressed Ctrl-C and the exception is still to be raised.
+        done: units done by phase.
+        left: units expected by phase; None while the number is unknown.
     """
 
     def __init__(self, say: Say | None = None, *followers: Callable[[Progress], None]) -> None:
-        """`followers` are called after each change of phase, and with each unit and expectation."""
+        """Create the state; `followers` are called after each change of phase, unit and expectation."""
         self._say, self._followers = say, followers
         self.doing = ""
         self.phases: tuple[str, ...] = ()
@@ -41,27 +47,27 @@ class Progress:
 
     @staticmethod
     def of(say: Say | Progress | None) -> Progress:
-        """What the user gave: a function of text, a `Progress`, or nothing."""
+        """Return a `Progress` for what the user passed: a function of text, a `Progress`, or None."""
         return say if isinstance(say, Progress) else Progress(say)
 
     @property
     def phase(self) -> str:
-        """The innermost phase; empty outside of all."""
+        """The innermost phase; empty outside of all phases."""
         return self.phases[-1] if self.phases else ""
 
     def follow(self, follower: Callable[[Progress], None]) -> None:
-        """Call `follower` as well from now on."""
+        """Add a follower, which is called on every change."""
         self._followers += (follower,)
 
     def __call__(self, text: str) -> None:
-        """Say what is done next."""
+        """Report the next activity as text."""
         self.doing = text
         if self._say is not None:
             self._say(text)
 
     @contextmanager
     def during(self, phase: str, text: str = "") -> Generator[None]:
-        """What happens within belongs to this phase; `text` is said first."""
+        """Enter a phase for the duration of the context; `text` is reported first."""
         before = self.phases
         self.phases = (*before, phase)
         self._tell()
@@ -74,18 +80,18 @@ class Progress:
             self._tell()
 
     def begin(self, *phases: str) -> None:
-        """A search begins, and nobody knows yet how much work these phases of it are."""
+        """Report the start of a search whose phases have an unknown number of units."""
         self.searches += 1
         self.done, self.left = {}, dict.fromkeys(phases)
         self._tell()
 
     def expect(self, phase: str, units: float | None) -> None:
-        """So many units of a phase are still to come, as far as is known now."""
+        """Report the number of units of a phase that are still expected, None if unknown."""
         self.left[phase] = units
         self._tell()
 
     def did(self) -> None:
-        """One more unit of this phase is done."""
+        """Report that one more unit of the current phase is done."""
         self.done[self.phase] = self.done.get(self.phase, 0) + 1
         left = self.left.get(self.phase)
         if left is not None:
@@ -94,16 +100,17 @@ class Progress:
 
     @contextmanager
     def interrupts(self) -> Generator[None]:
-        """Within, Ctrl-C raises `KeyboardInterrupt` with the next news, between two units of work; twice, at once.
+        """Delay Ctrl-C within this context to the next report, between two units of work; a second one is immediate.
 
-        Raised anywhere, it may leave half of what others go on with, and it is lost where Python happens to be in a
-        callback of its garbage collector, of which JAX has some: one of ten interrupts of planning was.
+        Raised at an arbitrary point, `KeyboardInterrupt` may leave shared data half written. It is even lost if Python
+        happens to be in a callback of its garbage collector, of which JAX installs some: one of ten interrupts of
+        planning was.
         """
 
         def interrupt(*_: object) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
-            self.interrupted, self.doing = True, "interrupted: this ends with the step at hand"
+            self.interrupted, self.doing = True, "interrupted: stopping after the current unit of work"
 
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
@@ -117,6 +124,7 @@ class Progress:
             self.interrupted = False
 
     def _tell(self) -> None:
+        """Call all followers, then raise a delayed `KeyboardInterrupt`."""
         for follower in self._followers:
             follower(self)
         if self.interrupted:
@@ -125,15 +133,15 @@ class Progress:
 
 
 class PhaseTimes:
-    """Follows: the seconds of each phase, without those of phases within it."""
+    """A follower that measures the seconds of each phase, excluding phases inside it."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
-        """Nothing has begun."""
+        """Start without a phase; `clock` returns seconds."""
         self.seconds: dict[str, float] = {}
         self._clock, self._phase, self._since = clock, "", clock()
 
     def __call__(self, progress: Progress) -> None:
-        """Keep the time since the last change for the phase that it belongs to."""
+        """Add the time since the last change to the phase that was current."""
         now = self._clock()
         if self._phase:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
@@ -141,16 +149,16 @@ class PhaseTimes:
 
 
 class Pace:
-    """Follows: how long the units of each phase take, with what happens within it, and what is left by that."""
+    """A follower that measures seconds per unit of each phase, inner phases included, to estimate the time left."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
-        """Nothing is done."""
+        """Start without measurements; `clock` returns seconds."""
         self._clock, self._seconds = clock, dict[str, float]()
         self._progress = Progress()
         self._phase, self._since, self._searches = "", clock(), 0
 
     def __call__(self, progress: Progress) -> None:
-        """Keep the time since the last change for the phase whose units it is; of a new search, nothing."""
+        """Add the time since the last change to the phase that counts units; a new search resets all measurements."""
         now = self._clock()
         if progress.searches != self._searches:
             self._searches, self._phase, self._seconds = progress.searches, "", {}
@@ -159,16 +167,17 @@ class Pace:
         self._phase, self._since, self._progress = next(counted, ""), now, progress
 
     def left_seconds(self) -> float | None:
-        """About how long what is left will take; None as long as nobody knows.
+        """Return the estimated remaining seconds, or None while no estimate is possible.
 
-        A phase of which little is done is taken to be like the others.
+        The rate of a phase with few finished units is pulled towards the average over all phases.
         """
-        left, done = dict(self._progress.left), self._progress.done  # who draws does so in another thread
+        # Copied, since the display calls this from another thread.
+        left, done = dict(self._progress.left), self._progress.done
         num_done = sum(done.get(phase, 0) for phase in left)
         if None in left.values() or num_done < FEW:
             return None
         usual = sum(self._seconds.get(phase, 0.0) for phase in left) / num_done
         rates = {p: (self._seconds.get(p, 0.0) + FEW * usual) / (done.get(p, 0) + FEW) for p in left}
         found = sum((units or 0.0) * rates[phase] for phase, units in left.items())
-        # What the unit at work has taken so far is no longer left.
+        # Subtract the time that the current unit has taken already.
         return max(0.0, found - min(self._clock() - self._since, rates.get(self._phase, 0.0)))

@@ -1,11 +1,11 @@
-"""How a list of ops runs on one logical mesh under given placements: one walk, shared by pricing and lowering.
+"""Run a list of ops on one logical mesh under given placements: one walk, shared by pricing and lowering.
 
-Because the estimator and the emitter are both *machines* driven by this walk, the collectives that are priced are
-the collectives that run. The walk keeps each value in the specs it was needed in; a value needed twice in a spec is
-resharded once.
+The estimator and the emitter are both *machines* driven by this walk, so the collectives that are priced are the
+collectives that run. The walk stores each value in every spec in which it was needed; a value that is needed twice in a
+spec is resharded once.
 
 Values computed from scalars alone (masks, broadcast constants, random bits) are *free*: they have no home spec and are
-made in whatever spec a reader wants (rules.graph_facts.free_values).
+made in the spec that a reader needs (`alpa_lite.rules.op_info.free_values`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Application:
-    """One op with everything settled: its rule, axes per factor, and the specs of operands and raw results."""
+    """One op with all its specs.
+
+    Attributes:
+        graph: the graph that holds the op.
+        op: the op.
+        rule: its factor rule.
+        placement: its placement.
+        operand_specs: spec in which each operand is read.
+        raw_specs: spec of each result before its reductions are carried out.
+    """
 
     graph: Graph
     op: Op
@@ -41,27 +50,27 @@ class Application:
 
 
 class Machine(Protocol[A]):
-    """What a walk drives: something that reshards values and applies ops."""
+    """The interface that a walk drives: it reshards values and applies ops to arrays of type A."""
 
     def literal(self, value: Value) -> A:
-        """The array of a scalar constant."""
+        """Return the array of a scalar constant."""
         ...
 
     def reshard(self, array: A, value: Value, steps: tuple[Move, ...], op: Op | None) -> A:
-        """Carry out elementary moves; `op` is the reader that wants them."""
+        """Return the array after elementary moves; `op` is the reader for which they are made."""
         ...
 
     def apply(self, application: Application, operands: list[A]) -> list[A]:
-        """Run one op on local blocks; results are in `raw_specs`."""
+        """Run one op on local blocks and return its results in `raw_specs`."""
         ...
 
     def control_flow(self, application: Application, operands: list[A], wiring: Wiring, walk: Walk[A]) -> list[A]:
-        """Run a loop or branches, body by body on walks of their own; results are in the placement's specs."""
+        """Run a loop or branches, each body on a walk of its own, and return the results in the placement's specs."""
         ...
 
 
 def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement) -> tuple[Spec, ...]:
-    """The specs that a placement demands of the operands."""
+    """Return the spec in which a placement requires each operand."""
     axes = placement.factors
     specs = [Spec(tuple([_axes(factors, axes) for factors in dims])) for dims in rule.operands]
     if placement.partial:
@@ -72,20 +81,20 @@ def operand_specs(rule: Rule, operands: Sequence[Value], placement: OpPlacement)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSpecs:
-    """The specs that a placement demands of the operands, and those in which the results are made."""
+    """The specs in which a placement requires the operands, and in which the results are made."""
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
 
 
 def placed_specs(graph: Graph, op: Op, placement: OpPlacement) -> PlacedSpecs:
-    """`operand_specs` and `raw_result_specs` of an op without bodies, found once for all ops that are alike."""
+    """Return `operand_specs` and `raw_result_specs` of an op without bodies, computed once per op class."""
     return specs_of_class(op_class(graph, op.id), placement.factors, placement.partial)
 
 
 @lru_cache(maxsize=100_000)
 def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> PlacedSpecs:
-    """`placed_specs` of the ops of a class."""
+    """Return the `placed_specs` of the ops of a class."""
     placement = OpPlacement(factors=factors, partial=partial)
     return PlacedSpecs(
         operands=operand_specs(kind.rule, kind.view.operands, placement),
@@ -94,12 +103,12 @@ def specs_of_class(kind: OpClass, factors: tuple[tuple[str, ...], ...], partial:
 
 
 def linear_group(rule: Rule, operands: Sequence[Value]) -> tuple[int, ...]:
-    """The operands that come in as partial sums when a placement says so: the linear group with the most data."""
+    """Return the operands that a placement may take as partial sums: the linear group with the most elements."""
     return max(rule.linear, key=lambda g: sum(operands[i].num_elements for i in g), default=())
 
 
 def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
-    """The specs of the results before their reductions are carried out."""
+    """Return the specs of the results before their reductions are carried out."""
     partial = placement.partial
     reduced = reduced_axes(rule, placement) if rule.reduction == "sum" else ()
     if reduced or len(partial) > 1:
@@ -109,17 +118,17 @@ def raw_result_specs(rule: Rule, placement: OpPlacement) -> tuple[Spec, ...]:
 
 
 def reduced_axes(rule: Rule, placement: OpPlacement) -> set[str]:
-    """The mesh axes over which each device reduces a part."""
+    """Return the mesh axes over which each device reduces a part."""
     return {a for f in rule.reduced for a in placement.factors[f]}
 
 
 def combination(reduction: str, dtype: str) -> tuple[str, int]:
-    """Kind of the collective that combines parts of a reduction that is no sum, and bytes per element on the way.
+    """Return the kind of the collective that combines parts of a non-sum reduction, and the bytes per element it sends.
 
-    There are collectives for extremes, of which truth values are a case; other parts are gathered and reduced.
+    Maxima and minima (of booleans, `or` and `and`) are all-reduced; other parts are gathered and reduced locally.
     """
     if reduction in ("max", "min"):
-        # GPUs have no collective for 16-bit integers, as which narrow floats would be compared.
+        # Narrow floats would be compared as 16-bit integers, for which GPUs have no collective: they are widened.
         return "all_reduce", max(4, item_bytes(dtype)) if dtype.startswith(("float", "bfloat")) else item_bytes(dtype)
     if reduction in ("and", "or") and dtype == "bool":
         return "all_reduce", item_bytes(dtype)
@@ -133,12 +142,12 @@ def _axes(factors: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> tuple[
 
 
 class Walk(Generic[A]):
-    """Runs ops of one graph in order; see the module docstring."""
+    """Run the ops of one graph in order; see the module docstring."""
 
     def __init__(
         self, graph: Graph, placements: Mapping[int, OpPlacement], sizes: Mapping[str, int], machine: Machine[A]
     ) -> None:
-        """`sizes`: devices per mesh axis."""
+        """Create a walk without values; `sizes` is the number of devices along each mesh axis."""
         self.graph = graph
         self.placements = placements
         self.sizes = sizes
@@ -148,15 +157,15 @@ class Walk(Generic[A]):
         self.arrays: dict[int, dict[Spec, A]] = {}
 
     def put(self, value: int, spec: Spec, array: A) -> None:
-        """Make a value known in a spec."""
+        """Store the array of a value in a spec."""
         self.arrays.setdefault(value, {})[spec] = array
 
     def home(self, value: int) -> Spec:
-        """The spec that a value was computed in."""
+        """Return the spec in which a value was computed."""
         return next(iter(self.arrays[value]))
 
     def get(self, value_id: int, spec: Spec, op: Op | None = None) -> A:
-        """The array of a value in a spec, resharded if need be."""
+        """Return the array of a value in a spec, resharded if necessary."""
         value = self.graph.values[value_id]
         if value.literal is not None:
             return self._literal(value, spec, op)
@@ -172,17 +181,19 @@ class Walk(Generic[A]):
         return array
 
     def _literal(self, value: Value, spec: Spec, op: Op | None) -> A:
-        """A number; where a loop or branch takes it as a partial sum, on the first device alone."""
+        """Return the array of a literal; if it is needed as a partial sum, its value is on the first device only."""
         array, steps, whole = self.machine.literal(value), list[Move](), spec.without_partial()
         for axis in spec.partial if value.literal != 0 else ():
             steps.append(addend(steps[-1].spec if steps else whole, axis))
         return self.machine.reshard(array, value, tuple(steps), op) if steps else array
 
     def _cheapest(self, value: Value, known: Mapping[Spec, A], spec: Spec) -> tuple[Spec, tuple[Move, ...]]:
+        """Return the available spec from which a value is resharded with the least communication, and the moves."""
         best: tuple[float, Spec, tuple[Move, ...]] | None = None
         for source in known:
             steps = reshard(source, spec, value.shape, self.sizes, item_bytes(value.dtype))
             if steps is not None:
+                # The small constant prefers fewer moves among sequences that send equally many bytes.
                 cost = sum(sent_bytes_factor(s, self.sizes) + 1e-9 for s in steps)
                 if best is None or cost < best[0]:
                     best = (cost, source, steps)
@@ -191,7 +202,7 @@ class Walk(Generic[A]):
         return best[1], best[2]
 
     def _make_free(self, value_id: int, spec: Spec, reader: Op | None) -> None:
-        """Run the op of a free value so that the value comes out in `spec`: as a partial sum, on the first device."""
+        """Run the op of a free value so that it is made in `spec`; a partial sum is on the first device only."""
         value = self.graph.values[value_id]
         op = self.graph.ops[self.graph.producer[value_id] or 0]
         rule = rule_of_op(self.graph, op.id)
@@ -214,13 +225,13 @@ class Walk(Generic[A]):
         self.put(value_id, spec, self.machine.reshard(array, value, steps, reader) if steps else array)
 
     def forget(self, but: Collection[int] = ()) -> None:
-        """Keep every value only in the spec that it was computed in; what is free stays, and so do the values `but`."""
+        """Drop all specs of each value but that in which it was computed; free values and the values `but` stay."""
         for v, known in self.arrays.items():
             if v not in self.free and v not in but:
                 self.arrays[v] = dict([next(iter(known.items()))])
 
     def run(self, ops: Iterable[int]) -> None:
-        """Run ops in order; free ones wait until somebody asks for them."""
+        """Run ops in order; free ops run when a reader needs them."""
         for op_id in ops:
             op = self.graph.ops[op_id]
             if self.free.isdisjoint(op.results):
@@ -253,17 +264,17 @@ class Walk(Generic[A]):
 
 
 def can_split(rule: Rule, factor: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
-    """True when a factor may be split over these axes: in equal blocks, being the major part of every dim."""
+    """Return whether axes may split a factor: into equal blocks, with the factor major in every dim that holds it."""
     return factor in rule.major and rule.splits_into(factor, prod(sizes[axis] for axis in axes))
 
 
 def sharing_axes(op: Op, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which all_reduces hand on what an op with an effect gives on one device, one per result."""
+    """Return the mesh axes over which all-reduces share the results that an op with an effect has on one device."""
     return tuple(axis for axis, size in sizes.items() if size > 1) if op.effectful else ()
 
 
 def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
-    """The op runs whole on every device."""
+    """Return the placement in which an op runs replicated on every device."""
     results = tuple(replicated(v.rank) for v in graph.results(op))
     wiring = wiring_of(op)
     if wiring is not None:
@@ -274,19 +285,20 @@ def replicated_placement(graph: Graph, op: Op) -> OpPlacement:
 
 
 def body_operand_specs(wiring: Wiring, placement: OpPlacement) -> tuple[Spec, ...]:
-    """Specs of the operands of control flow, from those inside; scanned operands have a whole leading dim."""
+    """Return the specs of the operands of control flow from those inside; scanned operands have a whole leading dim."""
     return tuple(stacked(s) if i in wiring.scanned else s for i, s in enumerate(placement.body_operands))
 
 
 def stacked(spec: Spec) -> Spec:
-    """The spec of the stack of values in `spec` along a new, whole, leading dim."""
+    """Return the spec of values in `spec` stacked along a new unsharded leading dim."""
     return Spec(((), *spec.dims), spec.partial)
 
 
 def body_output_specs(wiring: Wiring, placement: OpPlacement, number: int) -> tuple[Spec, ...]:
-    """Specs in which body `number` must hand its outputs on: carried values as they came in, others as the result is.
+    """Return the specs in which body `number` must return its outputs.
 
-    A predicate is a whole scalar.
+    Carried values have the spec in which they entered, others that of the result, and a predicate is a replicated
+    scalar.
     """
 
     def spec_of(result: int | None) -> Spec:
@@ -301,7 +313,7 @@ def body_output_specs(wiring: Wiring, placement: OpPlacement, number: int) -> tu
 
 
 def body_walk(application: Application, wiring: Wiring, number: int, walk: Walk[A], operands: Sequence[A]) -> list[A]:
-    """Walk body `number` on what it reads of the operands (numbered as the op's); returns its outputs."""
+    """Walk body `number` on the operands that it reads (numbered as the op's) and return its outputs."""
     op, placement = application.op, application.placement
     body = op.bodies[number]
     inner: Walk[A] = Walk(body, placement.bodies[number], walk.sizes, walk.machine)

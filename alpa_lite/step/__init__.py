@@ -1,6 +1,7 @@
-"""A train step cut into micro-batches, with the proof that the cut is exact.
+"""A train step split into micro-batches, with the proof that the split is exact.
 
-Comes in: the program of a step at two batch sizes. Goes out: the step as a loop over micro-batches (`split`), cut into
-layers (`layers/`) that may recompute their forward pass (`rematerialisation/`), or a sentence why it cannot be cut.
+Input: the program of a step at two batch sizes. Output: the step as a loop over micro-batches (`split`), clustered into
+layers (`layers/`) that may recompute their forward pass (`rematerialisation/`), or a sentence that says why the step
+cannot be split.
 Read `relations` first, then `additivity` and `split`.
 """

@@ -1,11 +1,12 @@
-"""The proof that micro-batches are exact: what each value of a step is, from its inputs on.
+"""Prove that micro-batches are exact: derive the relation of every value to its full-batch counterpart.
 
-`prove` reads a step at two batch sizes, op by op: an op that touches the batch by its transfer function (`transfer`),
-one that does not as the op of the full batch that it is. What it finds for outputs and for values read after the loop
-tells how micro-batches are put together; MIXED refuses them.
+`prove` interprets a step at two batch sizes, op by op. The results of an op that touches the batch follow from its
+transfer function (`transfer_functions`); any other op is the op of the full batch. The relations of outputs, and of
+values read after the loop, determine how results of micro-batches are combined; MIXED outputs refuse the split.
 
-What depends on data, keys and captured arrays alone, and is MIXED or used again per sample, can be computed for the
-whole batch before the loop (`Proof.ahead`): masks' sums, permutations of the data, returns by a reverse scan.
+Values that depend on data, keys and captured arrays alone can be computed for the whole batch before the loop, if they
+are MIXED or used again per sample (`Proof.hoisted`): sums of masks, permutations of the data, returns by a reverse
+scan.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from alpa_lite.step.transfer_layout import WIDE
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found of a step.
+    """The result of `prove`.
 
-    relations   of each value
-    marks       of ops that are changed
-    ahead       values to compute before the loop, for the whole batch; empty when all is proven
-    refusals    why the step is no sum over its samples: of outputs that are MIXED; empty when all is proven
+    Attributes:
+        relations: the relation of each value, by value id.
+        marks: op id → how the op differs from the traced one, for ops that do.
+        hoisted: ids of the values to hoist out of the loop; empty when all is proven.
+        refusals: why the step is no sum over its samples, one per reason; empty when all is proven.
     """
 
     relations: tuple[Relation, ...]
     marks: Mapping[int, Marks]
-    ahead: tuple[int, ...]
+    hoisted: tuple[int, ...]
     refusals: tuple[Refusal, ...]
 
 
@@ -47,17 +49,20 @@ def prove(
     of_data: frozenset[int] = frozenset(),
     runs: Mapping[int, int] | None = None,
 ) -> Proof:
-    """What the values of a step are in `count` micro-batches.
+    """Derive the relations of all values of a step in `count` micro-batches.
 
-    full, small   the step at the full batch and at a micro-batch: the same ops on the same values
-    of_data       inputs that may be read before the loop
-    runs          input → into how many runs of samples its batch dim is cut (1)
+    Args:
+        full: the step at the full batch.
+        small: the step at the size of a micro-batch: the same ops on the same value ids.
+        count: number of micro-batches.
+        of_data: inputs that may be read before the loop.
+        runs: input → number of runs of samples into which its batch dim is divided; 1 for inputs without an entry.
     """
     return _OuterProgram(full, small, count, of_data, runs or {}).proof()
 
 
 def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
-    """What is known of captured arrays: `numpy.arange(batch)` holds own numbers, and masks may be one truth value."""
+    """Return facts about captured arrays: `numpy.arange(batch)` holds own numbers, and a mask may be uniformly true."""
     found: dict[int, Fact] = {}
     graph = program.graph
     for v, array in zip(graph.inputs[len(graph.inputs) - len(program.constants) :], program.constants, strict=True):
@@ -70,14 +75,14 @@ def _facts(program: GraphWithEquations, count: int) -> dict[int, Fact]:
     return found
 
 
-#: What is not there, or not whole, before all micro-batches have run.
+#: Relations of values that are not complete before all micro-batches have run.
 _PARTIAL = frozenset((RelationKind.SUM, RelationKind.MAX, RelationKind.MIN, RelationKind.AFTER))
-#: Ops of the loop that may read sums as such: as what they add to, or to repeat them for each sample and to pick one.
+#: Ops of the loop that may read partial sums: as the array they add to, or to repeat them per sample and take one copy.
 _ONTO_SUMS = ("scatter", "broadcast_in_dim", "slice")
 
 
 class _OuterProgram:
-    """The program of a step, outside of all bodies."""
+    """The interpretation of a step's outermost program; bodies are left to `Interpreter`."""
 
     def __init__(
         self,
@@ -96,11 +101,12 @@ class _OuterProgram:
         )
         self.marks: dict[int, Marks] = {}
         self.of_data = {v.id for v in self.graph.values if v.literal is not None} | set(of_data)
-        # Of values that are known after the loop alone: what was reduced over the batch that they follow from.
+        # For each value that is complete only after the loop: the reductions over the batch from which it follows.
         self.origins: dict[int, frozenset[int]] = {}
-        self.ahead: dict[int, None] = {}
+        self.hoistable: dict[int, None] = {}
 
     def _input(self, v: int, runs: int) -> Relation:
+        """Return the relation of an input, from the dim in which its two shapes differ."""
         dim = self.program.dims[v]
         if dim is None:
             return INVARIANT
@@ -110,15 +116,16 @@ class _OuterProgram:
         return samples(dim, runs, self.facts.get(v) if runs == 1 else None)
 
     def proof(self) -> Proof:
-        """Read all ops."""
+        """Interpret all ops in order and return the proof."""
         for op in self.graph.ops:
             self._read(op)
         refusals = [r.refusal for v in self.graph.outputs if (r := self._returned(v)).refusal is not None]
-        wanted = self._wanted() if self.ahead else ()
+        hoisted = self._hoisted() if self.hoistable else ()
         relations = tuple([self.table.get(v.id, INVARIANT) for v in self.graph.values])
-        return Proof(relations=relations, marks=self.marks, ahead=wanted, refusals=tuple(dict.fromkeys(refusals)))
+        return Proof(relations=relations, marks=self.marks, hoisted=hoisted, refusals=tuple(dict.fromkeys(refusals)))
 
     def _returned(self, v: int) -> Relation:
+        """Return the relation of an output, MIXED for a sum over the batch that is returned once per sample."""
         relation, producer = self.table[v], self.graph.producer[v]
         if producer is None:
             return relation
@@ -131,6 +138,7 @@ class _OuterProgram:
         return relation
 
     def _read(self, op: Op) -> None:
+        """Derive the relations of the results of an op."""
         relations = [self.table[v] for v in op.operands]
         data = not op.effectful and self.of_data.issuperset(op.operands)
         if data:
@@ -154,7 +162,10 @@ class _OuterProgram:
                 self.origins[r] = frozenset().union(*(self.origins.get(v, ()) for v in op.operands))
 
     def _of_reduced(self, op: Op, relations: Sequence[Relation]) -> tuple[Relation, ...]:
-        """What follows from sums: sums again as long as it is linear, for loops that go on adding; else known after."""
+        """Return the relations of an op outside the loop that reads sums.
+
+        Linear ops give sums again, which loops may continue to add to; any other op runs after the loop.
+        """
         if not op.bodies and not any(r.kind is RelationKind.AFTER for r in relations):
             results, marks = self.interpreter.op(self.program, op, relations)
             if not marks and all(r.is_reduced for r in results):
@@ -162,15 +173,18 @@ class _OuterProgram:
         return (AFTER,) * len(op.results)
 
     def _rescued(self, v: int, relation: Relation) -> Relation:
-        """What a value of the data is when it is computed before the loop."""
+        """Return the relation of a value of data that is computed before the loop, and record it as a candidate."""
         dim = self.program.dims[v]
         if dim == ODD:
             return relation
-        self.ahead[v] = None
+        self.hoistable[v] = None
         return INVARIANT if dim is None else samples(dim, 1)
 
     def _in_loop(self, op: Op, v: int, relation: Relation) -> Relation:
-        """What an operand of an op of the loop is: what follows from sums is not there yet, but for sums of data."""
+        """Return the relation of an operand as an op of the loop reads it.
+
+        A sum over the batch is not complete inside the loop, unless it is a sum of data and can be computed before.
+        """
         goes_on_adding = op.bodies or (op.primitive.startswith(_ONTO_SUMS) and v == op.operands[0])
         if not relation.is_reduced and relation.kind is not RelationKind.AFTER:
             return relation
@@ -178,7 +192,7 @@ class _OuterProgram:
             return relation
         origins = self.origins[v]
         if origins <= self.of_data:
-            self.ahead.update(dict.fromkeys(sorted(origins)))
+            self.hoistable.update(dict.fromkeys(sorted(origins)))
             return INVARIANT
         origin = next(o for o in sorted(origins) if o not in self.of_data)
         reduction = self.graph.ops[self.graph.producer[origin] or 0]
@@ -188,13 +202,13 @@ class _OuterProgram:
         )
         return mixed(Refusal(reduction.source, "", (), text))
 
-    def _wanted(self) -> tuple[int, ...]:
-        """Of the values that could be computed before the loop those that outputs are computed from."""
+    def _hoisted(self) -> tuple[int, ...]:
+        """Return the candidates for hoisting that some output depends on, ascending."""
         graph, needed, found = self.graph, set(self.graph.outputs), list[int]()
-        found += [v for v in graph.outputs if v in self.ahead]
+        found += [v for v in graph.outputs if v in self.hoistable]
         for op in reversed(graph.ops):
-            if not any(r in needed and r not in self.ahead for r in op.results):
+            if not any(r in needed and r not in self.hoistable for r in op.results):
                 continue
             needed.update(op.operands)
-            found += [v for v in op.operands if v in self.ahead]
+            found += [v for v in op.operands if v in self.hoistable]
         return tuple(sorted(dict.fromkeys(found)))

@@ -1,15 +1,13 @@
-"""Reads the ops of a step, its loops and branches: from relations of what enters to relations of what leaves.
+"""Interpret the ops of a step, its loops and branches: derive the relations of results from those of operands.
 
-loops over anything but samples    their trips correspond: relations of what they carry, to a fixed point
-                                                                                        (`Interpreter.trip_by_trip`)
-loops over samples                 trip i of the full batch is trip j of micro-batch m; a carried value is a RUNNING
-                                   total, from zero or counted once, which nothing else reads
-                                                                                        (`Interpreter.over_samples`)
-loops until no sample goes on      samples that are done keep their values, so that further trips change nothing
-                                                                                        (`same_while_guard`)
-branches                           the predicate is INVARIANT: the join of what they make
-
-Loops that go on until no sample does: what `vmap` makes of a `while` with a predicate per sample.
+loops over anything but samples    trips at both sizes correspond: iterate the relations of carried values to a fixed
+                                   point                                                (`Interpreter.trip_by_trip`)
+loops over samples                 trip i of the full batch is trip j of micro-batch m; a carried value must be a
+                                   RUNNING total, which starts from zero or is counted once, and which nothing else
+                                   reads                                                (`Interpreter.over_samples`)
+loops until no sample continues    what `vmap` makes of a `while` with a predicate per sample: samples that are done
+                                   retain their values, so that further trips change nothing     (`same_while_guard`)
+branches                           the predicate is INVARIANT: join the relations of all branches
 """
 
 from __future__ import annotations
@@ -31,12 +29,13 @@ TRANSFER_MODULES = (transfer_indexing, transfer_layout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """How an op differs from what was traced, where it runs in micro-batches.
+    """How an op differs from the traced one where it runs in micro-batches.
 
-    once          numbers of operands that are zeros in all micro-batches but the first
-    own_columns   columns of its index vectors that count from the start of the micro-batch
-    looked_into   of an op with bodies: it runs in micro-batches, and not as the op of the full batch that it is
-    bodies        of each of its bodies the marks of ops, by number
+    Attributes:
+        once: numbers of the operands that are replaced by zeros in all micro-batches but the first.
+        own_columns: columns of its index vectors that count from the start of the micro-batch.
+        looked_into: for an op with bodies: it runs in micro-batches, and is not simply the op of the full batch.
+        bodies: for each of its bodies the marks of the body's ops.
     """
 
     once: tuple[int, ...] = ()
@@ -49,11 +48,15 @@ class Marks:
 
 
 BodyMarks = tuple[tuple[int, Marks], ...]
+"""Pairs of op id and marks, for the ops of a body that have any."""
 _UNMARKED = Marks()
 
 
 def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> int | None:
-    """The dim that follows the batch: None where shapes agree, `ODD` for several, or for one not in proportion."""
+    """Return the dim in which the shapes at the full batch and at 1/count of it differ.
+
+    None if the shapes agree; `ODD` if several dims differ, or one differs by another ratio.
+    """
     if full == small:
         return None
     if len(full) != len(small):
@@ -64,10 +67,14 @@ def batch_dim_at(full: tuple[int, ...], small: tuple[int, ...], count: int) -> i
 
 @dataclass(slots=True)
 class PairedGraph:
-    """A graph or body at both sizes, and the equations of its ops.
+    """A graph or body at both batch sizes.
 
-    dims       of each value the dim that follows the batch, None, or `ODD`
-    touching   of each op whether one of its values has such a dim
+    Attributes:
+        full: the graph at the full batch.
+        small: the graph at the size of a micro-batch, with the same ids.
+        equations: the equations of its ops at both sizes.
+        dims: for each value the dim that follows the batch, None, or `ODD`.
+        touching: for each op whether an operand or result has a batch dim.
     """
 
     full: Graph
@@ -77,7 +84,7 @@ class PairedGraph:
     touching: tuple[bool, ...]
 
     def inner(self, op: Op, number: int, count: int) -> PairedGraph:
-        """A body of an op."""
+        """Return body `number` of an op at both sizes."""
         bodies = op.bodies[number], self.small.ops[op.id].bodies[number]
         equations = tuple(e[op.id].bodies[number] for e in self.equations)
         return program_at(*bodies, (equations[0], equations[1]), count)
@@ -86,31 +93,38 @@ class PairedGraph:
 def program_at(
     full: Graph, small: Graph, equations: tuple[Sequence[Equation], Sequence[Equation]], count: int
 ) -> PairedGraph:
-    known: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
-    known = full.__dict__.setdefault("_batch_dims_at", {})
-    if (small, count) not in known:
+    """Return a graph at both sizes with its batch dims, which are memoized on the full graph."""
+    memo: dict[tuple[Graph, int], tuple[tuple[int | None, ...], tuple[bool, ...]]]
+    memo = full.__dict__.setdefault("_batch_dims_at", {})
+    if (small, count) not in memo:
         pairs = zip(full.values, small.values, strict=True)
         dims = tuple([batch_dim_at(v.shape, w.shape, count) for v, w in pairs])
         follow = {v for v, dim in enumerate(dims) if dim is not None}
         touching = tuple([not follow.isdisjoint(o.operands) or not follow.isdisjoint(o.results) for o in full.ops])
-        known[small, count] = dims, touching
-    dims, touching = known[small, count]
+        memo[small, count] = dims, touching
+    dims, touching = memo[small, count]
     return PairedGraph(full=full, small=small, equations=equations, dims=dims, touching=touching)
 
 
-_Found = tuple[tuple[Relation, ...], BodyMarks]
+_BodyResult = tuple[tuple[Relation, ...], BodyMarks]
 
 
 @dataclass(slots=True)
 class Interpreter:
-    """Reads ops of a step and its bodies; remembers what it found of equal ones."""
+    """Interprets ops and bodies of a step; the results of equal ops and bodies are memoized.
+
+    Attributes:
+        count: number of micro-batches.
+        transfers: memo of transfer functions by classes and operand relations of an op.
+        bodies: memo of bodies by graphs and input relations.
+    """
 
     count: int
     transfers: dict[object, Transferred] = field(default_factory=dict[object, Transferred])
-    bodies: dict[object, _Found] = field(default_factory=dict[object, _Found])
+    bodies: dict[object, _BodyResult] = field(default_factory=dict[object, _BodyResult])
 
     def op(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> tuple[tuple[Relation, ...], Marks]:
-        """The relations of the results of an op, and its marks."""
+        """Return the relations of the results of an op, and its marks."""
         touches = program.touching[op.id]
         if not touches and all([r.is_same for r in relations]):
             zero = all([is_zero(program.full, r) for r in op.results])
@@ -124,7 +138,7 @@ class Interpreter:
         return found.results, Marks(once=found.once, own_columns=found.own_columns)
 
     def touching(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> Transferred:
-        """What a transfer function finds; the same for equal ops."""
+        """Return the result of the transfer function of an op that touches the batch, memoized by op class."""
         if op.primitive in _LOOKED_AT_CLOSELY or any(r.kind is RelationKind.MIXED for r in relations):
             return transfer(self.site(program, op, relations))
         other = program.small.ops[op.id]
@@ -133,11 +147,12 @@ class Interpreter:
             self.transfers[key] = transfer(self.site(program, op, relations))
         found = self.transfers[key]
         if any(r.refusal is not None for r in found.results):
-            return transfer(self.site(program, op, relations))  # the reason names the line
+            # Equal ops share the verdict, but a refusal must name the line of this op.
+            return transfer(self.site(program, op, relations))
         return found
 
     def site(self, program: PairedGraph, op: Op, relations: Sequence[Relation]) -> Site:
-        """An op with what is known of its operands."""
+        """Return an op at both sizes with the relations of its operands."""
         full, small = program.equations
         return Site(
             full=program.full,
@@ -150,8 +165,8 @@ class Interpreter:
             equations=(full[op.id], small[op.id]),
         )
 
-    def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _Found:
-        """The relations of a body's outputs, and the marks of its ops."""
+    def body(self, program: PairedGraph, inputs: Sequence[Relation]) -> _BodyResult:
+        """Return the relations of the outputs of a body, and the marks of its ops, memoized."""
         key = program.full, program.small, tuple(inputs)
         if key not in self.bodies:
             table = starting(program.full, program.full.inputs, inputs)
@@ -169,7 +184,7 @@ class Interpreter:
     def control_flow(
         self, program: PairedGraph, op: Op, wiring: Wiring, relations: Sequence[Relation]
     ) -> tuple[tuple[Relation, ...], Marks]:
-        """The relations of the results of a loop or a conditional."""
+        """Return the relations of the results of a loop or a conditional, and its marks."""
         site = self.site(program, op, relations)
         broken = next((r for r in relations if r.kind is RelationKind.MIXED), None)
         if broken is not None:
@@ -183,13 +198,16 @@ class Interpreter:
             if lengths[0] != lengths[1]:
                 return self.over_samples(program, site, wiring)
             if op.params["reverse"] != site.other.params["reverse"]:
-                return site.refused("goes another way at another batch size").results, Marks()
+                return site.refused("runs in the other direction at another batch size").results, Marks()
         if op.primitive == "cond" and not relations[0].is_same:
-            return site.refused("branches on what differs between micro-batches").results, Marks()
+            return site.refused("branches on a value that differs between micro-batches").results, Marks()
         return self.trip_by_trip(program, site, wiring)
 
     def trip_by_trip(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
-        """Loops whose trips correspond, and branches: what is carried, to a fixed point."""
+        """Interpret a branch, or a loop whose trips correspond at both sizes, to a fixed point of what it carries.
+
+        Each iteration only moves relations up the lattice (`carried`), which has finite height, so the loop terminates.
+        """
         op = site.op
         inside = [_slice(r) if i in wiring.scanned else r for i, r in enumerate(site.operands)]
         for i in wiring.scanned:
@@ -209,9 +227,9 @@ class Interpreter:
                         if refusal is not None:
                             return (mixed(refusal),) * len(op.results), Marks()
                         continue
-                    unlike = site.refusal("makes one thing in one branch, and another kind of thing in another")
-                    known = results[r]
-                    results[r] = relation if known is None else join(known, relation, unlike)
+                    unlike = site.refusal("has branches whose results combine differently over micro-batches")
+                    before = results[r]
+                    results[r] = relation if before is None else join(before, relation, unlike)
             if not self.carried(site, wiring, inside, [r for r in results if r is not None], once):
                 break
         stacked = [_stack(r, site) if n in wiring.stacked else r for n, r in enumerate(results) if r is not None]
@@ -225,7 +243,7 @@ class Interpreter:
         results: Sequence[Relation],
         once: dict[int, None],
     ) -> bool:
-        """Join what a trip makes of carried values into what the next one begins with; whether that changed any."""
+        """Join the relations that a trip carries on into those with which it began; return whether any changed."""
         changed = False
         for r, i in wiring.carried.items():
             if results[r] == inside[i]:
@@ -234,24 +252,27 @@ class Interpreter:
             if begins.kind is RelationKind.INVARIANT and makes.kind is RelationKind.SUM and counts_once(site.op, i):
                 once[i] = None
                 begins = makes
-            refusal = site.refusal("carries something that is another kind of thing after each trip")
+            refusal = site.refusal("carries a value that combines differently over micro-batches after each trip")
             joined = join(begins, makes, refusal)
             if joined != inside[i] and inside[i].kind is not RelationKind.MIXED:
                 inside[i], changed = joined, True
         return changed
 
     def predicate(self, condition: PairedGraph, op: Op, relation: Relation, site: Site) -> Refusal | None:
-        """Why the trips of a `while` are not those of the full batch; None if they are, or more make no difference."""
+        """Return why the trips of a `while` differ from those of the full batch.
+
+        None if they agree, or if additional trips have no effect (`same_while_guard`).
+        """
         if relation.is_same:
             return None
         if relation.kind is RelationKind.MIXED:
             return relation.refusal
         if relation.kind is RelationKind.MAX and same_while_guard(op) and same_while_guard(site.other):
             return None
-        return site.refusal("goes on as long as what differs between micro-batches says")
+        return site.refusal("continues depending on a value that differs between micro-batches")
 
     def over_samples(self, program: PairedGraph, site: Site, wiring: Wiring) -> tuple[tuple[Relation, ...], Marks]:
-        """A scan over the samples."""
+        """Return the relations of the results of a scan over the samples, and its marks."""
         op = site.op
         scanned = [site.operands[i] for i in sorted(wiring.scanned)]
         over = all(r.kind is RelationKind.SAMPLES and r.dim == 0 for r in scanned)
@@ -286,12 +307,13 @@ class Interpreter:
         return tuple(results), Marks(once=tuple(once), looked_into=True, bodies=(marks,))
 
     def _stacked_samples(self, relation: Relation, runs: set[int | None], site: Site) -> Relation:
+        """Return the relation of a stacked result from that of its row: samples along the leading dim."""
         if relation.is_same:
             return samples(0, next(iter(runs), 1))
         return relation if relation.kind is RelationKind.MIXED else mixed(site.refusal(_RUNNING))
 
     def _total(self, relation: Relation, operand: int, site: Site, once: list[int]) -> Relation:
-        """What the last value of a running total is, from its relation after one trip."""
+        """Return the relation of the final value of a running total, from its relation after one trip."""
         begins = site.operands[operand]
         if relation.kind is RelationKind.MIXED:
             return relation
@@ -308,37 +330,37 @@ class Interpreter:
 
 
 _RUNNING = "carries a value from sample to sample that is no plain sum, maximum or minimum"
-#: Primitives whose transfer depends on more than their class: where in an array they read, and programs in parameters.
+#: Primitives whose transfer depends on more than their op class: on row positions, or on jaxprs among the parameters.
 _LOOKED_AT_CLOSELY = frozenset(("slice", "pad", "reduce", "scatter", "select_and_scatter", "reduce_window"))
 
 
 def _slice(relation: Relation) -> Relation:
-    """One element along the leading dim."""
+    """Return the relation of one row along the leading dim."""
     if relation.kind is not RelationKind.SAMPLES:
         return relation
     return relation._replace(dim=relation.dim - 1)
 
 
 def _stack(relation: Relation, site: Site) -> Relation:
-    """Elements of all trips along a new leading dim."""
+    """Return the relation of the rows of all trips stacked along a new leading dim."""
     if relation.kind is RelationKind.RUNNING:
         return mixed(site.refusal(_RUNNING))
     return relation._replace(dim=relation.dim + 1) if relation.kind is RelationKind.SAMPLES else relation
 
 
 def starting(graph: Graph, inputs: Sequence[int], relations: Sequence[Relation]) -> dict[int, Relation]:
-    """The relations of literals and inputs."""
+    """Return the relations of literals and inputs, by value id."""
     table = {v.id: ZERO if v.literal == 0 else INVARIANT for v in graph.values if v.literal is not None}
     table.update(zip(inputs, relations, strict=True))
     return table
 
 
 def same_while_guard(op: Op) -> bool:
-    """Whether further trips of a `while` change nothing for samples whose predicate is false.
+    """Return whether further trips of a `while` change nothing for samples whose predicate is false.
 
-    Its condition is `any(p(carry))` with a predicate p per sample. Each value that the body carries on is
-    `select(p(carry), old, new)`, with the same p: once p is false for a sample, its values stay as they are, and so
-    does p. A trip more than the sample needs is the identity on it.
+    Its condition must be `any(p(carry))` with a predicate p per sample, and each value that the body carries on must be
+    `select(p(carry), old, new)` with the same p: once p is false for a sample, its values stay as they are, and so does
+    p. A trip more than a sample needs is then the identity on it.
     """
     wiring = wiring_of(op)
     if op.primitive != "while" or wiring is None:
@@ -346,7 +368,7 @@ def same_while_guard(op: Op) -> bool:
     condition, body = op.bodies
     names: dict[object, int] = {}
     carried = set(wiring.carried.values())
-    # Both bodies may take one value in as a constant each.
+    # Condition and body may receive the same outer value as separate constants, which must get one number.
     operands = [("carried", i) if i in carried else ("constant", v) for i, v in enumerate(op.operands)]
     numbers = [
         _numbered(graph, [operands[i] for i in inputs], names)
@@ -356,11 +378,11 @@ def same_while_guard(op: Op) -> bool:
     if any_of is None or condition.ops[any_of].primitive != "reduce_or":
         return False
     guard = numbers[0][condition.ops[any_of].operands[0]]
-    return all(_kept(body, numbers[1], v, r, guard) for r, v in enumerate(body.outputs))
+    return all(_is_retained(body, numbers[1], v, r, guard) for r, v in enumerate(body.outputs))
 
 
-def _kept(body: Graph, numbers: dict[int, int], output: int, result: int, guard: int) -> bool:
-    """Whether an output of the body is what came in wherever the guard is false."""
+def _is_retained(body: Graph, numbers: dict[int, int], output: int, result: int, guard: int) -> bool:
+    """Return whether an output of the body equals the incoming value wherever the guard is false."""
     came_in = body.inputs[len(body.inputs) - len(body.outputs) + result]
     if output == came_in:
         return True
@@ -372,7 +394,7 @@ def _kept(body: Graph, numbers: dict[int, int], output: int, result: int, guard:
 
 
 def _guards(body: Graph, numbers: dict[int, int], which: int, guard: int) -> bool:
-    """Whether a predicate is the guard, repeated along further dims."""
+    """Return whether a predicate is the guard, possibly broadcast along further dims."""
     while numbers[which] != guard:
         producer = body.producer[which]
         if producer is None or body.ops[producer].primitive not in ("broadcast_in_dim", "reshape"):
@@ -382,9 +404,12 @@ def _guards(body: Graph, numbers: dict[int, int], which: int, guard: int) -> boo
 
 
 def _numbered(graph: Graph, inputs: Sequence[object], names: dict[object, int]) -> dict[int, int]:
-    """A number for each value: equal for values that are computed alike from the same operands of the loop.
+    """Return a number for each value, equal for values that are computed in the same way from the same loop operands.
 
-    `inputs`: what stands for each input; `names`: the numbers so far, which both bodies share.
+    Args:
+        graph: the condition or the body of the loop.
+        inputs: for each input the loop operand that it receives.
+        names: the numbers assigned so far, which condition and body share.
     """
 
     def name(made: object) -> int:
@@ -394,7 +419,7 @@ def _numbered(graph: Graph, inputs: Sequence[object], names: dict[object, int]) 
     literals = (v for v in graph.values if v.literal is not None)
     numbers |= {v.id: name(("literal", repr(v.literal), v.dtype)) for v in literals}
     for op in graph.ops:
-        # Bodies are not looked into: an op with one is like no other.
+        # Ops with bodies are never considered equal, which is safe: the guard is then not recognised.
         apart = (graph, op.id) if op.bodies else None
         made = (op.primitive, repr(sorted(op.params.items())), tuple(numbers[v] for v in op.operands), apart)
         numbers.update({r: name((made, i)) for i, r in enumerate(op.results)})

@@ -1,7 +1,7 @@
-"""Rematerialised values: which backward ops compute a forward value again, and what a cut between layers changes.
+"""Find recomputed values: backward ops that compute a forward value again, and the effect of layers on them.
 
-Structure says which (value numbering): the same primitive with the same parameters on the same operands, with
-`optimization_barrier` taken as the identity that it is. Names and source lines play no part.
+Recomputation is recognised by structure (value numbering): the same primitive with the same parameters on the same
+operands, where an `optimization_barrier` is the identity. Names and source lines are ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from alpa_lite.program.phases import Phase, StepGraph
 
 @memoized
 def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
-    """For each value of the backward pass that the forward pass computed before: those values, in order."""
+    """Return for each backward value that recomputes forward values the ids of these, in program order."""
     graph, numbers, found = step.graph, dict[int, Hashable](), dict[int, tuple[int, ...]]()
-    texts: dict[int, str] = {}  # of parameters by their id: ops that do the same often share them
+    texts: dict[int, str] = {}  # text of parameters by their id: equal ops often share one object
     first: dict[Hashable, int] = {}
     before: dict[Hashable, list[int]] = {}
     for op in graph.ops:
@@ -26,7 +26,7 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
             continue
         keys = [_number(graph, numbers, v) for v in op.operands]
         if op.primitive != "optimization_barrier":
-            # Equal computations are known by the first of them, so that keys stay small.
+            # Name a computation by the first op that does it: nested keys would grow exponentially with depth.
             head = first.setdefault((op.primitive, tuple(keys), _static(op, texts), len(op.results)), op.id)
             keys = [("result", head, i) for i in range(len(op.results))]
         for result, key in zip(op.results, keys, strict=True):
@@ -41,6 +41,7 @@ def originals(step: StepGraph) -> dict[int, tuple[int, ...]]:
 
 
 def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
+    """Return the number of a value: that of its computation, or a key for a literal or an input."""
     literal = graph.values[value].literal
     if literal is not None:
         return ("literal", repr(literal), graph.values[value].dtype)
@@ -48,6 +49,7 @@ def _number(graph: Graph, numbers: dict[int, Hashable], value: int) -> Hashable:
 
 
 def _static(op: Op, texts: dict[int, str]) -> tuple[str, ...]:
+    """Return a key that is equal for ops with equal parameters and bodies."""
     if id(op.params) not in texts:
         texts[id(op.params)] = repr(sorted(op.params.items()))
     return (texts[id(op.params)], *map(_static_body, op.bodies))
@@ -59,10 +61,15 @@ def _static_body(body: Graph) -> str:
 
 
 def read_originals_across(step: StepGraph, of_op: Sequence[int | None]) -> StepGraph:
-    """The step whose recomputed values stay in their layer: other layers read what the forward pass sent them anyway.
+    """Return the step in which recomputed values are read within their own layer only.
 
-    Recomputation climbs the layers while the backward pass descends them; a stage could not start its backward pass
-    before the stage below it, which waits for it in turn.
+    Other layers read the forward values, which the forward pass sent to them anyway. Otherwise stages could deadlock:
+    the recomputation runs up the layers while the backward pass runs down, so that a stage could not start its backward
+    pass before the stage below it, which in turn waits for it.
+
+    Args:
+        step: the step.
+        of_op: the layer of each op, None for ops without a layer.
     """
     graph, known = step.graph, originals(step)
 

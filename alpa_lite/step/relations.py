@@ -1,31 +1,31 @@
-"""The lattice of the proof: what a value of a micro-batch is of the same value in the full-batch step.
+"""The lattice of the proof: relations between a value of a micro-batch and the same value of the full-batch step.
 
-A step runs in M micro-batches when the program at the micro-batch size, run M times, gives what the program at the
+A step can run in M micro-batches when the program at the micro-batch size, run M times, gives what the program at the
 full batch gives once. Let V be a value in the full-batch step and V_m the same value in micro-batch m. Each element of
 the lattice is an equation between the two:
 
     INVARIANT       V_m = V                        parameters, keys, counters, literals
     ZERO            V_m = V = 0                    an INVARIANT that is a SUM as well
-    SAMPLES(d, k)   with dim d of V seen as [k, M, q] and that of V_m as [k, q]:
+    SAMPLES(d, k)   with dim d of V seen as [k, M, q] and dim d of V_m as [k, q]:
                     V_m[…, j, i, …] = V[…, j, m, i, …]
                                                    data, activations; k > 1 after [T, B] → [T·B], or a split by hand
     SUM             Σ_m V_m = V                    losses, gradients, counts
-    MAX, MIN        max_m V_m = V, min_m V_m = V   extremes over samples; of truth values, `any` and `all`
-    AFTER           V is known when the loop over micro-batches is done     what is computed from sums
+    MAX, MIN        max_m V_m = V, min_m V_m = V   extremes over samples; for booleans, `any` and `all`
+    AFTER           V is complete only after the loop over micro-batches    values computed from sums
     RUNNING         in a loop over samples: the carried total after this sample, and nothing else
-    MIXED           nothing is known: statistics used again per sample, neighbours, pairs, order
+    MIXED           no equation holds: statistics used again per sample, neighbours, pairs, order
 
 k is None for a value that is the same for all samples (a broadcast): it is SAMPLES(d, k) for every k.
 
-A SAMPLES value may be known more closely (`Relation.fact`). *Own numbers* of n rows are positions in the full batch of
-which each micro-batch has its own, as those of `arange(B)` and all that is picked or repeated from it:
+A SAMPLES value may carry a fact (`Relation.fact`). *Own numbers* of n rows are positions in the full batch that lie in
+the rows of the value's own micro-batch, like those of `arange(B)` and all that is gathered or repeated from it:
 
     Own(n)          m·n ≤ V_m < (m + 1)·n
 
-They may be used as numbers; where they pick from an array of which each micro-batch has n rows, they pick rows that it
-has, at V_m - m·n.
+They may be used as numbers; where they index an array of which each micro-batch has n rows, they address rows that it
+holds, at V_m - m·n.
 
-The order of the lattice, by `join` (which of two relations holds of both):
+The order of the lattice, as used by `join` (the least relation that holds for either of two values):
 
     ZERO ⊑ INVARIANT ⊑ MAX, MIN      ZERO ⊑ SUM      everything ⊑ MIXED
 """
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 
 class RelationKind(Enum):
-    """Which equation holds; see the module."""
+    """The equation that holds for a value; see the module docstring."""
 
     INVARIANT = "the same in every micro-batch"
     ZERO = "zero"
@@ -49,19 +49,20 @@ class RelationKind(Enum):
     RUNNING = "a running total"
     MIXED = "mixed"
 
-    # Relations are compared and hashed for every op of a program; the default hash of an Enum is that of its name.
+    # Relations are hashed for every op of a program, and the default hash of an Enum (of its name) runs in Python.
     __hash__ = object.__hash__
 
 
 class Refusal(NamedTuple):
     """Why a value is MIXED.
 
-    source       the line of the op that mixes
-    primitive    its primitive
-    shapes       the shapes of its operands in the full batch
-    text         what it does, as the predicate of a sentence; a whole sentence if `primitive` is empty
-    cut          into how many parts the op cuts the samples, where it would be exact if micro-batches took as many
-                 rows of each part (1: it does not)
+    Attributes:
+        source: source line of the op that mixes samples.
+        primitive: primitive of that op.
+        shapes: shapes of its operands in the full batch.
+        text: what the op does, as the predicate of a sentence; a whole sentence if `primitive` is empty.
+        cut: number of runs into which the op divides the samples, if the split would be exact with micro-batches that
+            take as many rows of each run; 1 if it would not be.
     """
 
     source: str
@@ -72,24 +73,31 @@ class Refusal(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Own numbers of so many rows; `columns`: those of the last dim that hold them, None for all elements."""
+    """The fact that elements are own numbers (see the module docstring).
+
+    Attributes:
+        rows: rows of a micro-batch in the array that the numbers index.
+        columns: indices along the last dim that hold own numbers; None if all elements do.
+    """
 
     rows: int
     columns: tuple[int, ...] | None = None
 
 
-#: What is known of the numbers of SAMPLES beside their place: own numbers, or every element is that truth value.
+#: Facts about the elements of SAMPLES: own numbers, or the boolean that all elements equal; None for no fact.
 Fact = Own | bool | None
 
 
 class Relation(NamedTuple):
     """An element of the lattice.
 
-    dim, blocks   d and k of SAMPLES; dim of SUM, MAX and MIN: a dim of samples along which all rows are alike, and each
-                  is that
-    fact          what more is known of SAMPLES
-    total         of RUNNING: number of the carried operand, and "sum", "max", "min" or "" as long as nothing was added
-    refusal       why it is MIXED
+    Attributes:
+        kind: the equation that holds.
+        dim: d of SAMPLES. For SUM, MAX and MIN, a dim along which the value is repeated once per sample, or -1.
+        blocks: k of SAMPLES, the number of runs along the dim; None where every number is valid.
+        fact: a fact about the elements of SAMPLES.
+        total: for RUNNING, the number of the carried operand, and "sum", "max" or "min" ("" before anything was added).
+        refusal: for MIXED, the reason.
     """
 
     kind: RelationKind
@@ -101,12 +109,12 @@ class Relation(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """True when a micro-batch has the very value of the full batch."""
+        """Whether a micro-batch has exactly the value of the full batch."""
         return self.kind is RelationKind.INVARIANT or self.kind is RelationKind.ZERO
 
     @property
     def is_reduced(self) -> bool:
-        """True when the micro-batches have parts that are combined."""
+        """Whether each micro-batch has a part, and the parts are combined by a sum, maximum or minimum."""
         return self.kind in _COMBINED
 
 
@@ -125,21 +133,25 @@ _ABOVE = {
 
 
 def samples(dim: int, blocks: int | None, fact: Fact = None) -> Relation:
-    """SAMPLES along a dim, which holds `blocks` runs of samples; None where every number of runs is true."""
+    """Return SAMPLES along a dim with `blocks` runs of samples; None where every number of runs is valid."""
     return Relation(RelationKind.SAMPLES, dim=dim, blocks=blocks, fact=fact)
 
 
 def mixed(refusal: Refusal) -> Relation:
-    """MIXED, and why."""
+    """Return MIXED with its reason."""
     return Relation(RelationKind.MIXED, refusal=refusal)
 
 
 class Disagreement(Exception):
-    """Samples are in different orders."""
+    """The samples of several arrays are in different orders."""
 
 
 def same_blocks(blocks: set[int | None]) -> int | None:
-    """The number of runs that holds of all. Raises `Disagreement` where there is none."""
+    """Return the number of runs that holds for all of several arrays; None where every number is valid.
+
+    Raises:
+        Disagreement: two arrays have different numbers of runs.
+    """
     known = blocks - {None}
     if len(known) > 1:
         raise Disagreement
@@ -147,7 +159,7 @@ def same_blocks(blocks: set[int | None]) -> int | None:
 
 
 def join(a: Relation, b: Relation, otherwise: Refusal) -> Relation:
-    """The least relation that holds of a value that is one of two; MIXED for the reason `otherwise` at worst."""
+    """Return the least relation that holds for a value that is one of two; at worst MIXED with reason `otherwise`."""
     if a == b:
         return a
     if a.kind is RelationKind.MIXED or b.kind is RelationKind.MIXED:

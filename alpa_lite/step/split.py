@@ -1,13 +1,13 @@
-"""From a traced step to a `StepGraph` at a number of micro-batches, refusing steps that are no sum over samples.
+"""Split a traced step into micro-batches as a `StepGraph`, refusing steps that are no sum over their samples.
 
     full batch trace ─┐
                       ├─ same ops? ─ proof (step.additivity) ─ merged program ─ loop / update ─▶ StepGraph (+ equations)
     micro-batch trace ┘
 
-Steps that are no sum can be accepted openly: with on_non_additive="mean_of_means" each micro-batch runs the step of its
-own size, literals included, and the update gets the mean over micro-batches of what is a float, the sum of counts.
+The merged program has the ops that touch the batch at the size of a micro-batch, and all others as in the full batch.
 
-The program of a micro-batch: what touches the batch at its size, all else as the full batch has it.
+The user may accept a step that is no sum: with on_non_additive="mean_of_means" each micro-batch runs the step of its
+own size, literals included, and the update receives the mean over micro-batches of floats, and the sum of counts.
 """
 
 from __future__ import annotations
@@ -41,134 +41,147 @@ from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.interpreter import BodyMarks, Marks
 from alpa_lite.step.relations import Refusal, Relation, RelationKind
 from alpa_lite.step.transfer_functions import FOLLOWING
-from alpa_lite.trace.passes.hoist_data_sums import Ahead, computed_ahead, inputs_of_data
+from alpa_lite.trace.passes.hoist_data_sums import Precomputed, hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.step_programs import (
     batch_of_one,
     extrapolated,
+    extrapolated_in_parts,
     from_larger,
     full_in_parts,
-    likely_in_parts,
     over_samples,
     program_of,
-    seen_in_parts,
+    traced_in_parts,
     traces_alike,
     with_other_in_parts,
 )
 from alpa_lite.trace.trace import Traced
 
 _Body = tuple[Graph, tuple[Equation, ...]]
+"""A graph or body with the equations of its ops."""
+
+_OpWithEquation = tuple[Op, Equation]
 
 
 def merge(full: GraphWithEquations, small: GraphWithEquations, marks: Mapping[int, Marks]) -> GraphWithEquations:
-    """The program that runs once per micro-batch, with the marks of `additivity.prove`.
+    """Return the program that runs once per micro-batch, with the marks of `additivity.prove` applied.
 
-    An op that has the same shapes at both sizes is that of the full batch, with its parameters: `decay ** B` is one
-    number, whatever a micro-batch holds. Literals are those of the full batch throughout: the 1 / B of a mean.
+    An op that has the same shapes at both sizes is taken from the full batch, with its parameters: `decay ** B` is one
+    number, whatever a micro-batch holds. Literals are those of the full batch throughout, such as the 1 / B of a mean.
     """
-    graph, equations = _merged(full.graph, small.graph, full.equations, small.equations, tuple(marks.items()), {})
+    one, other = (full.graph, full.equations), (small.graph, small.equations)
+    graph, equations = _merged(one, other, tuple(marks.items()), {})
     return GraphWithEquations(graph=graph, equations=equations, constants=full.constants)
 
 
-def _merged(
-    full: Graph,
-    small: Graph,
-    of_full: Sequence[Equation],
-    of_small: Sequence[Equation],
-    marks: BodyMarks,
-    known: dict[object, _Body],
-) -> _Body:
-    marked = dict(marks)
+def _merged(at_full: _Body, at_small: _Body, marks: BodyMarks, memo: dict[object, _Body]) -> _Body:
+    """Merge a graph or body at both sizes; merged bodies are memoized in `memo`."""
+    (full, of_full), (small, of_small), marked = at_full, at_small, dict(marks)
     pairs = zip(full.values, small.values, strict=True)
     values = tuple([v if v.shape == w.shape else w for v, w in pairs])
     ops: list[Op] = []
     equations: list[Equation] = []
-    for op, other, equation, inner in zip(full.ops, small.ops, of_full, of_small, strict=True):
-        mark = marked.get(op.id)
+    pairs_at_full, pairs_at_small = zip(full.ops, of_full, strict=True), zip(small.ops, of_small, strict=True)
+    for one, other in zip(pairs_at_full, pairs_at_small, strict=True):
+        op, mark = one[0], marked.get(one[0].id)
         if op.bodies and mark is not None:
-            made = _with_bodies(op, other, equation, inner, mark, known)
+            made = _with_bodies(one, other, mark, memo)
         elif op.bodies or not _touches(full, small, op):
-            made = op, equation
+            made = one
         else:
-            made = other, inner
+            made = other
         ops.append(_marked(made[0], mark) if mark is not None else made[0])
         equations.append(made[1])
     return Graph(values=values, ops=tuple(ops), inputs=full.inputs, outputs=full.outputs), tuple(equations)
 
 
 def _touches(full: Graph, small: Graph, op: Op) -> bool:
+    """Return whether an operand or result of an op has another shape at the other size."""
     return any(full.values[v].shape != small.values[v].shape for v in (*op.operands, *op.results))
 
 
 def _marked(op: Op, mark: Marks) -> Op:
+    """Return an op with its marks as fields."""
     if not mark.once and not mark.own_columns:
         return op
     return replace(op, once=frozenset(op.operands[i] for i in mark.once), own_columns=mark.own_columns)
 
 
 def _with_bodies(
-    op: Op, other: Op, equation: Equation, inner: Equation, mark: Marks, known: dict[object, _Body]
-) -> tuple[Op, Equation]:
-    found: list[_Body] = []
-    for number, bodies in enumerate(zip(op.bodies, other.bodies, strict=True)):
-        key = (*bodies, mark.bodies[number])
-        if key not in known:
-            known[key] = _merged(*bodies, equation.bodies[number], inner.bodies[number], mark.bodies[number], known)
-        found.append(known[key])
-    merged = replace(other, bodies=tuple(graph for graph, _ in found))
-    return merged, replace(inner, bodies=tuple(equations for _, equations in found))
+    one: _OpWithEquation, other: _OpWithEquation, mark: Marks, memo: dict[object, _Body]
+) -> _OpWithEquation:
+    """Return the op of the micro-batch (`other`), with bodies merged with those of the full batch, and its equation."""
+    bodies: list[_Body] = []
+    for number, inner_marks in enumerate(mark.bodies):
+        at_full, at_small = ((op.bodies[number], equation.bodies[number]) for op, equation in (one, other))
+        key = (at_full[0], at_small[0], inner_marks)
+        if key not in memo:
+            memo[key] = _merged(at_full, at_small, inner_marks, memo)
+        bodies.append(memo[key])
+    merged = replace(other[0], bodies=tuple(graph for graph, _ in bodies))
+    return merged, replace(other[1], bodies=tuple(equations for _, equations in bodies))
 
 
 def bodies_apart(full: GraphWithEquations, small: GraphWithEquations) -> GraphWithEquations:
-    """The full program with bodies that are one object only where the batch enters them alike."""
+    """Return the full program in which two ops share a body only if they also share it at the other batch size."""
     graph, equations = _apart(full.graph, small.graph, full.equations, {})
     return replace(full, graph=graph, equations=equations)
 
 
-def _apart(full: Graph, small: Graph, equations: Sequence[Equation], known: dict[object, _Body]) -> _Body:
+def _apart(full: Graph, small: Graph, equations: Sequence[Equation], memo: dict[object, _Body]) -> _Body:
+    """Separate the bodies of a graph; results are memoized by pairs of bodies in `memo`."""
     ops: list[Op] = []
     for op, other, equation in zip(full.ops, small.ops, equations, strict=True):
         bodies: list[Graph] = []
         for number, pair in enumerate(zip(op.bodies, other.bodies, strict=True)):
-            if pair not in known:
-                known[pair] = _apart(*pair, equation.bodies[number], known)
-            bodies.append(known[pair][0])
+            if pair not in memo:
+                memo[pair] = _apart(*pair, equation.bodies[number], memo)
+            bodies.append(memo[pair][0])
         ops.append(replace(op, bodies=tuple(bodies)) if bodies else op)
     return replace(full, ops=tuple(ops)), tuple(equations)
 
 
 OnNonAdditive = Literal["refuse", "mean_of_means"]
-"""What to do with a step that is no sum over its samples, when it is to be cut into micro-batches."""
+"""What to do with a step that is no sum over its samples: refuse to split it, or average over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """A step at a number of micro-batches.
 
-    step        its graph
-    equations   of the ops of the graph
-    constants   captured arrays
-    ahead       what is computed before the loop
-    runs        argument → its batch dim, and of how many runs of samples each micro-batch has rows
+    Attributes:
+        step: its graph, phases and batch dims.
+        equations: equation of each op of the graph.
+        constants: captured arrays, the last inputs of the traced program.
+        precomputed: the part that is computed before the loop, if any.
+        runs: argument leaf → (batch dim, number of runs of samples), for arguments of which a micro-batch takes rows
+            from several runs.
     """
 
     step: StepGraph
     equations: tuple[Equation, ...]
     constants: tuple[Any, ...]
-    ahead: Ahead | None = None
+    precomputed: Precomputed | None = None
     runs: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def inputs(self, arguments: Sequence[Any]) -> list[Any]:
-        """All that the graph takes, from the flat arguments of a call."""
+        """Return all inputs of the graph, from the flat arguments of a call."""
         given = [*arguments, *self.constants]
-        further = self.ahead(given) if self.ahead is not None else ()
+        further = self.precomputed(given) if self.precomputed is not None else ()
         for leaf, (dim, count) in self.runs.items():
             given[leaf] = by_micro_batch(given[leaf], dim, count, self.step.num_microbatches)
         return [*given, *further]
 
 
 def by_micro_batch(array: Any, dim: int, runs: int, num_microbatches: int) -> Any:
-    """An array whose samples lie in several runs, with the rows of each micro-batch side by side."""
+    """Return an array whose samples lie in several runs, with the rows of each micro-batch moved together.
+
+    Args:
+        array: the array; a NumPy array stays one.
+        dim: the dim of the samples, of size runs · num_microbatches · rows.
+        runs: number of runs of samples.
+        num_microbatches: number of micro-batches.
+    """
     shape = np.shape(array)
     cut = (*shape[:dim], runs, num_microbatches, shape[dim] // (runs * num_microbatches), *shape[dim + 1 :])
     library = jnp if hasattr(array, "sharding") else np
@@ -182,15 +195,24 @@ def split_step(
     *,
     loop_parts: int = 0,
     on_non_additive: OnNonAdditive = "refuse",
-    likely: bool = False,
+    exact: bool = True,
 ) -> TracedStep:
-    """The step cut into phases for `num_microbatches`.
+    """Return the step with its phases for `num_microbatches` micro-batches.
 
-    Loops over layers are cut into about `loop_parts` loops, with what they scan; 0 keeps them as they are. `likely`:
-    the step need not be traced at micro-batches of another size if it was at some (`likely_in_parts`).
+    Args:
+        traced: the traced step.
+        num_microbatches: number of micro-batches; must divide the batch size.
+        loop_parts: about how many loops to make of each scan over layers, with the arrays that it scans; 0 leaves them
+            whole.
+        on_non_additive: what to do if micro-batches would change the meaning of the step.
+        exact: trace the step at the size of a micro-batch. Otherwise its program is extrapolated from sizes that were
+            traced before, if there are any, without checking it (`extrapolated_in_parts`): the planner's search does
+            this, and traces the plan that it chooses.
 
-    Raises `BatchError` when the batch is unknown or not divided, `NonAdditiveError` when micro-batches would change
-    the meaning of the step, unless `on_non_additive` accepts that.
+    Raises:
+        BatchError: the batch is unknown, or its size is not divisible.
+        NonAdditiveError: micro-batches would change the meaning of the step.
+        TraceError: the step cannot be traced at the size of a micro-batch.
     """
     if num_microbatches != 1:
         sizes: tuple[int, ...] = (_microbatch_size(traced, num_microbatches),)
@@ -199,7 +221,7 @@ def split_step(
     problem = traced.batch_problem
     for size in sizes:
         try:
-            full, other = at_two_sizes(traced, size, loop_parts, likely=likely)
+            full, other = at_two_sizes(traced, size, loop_parts, exact=exact)
         except TraceError as error:
             if num_microbatches > 1:
                 raise
@@ -217,16 +239,25 @@ def split_step(
 
 
 def at_two_sizes(
-    traced: Traced, size: int, loop_parts: int, *, likely: bool = False
+    traced: Traced, size: int, loop_parts: int, *, exact: bool = True
 ) -> tuple[PartedProgram, PartedProgram]:
-    """The programs at the full batch and at another size, which are the same program.
+    """Return the programs at the full batch and at another size, which have equal structure.
 
-    Where JAX writes another program at that size, as it does for one sample, the size is read off the programs at the
-    full batch and at larger ones.
+    Where JAX writes another program at that size, as it does for one sample, the program is extrapolated from the full
+    batch and larger sizes.
+
+    Args:
+        traced: the traced step.
+        size: the other batch size in samples.
+        loop_parts: number of loops per scan over layers.
+        exact: trace the program; otherwise an unchecked extrapolation from traced sizes suffices.
+
+    Raises:
+        TraceError: the programs differ in structure, and no extrapolation is possible.
     """
-    known, batch = seen_in_parts(traced, loop_parts), traced.require_batch()
-    if likely and size > 1 and (other := likely_in_parts(traced, loop_parts, size)) is not None:
-        return known[batch], other
+    seen, batch = traced_in_parts(traced, loop_parts), traced.require_batch()
+    if not exact and size > 1 and (other := extrapolated_in_parts(traced, loop_parts, size)) is not None:
+        return seen[batch], other
     try:
         if size == 1 and not traces_alike(traced, size):
             return _of_one_sample(traced, loop_parts)
@@ -235,39 +266,45 @@ def at_two_sizes(
         try:
             return from_larger(traced, loop_parts, size)
         except TraceError:
-            raise error from None  # the first says most
+            raise error from None  # the first error names the op that differs
     if size > 1:
-        known |= {batch: full, size: other}
+        seen |= {batch: full, size: other}
     return full, other
 
 
 def _of_one_sample(traced: Traced, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    """Return the programs at the full batch and, extrapolated, at one sample."""
     made = extrapolated(traced, loop_parts)[1]
     return with_other_in_parts(traced, made, loop_parts, over_samples(traced, loop_parts))
 
 
 def _traced_at(traced: Traced, size: int, loop_parts: int) -> tuple[PartedProgram, PartedProgram]:
+    """Return the programs at the full batch and at another size, both traced."""
     loops = over_samples(traced, loop_parts, (traced.require_batch(), size))
     program = program_of(traced, traced.at_batch_size(size), loop_parts, loops)
     return with_other_in_parts(traced, program, loop_parts, loops)
 
 
 def _at_one_size(traced: Traced, full: PartedProgram, loop_parts: int, problem: str) -> TracedStep:
-    """The step when it cannot be seen at another batch size: what is known of its batch is where it flows."""
-    # The batch may enter a body that several loops share in another way in each.
+    """Return the step as one micro-batch when no other batch size can be traced.
+
+    The batch dims then come from propagation through the ops (`follow_batch`) instead of a comparison of shapes.
+    """
+    # Loops that share a body may have the batch in different dims of it, so each gets its own copy.
     graph = with_own_bodies(verify(full.program.graph))
     full = replace(full, program=replace(full.program, graph=graph))
     leaves = dict(enumerate(traced.batch_leaves))
-    known: dict[Graph, dict[int, int | None]] = {}
+    batch_of_values: dict[Graph, dict[int, int | None]] = {}
     if traced.batch_size == 1:
         try:
-            known, problem = batch_of_one(traced, full, loop_parts), ""
+            batch_of_values, problem = batch_of_one(traced, full, loop_parts), ""
         except TraceError as error:
             problem = f"{problem} {error}"
-    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], known)
+    batch, bodies = follow_batch(graph, [leaves.get(part.leaf) for part in full.input_parts], batch_of_values)
     loop = loop_ops(graph, batch)
-    if not known:
-        # The batch may be lost from sight before the loss: JAX's marks tell how far the loop goes.
+    if not batch_of_values:
+        # Propagation may lose the batch dim before the loss; the name stacks of the backward pass show where the loop
+        # ends.
         loop |= loop_without_batch(graph)
     step = _step(
         traced,
@@ -292,9 +329,15 @@ def _step(
     loop: set[int],
     **more: Any,
 ) -> StepGraph:
-    """The step of which `graph` is the program at the size of a micro-batch, `full` that at the full batch.
+    """Return the step with its phases.
 
-    loop: ops that run once per micro-batch; more: other fields.
+    Args:
+        traced: the traced step.
+        full: the program at the full batch.
+        graph: the program at the size of a micro-batch.
+        batch_dims: for each value the dim that holds the batch, or None.
+        loop: ids of the ops that run once per micro-batch.
+        more: other fields of the step.
     """
     return StepGraph(
         graph=graph,
@@ -310,7 +353,10 @@ def _step(
 
 
 def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
-    """Graph output value → the graph input value that it replaces, part by part; what passes through has none."""
+    """Return graph output → the graph input that it replaces in the next step, part by part.
+
+    Inputs that are returned unchanged have no alias.
+    """
     graph = parted.program.graph
     inputs = {(part.leaf, part.rows): v for v, part in zip(graph.inputs, parted.input_parts, strict=True)}
     pairs = {
@@ -324,18 +370,23 @@ def _aliases(traced: Traced, parted: PartedProgram) -> dict[int, int]:
 def _proven(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, loop_parts: int
 ) -> TracedStep:
-    """The step in micro-batches that are proven to add up to the full batch; `NonAdditiveError` if they do not."""
+    """Return the step in micro-batches that are proven to add up to the full batch.
+
+    Raises:
+        NonAdditiveError: they do not, with the reason.
+    """
     _refuse_effects(full, other)
     exact = _exact(traced, full, other, num_microbatches, {})
     refusals = exact.proof.refusals
     for cut in sorted({r.cut for r in refusals} - {1}):
-        # The step cuts its batch into parts itself: micro-batches of rows of each part.
+        # The step divides its batch into runs itself; it may be exact if each micro-batch takes rows of every run.
         runs = {leaf: cut for leaf, dim in enumerate(traced.batch_leaves) if dim is not None}
         again = _exact(traced, full, other, num_microbatches, runs)
         if not again.proof.refusals:
             return _cut_exactly(traced, again, num_microbatches, loop_parts)
     if refusals and any(r.text in FOLLOWING for r in refusals):
-        # The step looks at its batch size: the full batch's own program may be exact at the size of a micro-batch.
+        # The user's code depends on its batch size, so that it traces to other ops in a micro-batch. The full batch's
+        # program, extrapolated to that size, may still be exact.
         with suppress(TraceError):
             own = from_larger(traced, loop_parts, _microbatch_size(traced, num_microbatches))
             again = _exact(traced, *own, num_microbatches, {})
@@ -348,11 +399,19 @@ def _proven(
 
 @dataclass(frozen=True, kw_only=True)
 class _Exact:
-    """A step at two sizes without what is computed ahead, what was proven of it, and how its inputs are cut."""
+    """A step at two sizes without its hoisted part, and what was proven of it.
+
+    Attributes:
+        full: the program at the full batch.
+        other: the program at the size of a micro-batch.
+        precomputed: the hoisted part, if any.
+        proof: the proof.
+        runs: argument leaf → number of runs of samples along its batch dim.
+    """
 
     full: PartedProgram
     other: PartedProgram
-    ahead: Ahead | None
+    precomputed: Precomputed | None
     proof: Proof
     runs: Mapping[int, int]
 
@@ -360,20 +419,21 @@ class _Exact:
 def _exact(
     traced: Traced, full: PartedProgram, other: PartedProgram, num_microbatches: int, runs: Mapping[int, int]
 ) -> _Exact:
-    """What can be proven; `runs`: of arguments whose samples lie in several runs."""
-    ahead: Ahead | None = None
+    """Prove as much as possible, hoisting sums of data as needed; `runs`: argument leaf → number of runs of samples."""
+    precomputed: Precomputed | None = None
     while True:
         graph, parts = full.program.graph, full.input_parts
         cut = {v: runs[part.leaf] for v, part in zip(graph.inputs, parts, strict=True) if part.leaf in runs}
-        data = inputs_of_data(graph, parts, traced.batch_leaves) if ahead is None else frozenset[int]()
+        data = inputs_of_data(graph, parts, traced.batch_leaves) if precomputed is None else frozenset[int]()
         found = prove(full.program, other.program, num_microbatches, of_data=data, runs=cut)
-        if not found.ahead or found.refusals:
-            return _Exact(full=full, other=other, ahead=ahead, proof=found, runs=runs)
-        rest = computed_ahead(full, other, found.ahead, traced.batch_leaves)
-        full, other, ahead = rest.full, rest.other, rest.ahead
+        if not found.hoisted or found.refusals:
+            return _Exact(full=full, other=other, precomputed=precomputed, proof=found, runs=runs)
+        rest = hoist_values(full, other, found.hoisted, traced.batch_leaves)
+        full, other, precomputed = rest.full, rest.other, rest.precomputed
 
 
 def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_parts: int) -> TracedStep:
+    """Return the step in micro-batches whose proof succeeded."""
     full, other, proof = exact.full, exact.other, exact.proof
     whole, small = full.program.graph, other.program.graph
     merged = merge(full.program, other.program, proof.marks)
@@ -395,13 +455,13 @@ def _cut_exactly(traced: Traced, exact: _Exact, num_microbatches: int, loop_part
         step=step,
         equations=merged.equations,
         constants=merged.constants,
-        ahead=exact.ahead,
+        precomputed=exact.precomputed,
         runs={leaf: (traced.batch_leaves[leaf] or 0, count) for leaf, count in exact.runs.items()},
     )
 
 
 def _combined(relation: Relation) -> Combination | None:
-    """How the micro-batches' parts of a value without samples are combined, if they are not added up."""
+    """Return how a value without batch dim is combined over micro-batches; None if it is summed."""
     return {
         RelationKind.INVARIANT: Combination.SAME,
         RelationKind.MAX: Combination.MAX,
@@ -410,7 +470,7 @@ def _combined(relation: Relation) -> Combination | None:
 
 
 def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
-    """An op with an effect must not run once per micro-batch."""
+    """Raise `NonAdditiveError` if an op with an effect would run once per micro-batch."""
     graph = full.program.graph
     if not any(op.effectful for op in graph.ops):
         return
@@ -425,7 +485,7 @@ def _refuse_effects(full: PartedProgram, other: PartedProgram) -> None:
 
 
 def _sentence(refusal: Refusal) -> str:
-    """Why the step is no sum over its samples, and what to do about it."""
+    """Return the message that says why the step is no sum over its samples, and what to do about it."""
     where = f"{refusal.source or 'an unknown line'}: "
     if refusal.primitive:
         shapes = ", ".join(str(list(shape)) for shape in refusal.shapes)
@@ -446,7 +506,7 @@ def _cut(
     num_microbatches: int,
     loop_parts: int,
 ) -> TracedStep:
-    """The step as one micro-batch, or as micro-batches whose results are averaged."""
+    """Return the step as one micro-batch, or as micro-batches whose results are averaged."""
     whole, small = full.program.graph, other.program.graph
     batch = batch_dims(whole, small)
     loop = loop_ops(whole, batch)
@@ -469,6 +529,11 @@ def _cut(
 
 
 def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
+    """Return the samples of a micro-batch.
+
+    Raises:
+        BatchError: the batch is unknown, or its size is not divisible.
+    """
     size = traced.require_batch()
     if num_microbatches < 1 or size % num_microbatches:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -480,6 +545,9 @@ def _microbatch_size(traced: Traced, num_microbatches: int) -> int:
 
 
 def _probe_sizes(size: int) -> tuple[int, ...]:
-    """Other batch sizes at which to see what follows the batch; JAX may choose other algorithms at some of them."""
+    """Return other batch sizes (in samples) at which to trace the step to see which dims follow the batch.
+
+    Several are returned, since JAX may choose other algorithms at some sizes.
+    """
     smaller = [size // p for p in range(2, size) if size % p == 0]
     return tuple(dict.fromkeys((*smaller[:2], 2 * size, 3 * size, *smaller[2:3])))

@@ -1,14 +1,14 @@
-"""Transfer functions: from what the operands of an op are in a micro-batch, what its results are.
+"""Transfer functions: derive the relations of an op's results from the relations of its operands.
 
-A transfer function reads one op at both sizes (`Site`) and proves an equation of `relations` for each result. Kinds of
-ops with a proof of their own register it by primitive (`register_transfer`, in the modules beside this one). All
-others go by their factor rule, which says that the op on blocks of a factor gives
+A transfer function reads one op at both sizes (`Site`) and proves an equation of `relations` for each result. Ops with
+a proof of their own register it by primitive (`register_transfer`, in `transfer_indexing` and `transfer_layout`). All
+others follow from their factor rule, which says that the op on blocks of a factor gives
 
     PASS        blocks of each result that holds the factor                                      SAMPLES → SAMPLES
     REDUCTION   parts of the result, combined by a sum, a maximum or a minimum                   SAMPLES → SUM, MAX, MIN
 
-where the other operands are INVARIANT (`by_rule`). What has neither is MIXED. Parameters of the op must agree between
-the two sizes but for those that the shapes of its arrays imply (`SIZES`).
+where the other operands are INVARIANT (`by_rule`). Everything else is MIXED. Parameters of the op must agree at both
+sizes, except those that the shapes of its arrays imply (`SIZES`).
 """
 
 from __future__ import annotations
@@ -53,19 +53,22 @@ SIZES: Mapping[str, frozenset[str]] = {
 }
 
 ODD = -1
-"""Stands for the batch dim of a value that follows the batch in several dims, or not in proportion."""
+"""Marks the batch dim of a value that follows the batch in several dims, or not in proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One op at both sizes, and what is known of its operands.
+    """One op at both sizes, with the relations of its operands.
 
-    full, small   the programs at the full batch and at a micro-batch
-    op, other     the op in each
-    operands      of each operand its relation
-    count         number of micro-batches
-    dims          of each value the dim that follows the batch, None, or `ODD`
-    equations     of the op in each program
+    Attributes:
+        full: the graph at the full batch.
+        small: the graph at the size of a micro-batch.
+        op: the op in `full`.
+        other: the op in `small`.
+        operands: relation of each operand.
+        count: number of micro-batches.
+        dims: for each value the dim that follows the batch, None, or `ODD`.
+        equations: equation of the op in each program.
     """
 
     full: Graph
@@ -78,37 +81,39 @@ class Site:
     equations: tuple[Equation, Equation] | None = field(default=None)
 
     def value(self, operand: int) -> Value:
-        """An operand in the full batch."""
+        """Return an operand, by number, in the full batch."""
         return self.full.values[self.op.operands[operand]]
 
     def result(self, number: int = 0) -> Value:
-        """A result in the full batch."""
+        """Return a result, by number, in the full batch."""
         return self.full.values[self.op.results[number]]
 
     def small_value(self, operand: int) -> Value:
-        """An operand in a micro-batch."""
+        """Return an operand, by number, in a micro-batch."""
         return self.small.values[self.other.operands[operand]]
 
     def small_result(self, number: int = 0) -> Value:
-        """A result in a micro-batch."""
+        """Return a result, by number, in a micro-batch."""
         return self.small.values[self.other.results[number]]
 
     def batch_dim(self, result: int = 0) -> int | None:
-        """The dim of a result that follows the batch."""
+        """Return the dim of a result that follows the batch, None, or `ODD`."""
         return self.dims[self.op.results[result]]
 
     def refusal(self, text: str, cut: int = 1) -> Refusal:
-        """The reason that this op is one for."""
+        """Return the reason for which results of this op are MIXED; `text` is the predicate of a sentence."""
         shapes = tuple(v.shape for v in self.full.operands(self.op))
         return Refusal(self.op.source, self.op.primitive, shapes, text, cut)
 
     def refused(self, text: str, cut: int = 1) -> Transferred:
-        """All results are mixed."""
+        """Return MIXED for all results."""
         return Transferred(results=(mixed(self.refusal(text, cut)),) * len(self.op.results))
 
     def runs(self, operand: int) -> tuple[int | None, int]:
-        """(number of runs, rows of a run in a micro-batch) along the dim of SAMPLES of an operand; (None, its size)
-        where any number is true."""
+        """Return (number of runs, rows of a run in a micro-batch) along the dim of an operand that is SAMPLES.
+
+        (None, size of the dim) where every number of runs is valid.
+        """
         relation = self.operands[operand]
         size = self.small_value(operand).shape[relation.dim]
         return (None, size) if relation.blocks is None else (relation.blocks, size // relation.blocks)
@@ -116,11 +121,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transferred:
-    """What a transfer function finds.
+    """The result of a transfer function.
 
-    results       the relation of each result
-    once          operands that count in the first micro-batch alone, by number: others read zeros
-    own_columns   columns of the index vectors that count rows from the start of the micro-batch
+    Attributes:
+        results: the relation of each result.
+        once: numbers of operands that count in the first micro-batch only and are replaced by zeros in the others.
+        own_columns: columns of the index vectors that count rows from the start of the micro-batch.
     """
 
     results: tuple[Relation, ...]
@@ -134,14 +140,14 @@ _TRANSFERS: dict[str, Transfer] = {}
 OTHER_DTYPE = "has another dtype at another batch size"
 OTHER_PARAMETER = "has a parameter that follows the batch size"
 FOLLOWING = frozenset((OTHER_DTYPE, OTHER_PARAMETER))
-"""What is told of ops that are not the same at both sizes."""
+"""Refusals of ops that differ between the two sizes in more than shapes."""
 MIXES = "mixes the samples of the batch"
 AGAIN = "uses a sum over the batch again per sample"
 ORDERS = "combines arrays whose samples are in different orders"
 
 
 def register_transfer(*primitives: str) -> Callable[[Transfer], Transfer]:
-    """Decorator: a function is the transfer function of these primitives, in place of their rule."""
+    """Return a decorator that registers the transfer function of these primitives, which replaces their rule."""
 
     def register(function: Transfer) -> Transfer:
         _TRANSFERS.update(dict.fromkeys(primitives, function))
@@ -151,7 +157,7 @@ def register_transfer(*primitives: str) -> Callable[[Transfer], Transfer]:
 
 
 def transfer(site: Site) -> Transferred:
-    """What the results of an op are that touches the batch and has no bodies."""
+    """Return the relations of the results of an op that touches the batch and has no bodies."""
     for relation in site.operands:
         if relation.kind is RelationKind.MIXED:
             return Transferred(results=(relation,) * len(site.op.results))
@@ -167,12 +173,13 @@ def transfer(site: Site) -> Transferred:
 
 
 def _same_dtypes(site: Site) -> bool:
+    """Return whether all operands and results have the same dtypes at both sizes."""
     values = zip((*site.op.operands, *site.op.results), (*site.other.operands, *site.other.results), strict=True)
     return all(site.full.values[v].dtype == site.small.values[w].dtype for v, w in values)
 
 
 def same_parameters(site: Site) -> bool:
-    """Whether the parameters at both sizes agree, but for those that shapes imply."""
+    """Return whether the parameters at both sizes agree, except those that shapes imply."""
     implied = SIZES.get(site.op.primitive, frozenset())
     one, other = site.op.params, site.other.params
     if one is not other:
@@ -189,7 +196,7 @@ def same_parameters(site: Site) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equal plain data of equal types: `1` is not `True`."""
+    """Return whether plain data are equal and of equal types: `1` does not equal `True`; NaN equals NaN."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -202,7 +209,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two parameters without a plain form are the same; programs are the same where they read the same."""
+    """Return whether two parameters without a plain form are equal; jaxprs are compared by their text."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -219,7 +226,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def by_rule(site: Site) -> Transferred:
-    """The transfer function of an op whose rule tells all: SAMPLES along a factor that passes or is reduced."""
+    """Return the relations of an op that its factor rule determines: SAMPLES along a passed or reduced factor."""
     rule = rule_of_op(site.full, site.op.id)
     if rule.opaque:
         return site.refused("has no rule that tells what becomes of single samples")
@@ -229,7 +236,7 @@ def by_rule(site: Site) -> Transferred:
 
 
 def through_factor(site: Site) -> Transferred:
-    """The same of an op that may count places along other dims."""
+    """Do the same as `by_rule` for an op that may use positions along other dims."""
     rule = rule_of_op(site.full, site.op.id)
     factor = _batch_factor(site, rule)
     if factor is None:
@@ -256,18 +263,18 @@ _COMBINED_BY = {"sum": SUM, "max": MAX, "or": MAX, "min": MIN, "and": MIN}
 
 
 def _orders(site: Site) -> bool:
-    """False for `or` and `and` of whole numbers: they work bit by bit, and are no maximum or minimum."""
+    """Return whether `or` and `and` are a maximum and a minimum: for booleans, but not bitwise for integers."""
     rule = rule_of_op(site.full, site.op.id)
     by_bits = site.op.primitive in ("or", "and") or rule.reduction in ("or", "and")
     return not by_bits or site.result().dtype == "bool"
 
 
 class _NotWhole(Exception):
-    """Runs of samples do not fill the factors beside the batch."""
+    """The runs of samples do not align with the factors that share a dim with the batch."""
 
 
 def _batch_factor(site: Site, rule: Rule) -> int | None:
-    """The factor of which a micro-batch has one of `count` parts, where all arrays have the shapes that this gives."""
+    """Return the factor of which a micro-batch has 1/count, if that gives all arrays the shapes of the micro-batch."""
     held = [dims[r.dim] for r, dims in zip(site.operands, rule.operands, strict=True) if r.kind is RelationKind.SAMPLES]
     for factor in held[0] if held else ():
         sizes = list(rule.sizes)
@@ -278,6 +285,7 @@ def _batch_factor(site: Site, rule: Rule) -> int | None:
 
 
 def _has_shapes(site: Site, rule: Rule, sizes: Sequence[int]) -> bool:
+    """Return whether factors of these sizes give all arrays the shapes of the micro-batch."""
     tensors = [*zip(site.other.operands, rule.operands, strict=True)]
     tensors += zip(site.other.results, rule.results, strict=True)
     return all(
@@ -286,7 +294,11 @@ def _has_shapes(site: Site, rule: Rule, sizes: Sequence[int]) -> bool:
 
 
 def _runs_in_factor(site: Site, rule: Rule, factor: int) -> list[int | None]:
-    """Of each operand that holds the factor the number of runs along it."""
+    """Return for each operand that is SAMPLES the number of runs along the factor.
+
+    Raises:
+        _NotWhole: runs do not align with the other factors of the dim.
+    """
     found: list[int | None] = []
     for i, (relation, dims) in enumerate(zip(site.operands, rule.operands, strict=True)):
         if relation.kind is not RelationKind.SAMPLES:
@@ -307,6 +319,7 @@ def _runs_in_factor(site: Site, rule: Rule, factor: int) -> list[int | None]:
 
 
 def _passed(site: Site, rule: Rule, factor: int, runs: int | None) -> Transferred:
+    """Return SAMPLES for the results that hold the factor as their batch dim, MIXED for others."""
     results: list[Relation] = []
     for number, dims in enumerate(rule.results):
         place = next((d for d, factors in enumerate(dims) if factor in factors), None)
@@ -320,12 +333,13 @@ def _passed(site: Site, rule: Rule, factor: int, runs: int | None) -> Transferre
 
 
 def _size(rule: Rule, factors: Sequence[int]) -> int:
+    """Return the product of factor sizes."""
     return prod(rule.sizes[f] for f in factors)
 
 
 # --- ops that do not touch the batch, in a loop -----------------------------------------------------------------------
 
-#: Ops under which a maximum of arrays is the maximum of what they make of each: they never change the order of numbers.
+#: Monotone ops f, for which f(max(x, y)) = max(f(x), f(y)): they never change the order of elements.
 _MONOTONE = frozenset(
     "reshape broadcast_in_dim squeeze expand_dims transpose copy stop_gradient concatenate stack max min reduce_max "
     "reduce_min or and reduce_or reduce_and slice".split()
@@ -333,7 +347,7 @@ _MONOTONE = frozenset(
 
 
 def of_reduced(site: Site) -> Transferred:
-    """The results of an op without batch dims, some of whose operands are sums, maxima or minima over samples."""
+    """Return the relations of an op without batch dims that reads sums, maxima or minima over samples."""
     kinds = {r.kind for r in site.operands if not r.is_same}
     if kinds == {RelationKind.SUM}:
         return _of_sums(site)
@@ -341,7 +355,7 @@ def of_reduced(site: Site) -> Transferred:
         if kinds == {kind} and site.op.primitive in _MONOTONE - forbidden and _orders(site):
             return Transferred(results=(found,) * len(site.op.results))
     what = "a sum" if kinds == {RelationKind.SUM} else "an extreme"
-    return site.refused(f"makes something else of {what} over the batch")
+    return site.refused(f"is not known to preserve {what} over the batch")
 
 
 _LEAST = frozenset(("min", "reduce_min", "and", "reduce_and"))
@@ -349,7 +363,10 @@ _LARGEST = frozenset(("max", "reduce_max", "or", "reduce_or"))
 
 
 def _of_sums(site: Site) -> Transferred:
-    """Σ_m f(V_m) = f(Σ_m V_m) where f is linear in the sums; what else it is linear in counts once."""
+    """Return the relations of an op that reads sums: Σ_m f(V_m) = f(Σ_m V_m) where f is linear in the sums.
+
+    The other operands of the same linear group must count once, since they are added in every micro-batch.
+    """
     sums = {i for i, r in enumerate(site.operands) if r.kind is RelationKind.SUM}
     for group in rule_of_op(site.full, site.op.id).linear:
         if not sums <= set(group):
@@ -361,12 +378,12 @@ def _of_sums(site: Site) -> Transferred:
 
 
 def counts_once(op: Op, operand: int) -> bool:
-    """Whether an operand can be read as zeros in all micro-batches but the first."""
+    """Return whether an operand may be replaced by zeros in all micro-batches but the first: the op reads it once."""
     return op.operands.count(op.operands[operand]) == 1
 
 
 def of_running(site: Site) -> Transferred:
-    """The results of an op that reads the running value of a loop over samples: one more term of it, or MIXED."""
+    """Return the relations of an op that reads a running total: the total with one more term, or MIXED."""
     running = [r for r in site.operands if r.kind is RelationKind.RUNNING]
     others_same = all(r.is_same for r in site.operands if r.kind is not RelationKind.RUNNING)
     primitive = site.op.primitive
@@ -391,9 +408,9 @@ _TERMS = {"add": "sum", "add_any": "sum", "sub": "sum", "max": "max", "min": "mi
 
 
 def untouched(site: Site) -> Transferred:
-    """The results of an op without batch dims, of which some operand is not simply the full batch's.
+    """Return the relations of an op without batch dims, some of whose operands differ from those of the full batch.
 
-    The op is that of the full batch, and so are its other operands.
+    The op itself, and its other operands, are those of the full batch.
     """
     for relation in site.operands:
         if relation.kind is RelationKind.MIXED:

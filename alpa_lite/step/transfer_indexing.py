@@ -2,12 +2,12 @@
 
     gather     from an INVARIANT array, by indices of samples            looked up per sample
                from SAMPLES, along other dims, or dims that batch        by the rule
-               from SAMPLES, by own numbers                              each sample picks itself
+               from SAMPLES, by own numbers                              each sample reads its own row
     scatter    the same three; and SAMPLES into an array without them    SUM (add, sub), MAX, MIN
 
-An own number counts from the start of the full batch, and a micro-batch holds its own rows alone: the op is told which
-columns of its index vectors are to count from the start of the micro-batch (`Transferred.own_columns`). What samples
-are added to counts once, in the first micro-batch.
+An own number counts from the start of the full batch, and a micro-batch holds only its own rows: the op is marked with
+the columns of its index vectors that must count from the start of the micro-batch (`Transferred.own_columns`). The
+array to which samples are added counts once, in the first micro-batch.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _ADDING = {"scatter-add": SUM, "scatter-sub": SUM, "scatter-max": MAX, "scatter-
 
 
 def _index_columns(site: Site, dim: int, name: str) -> tuple[int, ...]:
-    """Columns of the index vectors that address a dim of the operand."""
+    """Return the columns of the index vectors that address a dim of the operand, according to parameter `name`."""
     addressed = ints(site.op.params["dimension_numbers"][name])
     return tuple(column for column, d in enumerate(addressed) if d == dim)
 
 
 def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
-    """Whether columns of the index vectors hold own numbers of as many rows as a micro-batch has of the operand."""
+    """Return whether a column of the index vectors holds own numbers that match the operand's rows in a micro-batch."""
     (operand, indices), fact = site.operands[:2], site.operands[1].fact
     if indices.kind is not RelationKind.SAMPLES or len(columns) != 1 or not isinstance(fact, Own):
         return False
@@ -62,7 +62,7 @@ def _picks_own_rows(site: Site, columns: Sequence[int]) -> bool:
 
 @register_transfer("gather")
 def gather(site: Site) -> Transferred:
-    """Look-ups; see the module."""
+    """Return the relations of a look-up; see the module docstring."""
     operand, indices = site.operands
     if any(not (r.is_same or r.kind is RelationKind.SAMPLES) for r in site.operands):
         return site.refused(AGAIN)
@@ -85,7 +85,7 @@ def gather(site: Site) -> Transferred:
 
 
 def _looked_up_dim(site: Site) -> int:
-    """The dim of the result that is the dim of the index vectors which holds the samples."""
+    """Return the dim of the result that corresponds to the batch dim of the index vectors, or -1."""
     offsets = set(ints(site.op.params["dimension_numbers"]["offset_dims"]))
     batch = [d for d in range(site.result().rank) if d not in offsets]
     return batch[site.operands[1].dim] if site.operands[1].dim < len(batch) else -1
@@ -93,7 +93,7 @@ def _looked_up_dim(site: Site) -> int:
 
 @register_transfer("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(site: Site) -> Transferred:
-    """Writes; see the module."""
+    """Return the relations of an indexed write; see the module docstring."""
     operand, indices, updates = site.operands
     if operand.kind is not RelationKind.SAMPLES:
         return _into_one(site)
@@ -115,14 +115,14 @@ def scatter(site: Site) -> Transferred:
 
 
 def _written_dim(site: Site) -> int:
-    """The dim of the updates that is the dim of the index vectors which holds the samples."""
+    """Return the dim of the updates that corresponds to the batch dim of the index vectors, or -1."""
     windows = set(ints(site.op.params["dimension_numbers"]["update_window_dims"]))
     batch = [d for d in range(site.value(2).rank) if d not in windows]
     return batch[site.operands[1].dim] if site.operands[1].dim < len(batch) else -1
 
 
 def _into_one(site: Site) -> Transferred:
-    """Updates of samples into an array that has none."""
+    """Return the relations of a write of samples into an array without batch dim."""
     operand, combined = site.operands[0], _ADDING.get(site.op.primitive)
     if combined is None:
         return site.refused("lets one sample overwrite what another wrote")
@@ -142,7 +142,7 @@ def _into_one(site: Site) -> Transferred:
 
 @register_transfer("dynamic_slice")
 def dynamic_slice(site: Site) -> Transferred:
-    """A window that takes all samples, at a place that is the same in all micro-batches."""
+    """Return SAMPLES for a window over all samples at a position that is equal in all micro-batches."""
     operand, *starts = site.operands
     if operand.kind is not RelationKind.SAMPLES or any(not r.is_same for r in starts):
         return site.refused(AGAIN)
@@ -156,7 +156,7 @@ def dynamic_slice(site: Site) -> Transferred:
 
 @register_transfer("dynamic_update_slice")
 def dynamic_update_slice(site: Site) -> Transferred:
-    """An update of all samples, at a place that is the same in all micro-batches."""
+    """Return SAMPLES for an update of all samples at a position that is equal in all micro-batches."""
     operand, update, *starts = site.operands
     if any(not r.is_same for r in starts):
         return site.refused(AGAIN)

@@ -1,16 +1,17 @@
-"""Transfer functions of ops that make, move, join and cut arrays.
+"""Transfer functions of ops that create, move, join and divide arrays.
 
-With P runs of samples in front of the batch in row-major order (dims before it times its runs k), a reshape keeps P:
+With P runs of samples in front of the batch in row-major order (dims before it times its runs k), a reshape preserves
+P:
 
     reshape        SAMPLES(d, k) → SAMPLES(e, P / prod(shape[:e]))           [B, T] → [B·T], [T, B] → [T·B] and back
     concatenate    runs of equal length add up:   k = Σ k_i                  [x; 2x] has two runs
-    split, slice   whole runs:                    k of them are left
+    split, slice   whole runs:                    k of them remain
     of a sum       repeated for each sample: one of the repetitions is the sum again         psum under vmap
     slice by s     rows i·s + c of each run, where s divides a run
     pad            the transposes of both: runs of padding, or padding between rows
 
-Sources know where a micro-batch lies in the full batch when they are lowered; they are SAMPLES(d, 1), and an iota along
-the batch holds own numbers.
+Ops without operands (iota, random bits) are lowered with the position of a micro-batch in the full batch; they are
+SAMPLES(d, 1), and an iota along the batch holds own numbers.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from alpa_lite.step.transfer_functions import (
     through_factor,
 )
 
-#: Integers that hold any position in a batch.
+#: Integer dtypes that can hold any position in a batch.
 WIDE = frozenset(("int32", "int64", "uint32", "uint64"))
 
 
 def one(relation: Relation) -> Transferred:
-    """What a transfer function finds of an op with one result."""
+    """Return the result of a transfer function for an op with one result."""
     return Transferred(results=(relation,))
 
 
 @register_transfer("iota")
 def iota(site: Site) -> Transferred:
-    """Along the batch own numbers, which count from the start of the full batch; along other dims one row for all."""
+    """Return own numbers for an iota along the batch, and one row for all samples for an iota along another dim."""
     dim = site.batch_dim()
     if dim is None or dim == ODD:
         return site.refused(MIXES)
@@ -53,8 +54,10 @@ def iota(site: Site) -> Transferred:
 
 @register_transfer("random_bits", "random_split")
 def drawn(site: Site) -> Transferred:
-    """Keys of samples draw for them; one key draws for a micro-batch what it draws for those samples in the full
-    batch."""
+    """Return SAMPLES for random bits: drawn per sample from its key, or by position from one key.
+
+    A sample's bits from one key depend only on its position in the full batch, so micro-batches draw the same ones.
+    """
     dim, (keys,) = site.batch_dim(), site.operands
     if keys.kind is RelationKind.SAMPLES:
         return through_factor(site)
@@ -65,14 +68,14 @@ def drawn(site: Site) -> Transferred:
 
 @register_transfer("broadcast_in_dim", "empty")
 def broadcast_in_dim(site: Site) -> Transferred:
-    """Samples stay where they are put; what has none is the same for all."""
+    """Return SAMPLES where samples move with their dim, and one row for all where the operand has none."""
     dim = site.batch_dim()
     if dim is None or dim == ODD:
         return site.refused(MIXES)
     source = site.operands[0] if site.operands else None
     if source is None or source.is_same:
         targets = site.op.params.get("broadcast_dimensions", ())
-        # A dim of the operand that is as large as that of the result is no broadcast.
+        # A dim of full size is copied, not broadcast: an INVARIANT array cannot have one that follows the batch.
         kept = [d for d, t in enumerate(targets) if t == dim and site.value(0).shape[d] != 1]
         return site.refused(MIXES) if kept else one(samples(dim, None))
     targets = site.op.params["broadcast_dimensions"]
@@ -86,8 +89,10 @@ def broadcast_in_dim(site: Site) -> Transferred:
 
 
 def _moved_fact(site: Site, source: Relation, *, last: bool) -> Fact:
-    """The fact of an array whose elements were moved along with their samples; `last`: its last dim is the last one
-    still, and is not the batch."""
+    """Return the fact of an array after its elements moved along with their samples.
+
+    Own numbers in columns survive only if `last`: the last dim is still the last one, and is not the batch.
+    """
     if not isinstance(source.fact, Own) or source.fact.columns is None:
         return source.fact
     unchanged = site.value(0).shape[-1] == site.result().shape[-1]
@@ -96,18 +101,18 @@ def _moved_fact(site: Site, source: Relation, *, last: bool) -> Fact:
 
 @register_transfer("reshape")
 def reshape(site: Site) -> Transferred:
-    """Keeps the number of runs in front of the batch; see the module."""
+    """Return SAMPLES with the number of runs in front of the batch preserved; see the module docstring."""
     source, dim = site.operands[0], site.batch_dim()
     if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
     if dim is None or dim == ODD:
         return site.refused(_merges(site))
-    # The dims are put in another order first where the op says so.
+    # With the parameter `dimensions`, the op transposes before it reshapes.
     order = tuple(site.op.params.get("dimensions") or range(site.value(0).rank))
     shape, place = [site.value(0).shape[d] for d in order], order.index(source.dim)
     before = prod(site.result().shape[:dim])
     if source.blocks is None:
-        # One row for all samples stays one row in a dim that is a part of the batch alone.
+        # Equal rows stay equal in a dim that holds a part of the batch and nothing else.
         parts, rest = divmod(before, prod(shape[:place]))
         if not rest and shape[place] % (parts * site.result().shape[dim]) == 0:
             return one(samples(dim, None))
@@ -126,7 +131,10 @@ def _merges(site: Site) -> str:
 
 @register_transfer("concatenate")
 def concatenate(site: Site) -> Transferred:
-    """Along the batch: runs of equal length, one after the other. Along another dim: samples stay."""
+    """Return SAMPLES for a concatenation.
+
+    Along the batch, runs of equal length follow each other; along another dim, samples stay in place.
+    """
     joined, dim = int(site.op.params["dimension"]), site.batch_dim()
     if dim is None or dim == ODD:
         return site.refused(MIXES)
@@ -145,10 +153,10 @@ def concatenate(site: Site) -> Transferred:
 
 
 def _added_runs(runs: Sequence[tuple[int | None, int]]) -> int | None:
-    """The number of runs of arrays put one after the other; 0 where their runs differ in length."""
+    """Return the number of runs of arrays put one after the other; 0 where their runs differ in length."""
     lengths = {rows for count, rows in runs if count is not None}
     if not lengths:
-        # Each is the same for all samples, but they may differ from each other.
+        # Each array is uniform along the batch, but the arrays may differ, so each boundary ends a run.
         lengths = {min(rows for _, rows in runs)}
     if len(lengths) > 1:
         return 0
@@ -159,7 +167,7 @@ def _added_runs(runs: Sequence[tuple[int | None, int]]) -> int | None:
 
 
 def _column_fact(site: Site, joined: int) -> Fact:
-    """The columns of an index vector, put together from own numbers and other columns."""
+    """Return the fact of index vectors that are concatenated from own numbers and other columns."""
     if joined != site.result().rank - 1:
         return None
     columns: list[int] = []
@@ -176,7 +184,7 @@ def _column_fact(site: Site, joined: int) -> Fact:
 
 @register_transfer("split")
 def split(site: Site) -> Transferred:
-    """Along the batch: whole runs each."""
+    """Return SAMPLES for a split along the batch into whole runs; any other split follows its rule."""
     axis, source = int(site.op.params["axis"]), site.operands[0]
     if source.kind is not RelationKind.SAMPLES or source.dim != axis:
         return by_rule(site) if _same_sizes(site) else site.refused(MIXES)
@@ -193,11 +201,12 @@ def split(site: Site) -> Transferred:
 
 
 def _same_sizes(site: Site) -> bool:
+    """Return whether the parts have the same sizes in the full batch and in a micro-batch."""
     return site.op.params["sizes"] == site.other.params["sizes"]
 
 
 def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Relation | None:
-    """Rows of an operand along its batch dim, at both sizes, if they are whole runs."""
+    """Return SAMPLES for rows (first, last + 1) along the batch dim at both sizes, or None if they divide a run."""
     source = site.operands[0]
     count, length = site.runs(0)
     if source.blocks is None:
@@ -213,7 +222,10 @@ def _whole_runs(site: Site, rows: tuple[int, int], small: tuple[int, int]) -> Re
 
 @register_transfer("slice")
 def slice_(site: Site) -> Transferred:
-    """Along the batch: whole runs, or every s-th row of each run. Along other dims: samples stay."""
+    """Return SAMPLES for a slice along the batch of whole runs, or of every s-th row of each run.
+
+    A slice along another dim leaves samples in place.
+    """
     source = site.operands[0]
     dim, rank = source.dim, site.value(0).rank
     if source.is_reduced and dim >= 0 and site.result().shape[dim] == 1:
@@ -239,6 +251,7 @@ def slice_(site: Site) -> Transferred:
 
 
 def _every_row(site: Site, stride: int) -> Relation | None:
+    """Return SAMPLES for every `stride`-th row of each run, or None if the stride does not divide a run."""
     source, (count, length) = site.operands[0], site.runs(0)
     dim = source.dim
     starts = site.op.params["start_indices"][dim], site.other.params["start_indices"][dim]
@@ -252,7 +265,10 @@ def _every_row(site: Site, stride: int) -> Relation | None:
 
 @register_transfer("pad")
 def pad(site: Site) -> Transferred:
-    """Along the batch: whole runs of padding, or each row with padding around it. Along other dims: samples stay."""
+    """Return SAMPLES for whole runs of padding along the batch, or padding around each row.
+
+    Padding along another dim leaves samples in place.
+    """
     source, padding = site.operands
     if source.kind is not RelationKind.SAMPLES or not padding.is_same:
         return site.refused(AGAIN)
@@ -263,6 +279,7 @@ def pad(site: Site) -> Transferred:
 
 
 def _padded(site: Site, source: Relation, dim: int) -> Transferred:
+    """Return the relations of padding along the batch dim."""
     low, high, interior = site.op.params["padding_config"][dim]
     small = site.other.params["padding_config"][dim]
     count, length = site.runs(0)
@@ -279,13 +296,13 @@ def _padded(site: Site, source: Relation, dim: int) -> Transferred:
 
 @register_transfer("tile")
 def tile(site: Site) -> Transferred:
-    """Repeated samples lie in as many more runs; what is repeated for each sample is the same for all."""
+    """Return SAMPLES with more runs for repeated samples; an INVARIANT operand repeated per sample is uniform."""
     source, dim = site.operands[0], site.batch_dim()
     reps, small = (params["reps"] for params in (site.op.params, site.other.params))
     if dim is None or dim == ODD or any(n != m for d, (n, m) in enumerate(zip(reps, small, strict=True)) if d != dim):
         return site.refused("repeats what follows the batch size")
     if source.is_same:
-        # A micro-batch begins where a repetition does.
+        # `reps` along the batch differ by the factor `count`, so every micro-batch starts with a repetition.
         return one(samples(dim, None if site.value(0).shape[dim] == 1 else 1))
     if source.kind is not RelationKind.SAMPLES:
         return site.refused(AGAIN)
@@ -296,13 +313,13 @@ def tile(site: Site) -> Transferred:
 
 @register_transfer("optimization_barrier", "device_put")
 def barrier(site: Site) -> Transferred:
-    """Values pass by themselves."""
+    """Return the relations of the operands unchanged."""
     return Transferred(results=tuple(site.operands))
 
 
 @register_transfer("convert_element_type", "copy", "stop_gradient", "transpose", "squeeze", "expand_dims")
 def keeps_numbers(site: Site) -> Transferred:
-    """By the rule; own numbers stay own numbers."""
+    """Return the relation by the rule; own numbers stay own numbers."""
     found, (source, *_) = by_rule(site), site.operands
     (result,) = found.results
     in_place = site.op.primitive in ("convert_element_type", "copy", "stop_gradient")
@@ -314,7 +331,7 @@ def keeps_numbers(site: Site) -> Transferred:
 
 @register_transfer("lt", "ge")
 def compared(site: Site) -> Transferred:
-    """By the rule; own numbers are not less than zero."""
+    """Return the relation by the rule; comparing own numbers with zero is decided, since none is negative."""
     found = by_rule(site)
     (result,) = found.results
     is_own = isinstance(site.operands[0].fact, Own) and site.operands[0].fact.columns is None
@@ -325,7 +342,7 @@ def compared(site: Site) -> Transferred:
 
 @register_transfer("select_n")
 def select_n(site: Site) -> Transferred:
-    """By the rule; where the predicate is known it is the case that is chosen."""
+    """Return the relation by the rule; with a decided predicate, the fact of the selected case holds."""
     found = by_rule(site)
     (result,) = found.results
     which = site.operands[0].fact

@@ -1,8 +1,8 @@
-"""Which values of two programs of one step are the same, where JAX wrote a few ops otherwise.
+"""Match the values of two programs of one step between which JAX wrote a few ops differently.
 
-Two traces of a step are gone through side by side. Ops meet when they are the same primitive of the same line on arrays
-of the same shapes, and read nothing that is known to differ (_Aligner.alike); ops that only one program has are skipped
-(_Aligner.skip). Ops that met make, and read, the same values.
+The ops of both programs are compared in order. Two ops match when they have the same primitive, source line and
+shapes, and no operands that are already matched to different values (`_Aligner.alike`); ops that exist in only one
+program are skipped (`_Aligner.skip`). The operands and results of matched ops are matched with each other.
 """
 
 from __future__ import annotations
@@ -14,20 +14,29 @@ from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.wiring import Wiring, wiring_of
 
 Same = dict[Graph, tuple[Graph, dict[int, int]]]
-"""Graph of the one program → the graph of the other that it meets, and its values → those of the other."""
+"""Each matched graph of the first program → its counterpart in the second, and its value ids → theirs."""
 
-#: How many ops may stand in one program without a partner before the next pair, and how many must then meet in a row.
+#: The most unmatched ops (in both programs together) between two matches, and how many ops must match in a row after
+#: them. The run avoids a match by chance: single elementwise ops look alike all over a program.
 _WINDOW, _RUN = 24, 3
 
 
 def align(one: Graph, other: Graph, inputs: Mapping[int, int]) -> Same:
-    """The values that two programs share, bodies included; `inputs`: those that are known to be the same."""
+    """Return the matched values of two programs, bodies included.
+
+    Args:
+        one: the first program, whose values are the keys of the result.
+        other: the second program.
+        inputs: value ids of `one` → value ids of `other` that are equal by assumption, for example the arguments.
+    """
     aligner = _Aligner(one, other, inputs)
     aligner.run()
     return {one: (other, aligner.same), **aligner.below}
 
 
 class _Aligner:
+    """Match two graphs in one pass over both op lists."""
+
     def __init__(self, one: Graph, other: Graph, inputs: Mapping[int, int]) -> None:
         self.one, self.other = one, other
         self.same = dict(inputs)
@@ -36,7 +45,7 @@ class _Aligner:
         self.looks = [[_look(g, op) for op in g.ops] for g in (one, other)]
 
     def run(self) -> None:
-        """Go through both programs to their ends."""
+        """Match both op lists to their ends."""
         i = j = 0
         while i < len(self.one.ops) and j < len(self.other.ops):
             if self.alike(i, j):
@@ -46,16 +55,20 @@ class _Aligner:
                 i, j = self.skip(i, j)
 
     def alike(self, i: int, j: int) -> bool:
-        """Whether two ops are the same, as far as is known."""
+        """Return whether op i of the first graph and op j of the second may be the same op."""
         if i >= len(self.one.ops) or j >= len(self.other.ops) or self.looks[0][i] != self.looks[1][j]:
             return False
         a, b = self.one.ops[i], self.other.ops[j]
         if a.bodies:
+            # The order and number of a loop's operands may differ; `_meet_bodies` matches them one by one.
             return True
         return all(self.same.get(v, w) == w for v, w in zip(a.operands, b.operands, strict=True))
 
     def skip(self, i: int, j: int) -> tuple[int, int]:
-        """The next two ops from which on the programs go together again, over the fewest ops that do not."""
+        """Return the next pair of op numbers that match, skipping as few ops as possible.
+
+        Offsets are tried by increasing total, so the cost of a mismatch is O(_WINDOW²) whatever the program's size.
+        """
         for total in range(1, _WINDOW + 1):
             for own in range(total + 1):
                 start = (i + own, j + total - own)
@@ -82,7 +95,11 @@ class _Aligner:
                 self.taken.add(w)
 
     def _meet_bodies(self, a: Op, b: Op, wiring: Wiring, others: Wiring) -> None:
-        """Bodies share what enters them as the same operand; results are what bodies make, where that is shared."""
+        """Match the bodies of two ops and, through the body outputs, their results.
+
+        Body inputs are matched where they receive matched operands; results are matched where the body values that they
+        return are.
+        """
         partner = self._partners(a, b)
         pairs: dict[int, int] = {}
         for n, (body, inner) in enumerate(zip(a.bodies, b.bodies, strict=True)):
@@ -103,7 +120,7 @@ class _Aligner:
         self._pair([a.results[r] for r in pairs], [b.results[r] for r in pairs.values()])
 
     def _partners(self, a: Op, b: Op) -> dict[int, int]:
-        """Numbers of the operands of `a` → those of `b` that are the same values, each once and in order."""
+        """Return operand numbers of `a` → those of `b` that hold the same value, each used once, in order."""
         if len(a.operands) == len(b.operands) and all(
             self.same.get(v, w) == w for v, w in zip(a.operands, b.operands, strict=True)
         ):
@@ -121,7 +138,7 @@ T = TypeVar("T")
 
 
 def _in_order(values: Sequence[int], items: Sequence[T]) -> dict[int, list[T]]:
-    """Per value its items, the first one last: one value may be handed over several times."""
+    """Return for each value its items in reverse order, so that `pop` yields the first; values may repeat."""
     table: dict[int, list[T]] = {}
     for v, item in reversed(list(zip(values, items, strict=True))):
         table.setdefault(v, []).append(item)
@@ -134,7 +151,10 @@ def _kind(graph: Graph, v: int) -> Hashable:
 
 
 def _look(graph: Graph, op: Op) -> Hashable:
-    """What ops have in common that may meet; loops may hand on different values and still be the same loop."""
+    """Return a key that is equal for ops that may match.
+
+    The key of an op with bodies omits its shapes: two loops may carry different values and still be the same loop.
+    """
     line = (op.primitive, op.source, op.name_stack)
     if op.bodies:
         return (*line, len(op.bodies))

@@ -1,17 +1,17 @@
-"""Which arguments hold the batch: named by the user, or assumed.
+"""Determine which arguments hold the batch: those named by the user, or else an assumption.
 
-Where nothing is named, the first of these that answers is assumed:
+If the user names none, the first of these methods that gives an answer is used:
 
-    exclusion     arguments that come back among the outputs are state, keys are keys, and all other arrays agree on
-                  their leading size (`by_exclusion`)
-    function      of a function without state, the arguments that agree on a size with which outputs lead
-                  (`without_state`)
-    trial         arrays that share a size, along their leading dim or else along one other, such that the step can be
-                  traced with twice that size of these alone, and state keeps its shapes (`by_trial`). Of several such
-                  sizes the one that most operations follow: frozen weights and tables have sizes too, but little
-                  follows them.
+    exclusion     arguments that are returned among the outputs are state, keys are keys, and all other arrays agree
+                  on their leading size (`by_exclusion`)
+    function      for a function without state: the arguments that agree on a size that is also a leading size of
+                  outputs (`without_state`)
+    trial         arrays that share a size, along their leading dim or else along one other dim, for which the step can
+                  be traced with twice that size of these arrays alone while state keeps its shapes (`by_trial`). Of
+                  several candidates, the size on which most equations depend: frozen weights and tables have sizes
+                  too, but few equations depend on them.
 
-What is assumed is told: a plan prints it.
+An assumed batch is reported to the user: the plan prints it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from alpa_lite import _jax
 from alpa_lite.errors import BatchError, TraceError
 
 BatchArgnums = int | str | Sequence[int | str] | Mapping[int | str, int] | None
-"""The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dim."""
+"""The arguments that hold the batch, by position, name or path (`"state/carry"`); a mapping also gives their dims."""
 
 Dims = tuple[int | None, ...]
-"""For each leaf the dim that holds the batch; None where none does."""
+"""For each leaf the dim that holds the batch, or None where no dim does."""
 
 Retrace = Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
-"""The jaxpr of the step for other avals."""
+"""A function that returns the jaxpr of the step for other argument avals."""
 
 _MAX_TRIALS = 8
-"""So many sizes are tried at most, each of which traces the step again."""
+"""The maximum number of candidate sizes; each candidate traces the step up to twice."""
 
 _SHOWN = 8
 
@@ -47,10 +47,10 @@ class ArgumentLeaves:
 
     Attributes:
         avals: shape and dtype of each leaf.
-        names: its path.
-        owner: the position or keyword of the argument that it belongs to.
-        num_args: how many positional arguments there are.
-        state: owners whose whole tree comes back among the outputs.
+        names: path of each leaf, such as `"state/params/w"`.
+        owner: position or keyword of the argument that each leaf belongs to.
+        num_args: number of positional arguments.
+        state: owners whose whole tree is returned among the outputs.
     """
 
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -60,15 +60,15 @@ class ArgumentLeaves:
     state: frozenset[int | str]
 
     def holds_data(self, leaf: int) -> bool:
-        """Whether a leaf is an array that may hold a batch, whatever its argument is."""
+        """Return whether a leaf is an array with at least one dim and no random key, so that it could hold a batch."""
         return len(self.avals[leaf].shape) > 0 and not is_key(self.avals[leaf])
 
     def may_be_batch(self, leaf: int) -> bool:
-        """Whether a leaf is such an array, and not part of state."""
+        """Return whether a leaf could hold a batch and is not part of state."""
         return self.owner[leaf] not in self.state and self.holds_data(leaf)
 
     def resized(self, dims: Dims, size: int, new_size: int) -> list[jax.ShapeDtypeStruct]:
-        """The avals with another number of samples along some dims."""
+        """Return the avals with the batch size changed from `size` to `new_size` samples along `dims`."""
         return [
             aval if dim is None else resized(aval, dim, new_size, size)
             for aval, dim in zip(self.avals, dims, strict=True)
@@ -80,7 +80,14 @@ class ArgumentLeaves:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Where the batch is: its dim in each leaf, and its size; or the sentence that says why it is not known."""
+    """The dim of the batch in each leaf, and the batch size.
+
+    Attributes:
+        dims: for each leaf the dim that holds the batch, or None.
+        size: batch size in samples; None if the batch could not be determined.
+        problem: the reason why it could not be determined, as a sentence for the user.
+        assumed: whether the batch was inferred and not named by the user.
+    """
 
     dims: Dims
     size: int | None
@@ -89,22 +96,22 @@ class Batch:
 
 
 def resized(leaf: jax.ShapeDtypeStruct, dim: int, size: int, batch_size: int | None) -> jax.ShapeDtypeStruct:
-    """A leaf with another number of samples; it may hold several rows per sample."""
+    """Return a leaf with `size` samples instead of `batch_size` along `dim`; a sample may take several rows."""
     rows = leaf.shape[dim] * size // (batch_size or leaf.shape[dim])
     shape = (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :])
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def is_key(leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf holds random keys: typed ones, or a single one as a pair of words."""
+    """Return whether a leaf holds random keys: typed keys, or one legacy key (`uint32[2]`)."""
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
 
 
 def argument_number(index: int, count: int) -> int:
-    """The number of a positional argument, of `count`, which may be counted from the end.
+    """Return the index of a positional argument; negative indices count from the end of `count` arguments.
 
     Raises:
-        TraceError: there is no such argument.
+        TraceError: the index is out of range.
     """
     if not -count <= index < count:
         raise TraceError(
@@ -117,10 +124,12 @@ def argument_number(index: int, count: int) -> int:
 
 
 def by_name(leaves: ArgumentLeaves, batch_argnums: Any) -> Batch:
-    """The batch as the user named it: by position, by name, or by the start of a path.
+    """Return the batch that the user named by position, by name or by the first part of a path.
+
+    If the named leaves disagree on the size, the result has no size and says why in `problem`.
 
     Raises:
-        BatchError: there is no such argument, or no such dim.
+        BatchError: there is no such argument or no such dim.
     """
     listed = batch_argnums if isinstance(batch_argnums, Mapping) else dict.fromkeys(_as_tuple(batch_argnums), 0)
     marked: list[int | None] = [None] * len(leaves)
@@ -159,12 +168,12 @@ def by_name(leaves: ArgumentLeaves, batch_argnums: Any) -> Batch:
 
 
 def by_exclusion(leaves: ArgumentLeaves) -> Batch | None:
-    """What is neither state nor a key nor a scalar, if it agrees on its leading size."""
+    """Return the batch of all arrays that are neither state nor keys nor scalars; None if leading sizes differ."""
     return _agreed(leaves, tuple(0 if leaves.may_be_batch(i) else None for i in range(len(leaves))))
 
 
 def without_state(leaves: ArgumentLeaves, out_leaves: Sequence[jax.ShapeDtypeStruct]) -> Batch | None:
-    """The batch of a function whose arguments need not come back; None if it is not clear."""
+    """Return the batch of a function that returns no arguments, such as a forward pass; None if it is ambiguous."""
     sizes: dict[int | str, set[int]] = {}
     for i, key in enumerate(leaves.owner):
         if leaves.holds_data(i):
@@ -185,7 +194,13 @@ def without_state(leaves: ArgumentLeaves, out_leaves: Sequence[jax.ShapeDtypeStr
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Arrays that share a size and may be the batch; `followers`: operations whose results grow with it."""
+    """A candidate batch: arrays that share a size.
+
+    Attributes:
+        dims: for each leaf the dim of that size, or None where the leaf is not part of the candidate.
+        size: the shared size in rows.
+        followers: number of equations whose result shapes change with the size; 0 if the step fails at other sizes.
+    """
 
     dims: Dims
     size: int
@@ -193,23 +208,27 @@ class _Trial:
 
     @property
     def is_leading(self) -> bool:
-        """Whether it is the leading dim everywhere."""
+        """Whether the candidate uses the leading dim of every array."""
         return set(self.dims) <= {0, None}
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """The larger, the likelier."""
+        """The sort key of a candidate; the most probable batch has the largest key."""
         return self.followers, self.is_leading, sum(dim is not None for dim in self.dims)
 
 
 def by_trial(leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int]) -> Batch:
-    """The arrays with another size of which alone the step can be traced; else why the batch is not known.
+    """Return the most probable batch among the sizes at which the step can be traced, or the reason why there is none.
 
-    `aliases`: which output leaf takes the place of which input leaf.
+    Args:
+        leaves: the flattened arguments.
+        retrace: traces the step at other avals.
+        aliases: output leaf → the input leaf that it replaces in the next step.
     """
     works = _working(leaves, retrace, aliases, _trials(leaves, leaves.may_be_batch))
     others = [t for t in _trials(leaves, leaves.holds_data) if _is_whole_beside_others(leaves, t.dims)]
-    # More may follow what comes back, as with a cache: that is proposed, but not assumed.
+    # With a cache as state, more equations depend on the returned arrays than on the rest. That is no proof that they
+    # hold the batch, so the error message proposes them instead of the plan assuming them.
     returned = _working(leaves, retrace, aliases, [t for t in others if any(_in_state(leaves, t.dims))])
     surpassed = bool(returned) and (not works or returned[0].followers > works[0].followers)
     if works and not surpassed and (len(works) == 1 or works[0].order != works[1].order):
@@ -219,21 +238,24 @@ def by_trial(leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int
 
 
 def _in_state(leaves: ArgumentLeaves, dims: Dims) -> list[bool]:
-    """Of each array that is in, whether it belongs to what comes back."""
+    """Return for each array of a candidate whether its argument is state."""
     return [owner in leaves.state for owner, dim in zip(leaves.owner, dims, strict=True) if dim is not None]
 
 
 def _working(
     leaves: ArgumentLeaves, retrace: Retrace, aliases: Mapping[int, int], trials: Sequence[_Trial]
 ) -> list[_Trial]:
-    """Those trials with which the step works, likely ones first."""
+    """Return the candidates at which the step can be traced, the most probable first."""
     tried = [_tried(leaves, trial, retrace, aliases) for trial in trials[:_MAX_TRIALS]]
     return sorted([trial for trial in tried if trial.followers], key=lambda trial: trial.order, reverse=True)
 
 
 def _trials(leaves: ArgumentLeaves, admits: Callable[[int], bool]) -> list[_Trial]:
-    """For each size: the arrays that lead with it, those of them that are whole arguments (weights may be as wide as
-    the batch is long), and whole arguments whose arrays have one dim of that size."""
+    """Return the candidates for each size, those with most leading dims first.
+
+    A size gives up to three candidates: all arrays that lead with it; those that are whole arguments (weights may
+    happen to be as wide as the batch is long); and whole arguments whose arrays have exactly one dim of that size.
+    """
     shapes = [leaf.shape if admits(i) else () for i, leaf in enumerate(leaves.avals)]
     found: dict[Dims, _Trial] = {}
     for size in dict.fromkeys(size for shape in shapes for size in shape):
@@ -248,14 +270,14 @@ def _trials(leaves: ArgumentLeaves, admits: Callable[[int], bool]) -> list[_Tria
 
 
 def _whole(leaves: ArgumentLeaves, dims: Dims) -> Dims:
-    """The dims of those arguments that are in with all of their arrays."""
+    """Return the dims restricted to arguments all of whose arrays are part of the candidate."""
     partly = {owner for i, owner in enumerate(leaves.owner) if dims[i] is None and leaves.holds_data(i)}
     return tuple(None if owner in partly else dim for owner, dim in zip(leaves.owner, dims, strict=True))
 
 
 def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Mapping[int, int]) -> _Trial:
-    """A trial and how many operations follow it; none where the step does not work, or is another one then."""
-    # With a single sample other dims are broadcast along it, so that the step has other operations.
+    """Return a candidate with its number of followers; 0 if the step fails or changes its equations at the new size."""
+    # JAX writes other equations for a dim of size 1 (it broadcasts along it), so sizes 2 and 3 are compared instead.
     small, large = (trial.size, 2 * trial.size) if trial.size > 1 else (2, 3)
     wanted = leaves.resized(trial.dims, trial.size, large)
     try:
@@ -269,7 +291,7 @@ def _tried(leaves: ArgumentLeaves, trial: _Trial, retrace: Retrace, aliases: Map
 
 
 def _followers(before: Any, after: Any) -> int | None:
-    """How many equations have results of another shape; None where the jaxprs do not have the same equations."""
+    """Return the number of equations whose result avals differ; None if the two jaxprs have different equations."""
     first, second = _jax.open_jaxpr(before).eqns, _jax.open_jaxpr(after).eqns
     if [eqn.primitive for eqn in first] != [eqn.primitive for eqn in second]:
         return None
@@ -285,7 +307,7 @@ def _followers(before: Any, after: Any) -> int | None:
 
 
 def _is_whole_beside_others(leaves: ArgumentLeaves, dims: Dims) -> bool:
-    """Whether some arguments are batch with all of their arrays, and other arrays are not."""
+    """Return whether the candidate consists of whole arguments and leaves other arrays out."""
     named = {owner for owner, dim in zip(leaves.owner, dims, strict=True) if dim is not None}
     others = any(leaves.holds_data(i) and owner not in named for i, owner in enumerate(leaves.owner))
     return _whole(leaves, dims) == dims and others
@@ -295,6 +317,7 @@ def _is_whole_beside_others(leaves: ArgumentLeaves, dims: Dims) -> bool:
 
 
 def _why(leaves: ArgumentLeaves) -> str:
+    """Return the sentence that says why no batch could be inferred."""
     marked = [0 if leaves.may_be_batch(i) else None for i in range(len(leaves))]
     where = _listed(leaves, marked)
     if where:
@@ -318,6 +341,7 @@ def _why(leaves: ArgumentLeaves) -> str:
 
 
 def _advice(leaves: ArgumentLeaves, works: Sequence[_Trial]) -> str:
+    """Return the sentence that says what to name as the batch; `works` are candidates, the most probable first."""
     if works:
         examples = " or ".join(f"batch_argnums={_named(leaves, trial.dims)}" for trial in works[:2])
         return f"Name the arguments or paths that hold it; the step works at other sizes of {examples}."
@@ -328,7 +352,7 @@ def _advice(leaves: ArgumentLeaves, works: Sequence[_Trial]) -> str:
 
 
 def _named(leaves: ArgumentLeaves, dims: Dims) -> str:
-    """What to write for `batch_argnums`: arguments by name where all of their arrays are in, else paths."""
+    """Return the value to write for `batch_argnums`: names of arguments that are included whole, else paths."""
     found: dict[str, int] = {}
     for i, dim in enumerate(dims):
         if dim is None:
@@ -353,7 +377,7 @@ def _more(number: int) -> str:
 
 
 def _agreed(leaves: ArgumentLeaves, marked: Dims) -> Batch | None:
-    """The batch along some dims, if they are of one size."""
+    """Return the batch along `marked` dims if all of them have one non-zero size, else None."""
     sizes = {leaf.shape[dim] for leaf, dim in zip(leaves.avals, marked, strict=True) if dim is not None}
     return Batch(dims=marked, size=sizes.pop()) if len(sizes) == 1 and 0 not in sizes else None
 

@@ -1,15 +1,16 @@
-"""From a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations go.
+"""Convert a jaxpr to a `Graph`: calls are inlined, loops keep their body, dead equations are dropped.
 
-JAX enters here. The graph holds plain data; the equations that lowering needs to run the ops on real arrays are kept
-beside it (`equations`).
+The graph holds plain data only; the JAX equations that are needed to run its ops on arrays are stored in a parallel
+tuple (`alpa_lite.program.equations`).
 
-Bodies that are one jaxpr, as JAX makes them where one function is called again and again, are one `Graph`: what is
-found out about it holds for all loops that run it.
+JAX uses one jaxpr object for the body of a function that is called repeatedly. It becomes one `Graph` object, so that
+every analysis of the body is done once for all loops that run it.
 
-`remat` regions are inlined behind one `optimization_barrier` per input, which is what keeps XLA from merging the
+The region of a `remat` is inlined behind one `optimization_barrier` per input, which keeps XLA from merging the
 recomputation with the first computation.
 
-The loops of a jaxpr: which go over layers, so that stages may have parts of them, and which over samples.
+Scans over layers may be split into several loops, so that pipeline stages can hold parts of them; scans over samples
+are never split (`loops_over_samples`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ _HEAVY = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 
 
 def loops_over_samples(closed: Any, at_another_size: Any) -> frozenset[int]:
-    """Numbers of the scans whose length follows the batch, from the jaxprs of one step at two batch sizes."""
+    """Return the indices (into `scans`) of the scans whose length depends on the batch size.
+
+    Args:
+        closed: the closed jaxpr of the step at one batch size.
+        at_another_size: the closed jaxpr of the same step at another batch size.
+    """
     pairs = zip(*(scans(_jax.prune(_jax.open_jaxpr(c))) for c in (closed, at_another_size)), strict=False)
     return frozenset(i for i, (a, b) in enumerate(pairs) if a.params["length"] != b.params["length"])
 
 
 def scans(jaxpr: Any) -> list[Any]:
-    """The scan equations of an open jaxpr at any depth, outer ones first, each once."""
+    """Return the scan equations of an open jaxpr at any depth, outer ones before inner ones, each once."""
     found: dict[int, Any] = {}
     for eqn in jaxpr.eqns:
         inner = [e for body in _jax.inner_jaxprs(eqn) for e in scans(_jax.open_jaxpr(body))]
@@ -49,7 +55,7 @@ def scans(jaxpr: Any) -> list[Any]:
 
 
 def is_over_layers(params: Mapping[str, Any]) -> bool:
-    """Whether a scan with these parameters goes over layers: it contracts, and has not too many trips."""
+    """Return whether a scan with these parameters runs over layers: it contracts in at most `MAX_TRIPS` trips."""
     return params["length"] <= MAX_TRIPS and _has_contraction(params["jaxpr"])
 
 
@@ -66,7 +72,7 @@ _CALLS = frozenset(
     "custom_vmap_call composite linear_call remat_opt eval_jaxpr program_order xla_metadata_call".split()
 )
 _CALLED_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
-#: Parameters that hold the bodies of control flow, and those that count the constants of each.
+#: Parameters that hold the bodies of control flow, and parameters that count the constants of each body.
 _BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 _NUM_CONSTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
 
@@ -76,58 +82,56 @@ def from_jaxpr(
     input_names: Sequence[str],
     *,
     num_parts: int = 0,
-    kept: frozenset[int] = frozenset(),
+    whole: frozenset[int] = frozenset(),
     source: str = "",
 ) -> GraphWithEquations:
-    """Convert a closed jaxpr. Captured arrays become further inputs named `constant i`; `source`: for ops without line.
+    """Convert a closed jaxpr; captured arrays become further inputs named `constant i`.
 
-    Loops over layers (scans with contractions in their body, at most `MAX_TRIPS` trips) become about `num_parts`
-    loops over some of their layers each, which can go to different pipeline stages (`parts_of`). With 0 or 1 they stay
-    as they are, as do those numbered in `kept` (`loops_over_samples`).
+    Scans over layers (with contractions in their body and at most `MAX_TRIPS` trips) become about `num_parts` loops,
+    each over some of the layers, which can go to different pipeline stages (`parts_of`).
+
+    Args:
+        closed: the closed jaxpr of a step.
+        input_names: names of the jaxpr's inputs, in order.
+        num_parts: number of loops per scan over layers; 0 or 1 leaves scans whole.
+        whole: indices (into `scans`) of scans to leave whole (`loops_over_samples`).
+        source: the source line of ops for which JAX records none.
     """
     jaxpr = _jax.prune(_jax.open_jaxpr(closed))
     builder = _GraphBuilder(
-        num_parts=num_parts, kept={id(e) for i, e in enumerate(scans(jaxpr)) if i in kept}, bodies={}
+        num_parts=num_parts, whole={id(e) for i, e in enumerate(scans(jaxpr)) if i in whole}, bodies={}
     )
-    result = _converted(builder, closed, jaxpr, input_names, source, is_body=False)
+    result = builder.convert(closed, jaxpr, input_names, source)
     return without_dead_ops(result) if num_parts else result
 
 
-def _converted(
-    builder: _GraphBuilder, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool
-) -> GraphWithEquations:
-    """A closed jaxpr, of which `jaxpr` holds the equations that are needed, by a builder that is new."""
-    constants = tuple(_jax.consts_of(closed))
-    inputs = [builder.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
-    captured = [builder.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
-    environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
-    outputs = builder.inline(jaxpr, environment, stack="", source=source)
-    if not is_body:
-        outputs = [builder.as_array(v) for v in outputs]
-    # Constants of inlined calls are discovered on the way and come last.
-    builder.constants[:0] = constants
-    graph = Graph(
-        values=tuple(builder.values),
-        ops=tuple(builder.ops),
-        inputs=tuple(inputs + captured + builder.captured),
-        outputs=tuple(outputs),
-    )
-    return GraphWithEquations(graph=graph, equations=tuple(builder.equations), constants=tuple(builder.constants))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """Where ops stand in the user's program.
+
+    Attributes:
+        stack: their JAX name stack.
+        source: their source line; for a call, the line of ops for which JAX records none.
+    """
+
+    stack: str
+    source: str
 
 
 class _GraphBuilder:
-    """Collects values and ops while jaxprs are walked."""
+    """Collect values, ops and equations while jaxprs are inlined."""
 
-    def __init__(self, *, num_parts: int, kept: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
+    def __init__(self, *, num_parts: int, whole: set[int], bodies: dict[tuple[int, str], _Body]) -> None:
         self.num_parts = num_parts
-        self.kept = kept
-        # By identity of the jaxpr and the source of ops without a line; shared with the builders of bodies.
+        self.whole = whole
+        # Keyed by the id of the jaxpr and the default source line; shared with the builders of bodies.
         self.bodies = bodies
-        # Values that parts of a loop made, one after the other, so that parts of a later loop read them directly.
+        # Joined value → the results of the split loop's parts, so that a later split loop reads its part directly and
+        # no stage has to assemble the whole array.
         self.pieces: dict[int, list[int]] = {}
-        # Bodies are walked once per trip where loops are cut.
+        # Memo: a split loop with one layer per part inlines its body once per trip.
         self.places: dict[int, _EquationPlace] = {}
-        self.lines: dict[Any, str] = {}  # by traceback, of which many equations share one
+        self.lines: dict[Any, str] = {}  # keyed by traceback, which many equations share
         self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -135,7 +139,29 @@ class _GraphBuilder:
         self.captured: list[int] = []
         self.constants: list[Any] = []
 
+    def convert(
+        self, closed: Any, jaxpr: Any, input_names: Sequence[str], source: str, *, is_body: bool = False
+    ) -> GraphWithEquations:
+        """Convert a closed jaxpr; `jaxpr` is its open jaxpr without dead equations. A builder converts one jaxpr."""
+        constants = tuple(_jax.consts_of(closed))
+        inputs = [self.new_value(v.aval, name=name) for v, name in zip(jaxpr.invars, input_names, strict=True)]
+        captured = [self.new_value(v.aval, name=f"constant {i}") for i, v in enumerate(jaxpr.constvars)]
+        environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *captured], strict=True))
+        outputs = self.inline(jaxpr, environment, _Location(stack="", source=source))
+        if not is_body:
+            outputs = [self.as_array(v) for v in outputs]
+        # Constants of inlined calls are met during inlining; their inputs follow those of the jaxpr's own constants.
+        self.constants[:0] = constants
+        graph = Graph(
+            values=tuple(self.values),
+            ops=tuple(self.ops),
+            inputs=tuple(inputs + captured + self.captured),
+            outputs=tuple(outputs),
+        )
+        return GraphWithEquations(graph=graph, equations=tuple(self.equations), constants=tuple(self.constants))
+
     def new_value(self, aval: Any, *, name: str = "", literal: Any = None) -> int:
+        """Append a value with the shape and dtype of `aval` and return its id."""
         value = Value(
             id=len(self.values), shape=tuple(aval.shape), dtype=_jax.name_of(aval.dtype), literal=literal, name=name
         )
@@ -143,39 +169,43 @@ class _GraphBuilder:
         return value.id
 
     def read(self, atom: Any, environment: Mapping[Any, int]) -> int:
+        """Return the value id of a jaxpr variable or literal."""
         if not isinstance(atom, _jax.Literal):
             return environment[atom]
         if np.ndim(atom.val) == 0:
-            # Rounded to its dtype: it is the same number then with a weak and with a strong type.
+            # Rounding to the dtype makes the literal equal whether its type is weak or strong.
             aval: Any = atom.aval
             return self.new_value(aval, literal=np.asarray(atom.val, aval.dtype).item())
         return self.capture(atom.aval, atom.val)
 
     def capture(self, aval: Any, constant: Any) -> int:
+        """Append an input that holds a captured array and return its value id."""
         value = self.new_value(aval, name="captured constant")
         self.captured.append(value)
         self.constants.append(constant)
         return value
 
     def as_array(self, value: int) -> int:
-        """The value itself; for a scalar constant an input that holds it, since the step's outputs are arrays."""
+        """Return the value, or for a scalar literal a new captured input: outputs of a step must be arrays."""
         v = self.values[value]
         return value if v.literal is None else self.capture(v, np.asarray(v.literal, jax.numpy.dtype(v.dtype)))
 
-    def inline(self, jaxpr: Any, environment: dict[Any, int], *, stack: str, source: str) -> list[int]:
-        """Append the equations of an open jaxpr; returns the value ids of its outputs."""
+    def inline(self, jaxpr: Any, environment: dict[Any, int], at: _Location) -> list[int]:
+        """Append the equations of an open jaxpr and return the value ids of its outputs."""
         for eqn in jaxpr.eqns:
             operands = [self.read(atom, environment) for atom in eqn.invars]
             place = self.place(eqn)
-            path = "/".join(filter(None, (stack, place.stack)))
-            # JAX 0.12 cuts the traceback of what a jitted function calls at that function: its caller knows more.
-            known = place.line and not (source and _jax.in_a_library(place.line))
-            results = self.equation(eqn, operands, stack=path, source=place.line if known else source)
+            path = "/".join(filter(None, (at.stack, place.stack)))
+            # JAX 0.12 truncates the traceback of equations inside a jitted library function at that function; the
+            # caller's line is the one the user can act on.
+            has_line = place.line and not (at.source and _jax.in_a_library(place.line))
+            here = _Location(stack=path, source=place.line if has_line else at.source)
+            results = self.equation(eqn, operands, here)
             environment.update(zip(eqn.outvars, results, strict=True))
         return [self.read(atom, environment) for atom in jaxpr.outvars]
 
     def place(self, eqn: Any) -> _EquationPlace:
-        """Where an equation stands, remembered."""
+        """Return the name stack and source line of an equation, memoized."""
         if id(eqn) not in self.places:
             traceback = _jax.traceback(eqn)
             if traceback not in self.lines:
@@ -183,110 +213,116 @@ class _GraphBuilder:
             self.places[id(eqn)] = _EquationPlace(eqn=eqn, stack=_jax.name_stack(eqn), line=self.lines[traceback])
         return self.places[id(eqn)]
 
-    def equation(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def equation(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
+        """Append one equation, inlining calls, and return the value ids of its results."""
         name = eqn.primitive.name
         if name in _CALLS or name.startswith(("remat", "checkpoint")):
             inner = next((eqn.params[key] for key in _CALLED_JAXPR if key in eqn.params), None)
             if inner is not None:
                 if name not in _CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                    operands = [self.barrier(v, stack=stack, source=source) for v in operands]
-                return self.call(inner, operands, stack=stack, source=source)
+                    operands = [self.barrier(v, at) for v in operands]
+                return self.call(inner, operands, at)
         if name == "convert_element_type" and self.values[operands[0]].dtype == _jax.name_of(eqn.params["new_dtype"]):
             return operands  # a weak type becomes a strong one, for which nothing is computed
         if name == "custom_linear_solve":
             first = eqn.params["const_lengths"].matvec + eqn.params["const_lengths"].vecmat
             last, num_consts = first + eqn.params["const_lengths"].solve, sum(eqn.params["const_lengths"])
             solve = eqn.params["jaxprs"].solve
-            return self.call(solve, operands[first:last] + operands[num_consts:], stack=stack, source=source)
+            return self.call(solve, operands[first:last] + operands[num_consts:], at)
         if name in inserted.REDUCTIONS_OVER_NAMES and _is_over_dims(eqn.params["axes"]):
-            # What `vmap` with an axis name leaves of a collective: a reduction over a dim.
+            # `vmap` with an axis name turns a collective over that name into a reduction over a dim.
             made = [
                 inserted.reduction_jaxpr(name, v.aval.shape, str(v.aval.dtype), eqn.params["axes"]) for v in eqn.invars
             ]
-            return [self.call(j, [v], stack=stack, source=source)[0] for j, v in zip(made, operands, strict=True)]
+            return [self.call(j, [v], at)[0] for j, v in zip(made, operands, strict=True)]
         if name in _BODIES:
-            return self.control_flow(eqn, operands, stack=stack, source=source)
+            return self.control_flow(eqn, operands, at)
         avals = [v.aval for v in eqn.outvars]
         empty = avals and all(0 in aval.shape and not _is_key(aval) for aval in avals)
         if empty and not eqn.effects and name != "broadcast_in_dim":
-            # Nothing to compute, and nothing to hand from one program to the next.
-            return [self.empty(aval, stack=stack, source=source) for aval in avals]
-        _refuse(eqn, source)
-        return self.append(eqn.primitive, eqn.params, operands, avals, (), stack, source, effectful=bool(eqn.effects))
+            # An array without elements needs neither computation nor communication; made on the spot, it also cuts
+            # false dependencies between stages.
+            return [self.empty(aval, at) for aval in avals]
+        _refuse(eqn, at.source)
+        made = Equation(primitive=eqn.primitive, params=eqn.params)
+        return self.append(made, operands, avals, at, effectful=bool(eqn.effects))
 
-    def empty(self, aval: Any, *, stack: str, source: str) -> int:
-        """An array without elements."""
-        return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], stack=stack, source=source)[0]
+    def empty(self, aval: Any, at: _Location) -> int:
+        """Append an array without elements and return its value id."""
+        return self.call(inserted.zeros_jaxpr(aval.shape, aval.dtype), [], at)[0]
 
-    def call(self, inner: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def call(self, inner: Any, operands: list[int], at: _Location) -> list[int]:
+        """Inline a closed jaxpr on these operands and return the value ids of its outputs."""
         jaxpr = _jax.open_jaxpr(inner)
         captured = [self.capture(v.aval, c) for v, c in zip(jaxpr.constvars, _jax.consts_of(inner), strict=True)]
         environment = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *captured], strict=True))
-        return self.inline(jaxpr, environment, stack=stack, source=source)
+        return self.inline(jaxpr, environment, at)
 
-    def barrier(self, value: int, *, stack: str, source: str) -> int:
+    def barrier(self, value: int, at: _Location) -> int:
+        """Return the value behind an `optimization_barrier`; literals and keys are returned unchanged."""
         if self.values[value].literal is not None:
             return value
         aval = self.values[value]
         if aval.dtype.startswith("key<"):
             return value
         eqn = inserted.barrier_equation(_struct(aval))
-        return self.append(eqn.primitive, eqn.params, [value], [aval], (), stack, source)[0]
+        return self.append(Equation(primitive=eqn.primitive, params=eqn.params), [value], [aval], at)[0]
 
-    def control_flow(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
+    def control_flow(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
+        """Append a loop or conditional and return the value ids of its results."""
         name, params = eqn.primitive.name, _jax.params_of(eqn)
-        if name == "scan" and params["length"] == 0:  # what it carries is what it began with
+        if name == "scan" and params["length"] == 0:  # the carry is returned unchanged
             first, num_carry = params["num_consts"], params["num_carry"]
-            rest = [self.empty(v.aval, stack=stack, source=source) for v in eqn.outvars[num_carry:]]
+            rest = [self.empty(v.aval, at) for v in eqn.outvars[num_carry:]]
             return [*operands[first : first + num_carry], *rest]
-        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.kept and is_over_layers(params):
-            return self.scan_in_parts(eqn, operands, stack=stack, source=source)
+        if name == "scan" and self.num_parts > 1 and id(eqn) not in self.whole and is_over_layers(params):
+            return self.scan_in_parts(eqn, operands, at)
         if name == "while" and _jax.open_jaxpr(params["cond_jaxpr"]).outvars[0].aval.shape:
-            return self.call(inserted.while_any_goes_on(eqn), operands, stack=stack, source=source)
-        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], stack=stack, source=source)
+            return self.call(inserted.while_any_goes_on(eqn), operands, at)
+        return self.with_bodies(eqn, params, operands, [v.aval for v in eqn.outvars], at)
 
     def with_bodies(
-        self,
-        eqn: Any,
-        params: dict[str, Any],
-        operands: list[int],
-        avals: Sequence[Any],
-        *,
-        stack: str,
-        source: str,
+        self, eqn: Any, params: dict[str, Any], operands: list[int], avals: Sequence[Any], at: _Location
     ) -> list[int]:
-        """A loop or a conditional with these parameters and results."""
+        """Append a loop or conditional with these parameters and result avals; return the value ids of its results."""
         name = eqn.primitive.name
         closed = params["branches"] if name == "cond" else [params[key] for key in _BODIES[name]]
-        known = [self.body(c, source) for c in closed]
-        # Arrays captured by a body become operands: the first constants of a loop, further arguments of a branch.
-        captured = [[self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in known)]
+        converted = [self.body(c, at.source) for c in closed]
+        # Arrays captured by a body become operands: leading constants of a loop, trailing arguments of a branch.
+        captured = [
+            [self.capture(b.graph.values[i], c) for i, c in _captured(b)] for b in (k.program for k in converted)
+        ]
         if name == "cond":
             operands = [*operands, *chain.from_iterable(captured)]
-            bodies = [self.taking_all(k.program, captured, number) for number, k in enumerate(known)]
+            bodies = [self.taking_all(k.program, captured, number) for number, k in enumerate(converted)]
         else:
             counts = [params[key] for key in _NUM_CONSTS[name]]
             places = [sum(counts[:i]) for i in range(len(counts))]
+            # Insert from the last position on, so that earlier positions stay valid.
             for place, values in reversed(list(zip(places, captured, strict=True))):
                 operands = operands[:place] + values + operands[place:]
-            bodies = [k.of_loop for k in known]
+            bodies = [k.of_loop for k in converted]
             params |= {key: params[key] + len(c) for key, c in zip(_NUM_CONSTS[name], captured, strict=True)}
-        effectful = bool(eqn.effects)
-        return self.append(eqn.primitive, params, operands, avals, tuple(bodies), stack, source, effectful=effectful)
+        graphs, inner = tuple(b.graph for b in bodies), tuple(b.equations for b in bodies)
+        made = Equation(primitive=eqn.primitive, params=params, bodies=inner)
+        return self.append(made, operands, avals, at, graphs=graphs, effectful=bool(eqn.effects))
 
     def body(self, closed: Any, source: str) -> _Body:
-        """A body; the same object for the same jaxpr."""
+        """Return the converted body of a closed jaxpr; the same object for the same jaxpr."""
         key = (id(closed), source)
         if key not in self.bodies:
             jaxpr = _jax.prune(_jax.open_jaxpr(closed))
             names = [f"body input {i}" for i in range(len(jaxpr.invars))]
-            builder = _GraphBuilder(num_parts=0, kept=set(), bodies=self.bodies)
-            program = _converted(builder, closed, jaxpr, names, source, is_body=True)
+            builder = _GraphBuilder(num_parts=0, whole=set(), bodies=self.bodies)
+            program = builder.convert(closed, jaxpr, names, source, is_body=True)
             self.bodies[key] = _Body(closed=closed, program=program, of_loop=_captured_first(program))
         return self.bodies[key]
 
     def taking_all(self, branch: GraphWithEquations, captured: list[list[int]], number: int) -> GraphWithEquations:
-        """Branch `number`, which captured its own arrays, as one that also takes those of the others, unread."""
+        """Return branch `number` extended by unread inputs for the arrays that the other branches captured.
+
+        All branches of a conditional must take the same operands.
+        """
         own = len(branch.graph.inputs) - len(branch.constants)
         values, inputs = list(branch.graph.values), list(branch.graph.inputs[:own])
         for other, arrays in enumerate(captured):
@@ -299,102 +335,111 @@ class _GraphBuilder:
         graph = dataclasses.replace(branch.graph, values=tuple(values), inputs=tuple(inputs))
         return dataclasses.replace(branch, graph=graph, constants=())
 
-    def scan_in_parts(self, eqn: Any, operands: list[int], *, stack: str, source: str) -> list[int]:
-        """One loop for each part of the trips; the body itself where a part is one trip."""
-        params, place = _jax.params_of(eqn), {"stack": stack, "source": source}
+    def scan_in_parts(self, eqn: Any, operands: list[int], at: _Location) -> list[int]:
+        """Append one loop for each part of the trips, or the inlined body where a part is a single trip."""
+        params = _jax.params_of(eqn)
         split = params["num_consts"] + params["num_carry"]
         consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
         bounds = parts_of(params["length"], self.num_parts)
         made, totals = list[list[int]](), dict[int, int]()
         for number in reversed(range(len(bounds))) if params["reverse"] else range(len(bounds)):
             trips = bounds[number][1] - bounds[number][0]
-            rows = [self.piece(x, bounds, number, **place) for x in xs]
+            rows = [self.piece(x, bounds, number, at) for x in xs]
             if trips == 1:
-                results = self.call(params["jaxpr"], [*consts, *carry, *rows], **place)
+                results = self.call(params["jaxpr"], [*consts, *carry, *rows], at)
             else:
                 some = {**params, "length": trips}
                 avals = [v.aval for v in eqn.outvars]
                 for i in range(params["num_carry"], len(avals)):
                     avals[i] = _jax.struct((trips, *avals[i].shape[1:]), str(avals[i].dtype))
-                results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, **place)
+                results = self.with_bodies(eqn, some, [*consts, *carry, *rows], avals, at)
             carry = results[: params["num_carry"]]
-            carry = self.begun_anew(carry, totals, **place) if trips > 1 else carry
+            carry = self.restarted_sums(carry, totals, at) if trips > 1 else carry
             made.append(results[params["num_carry"] :])
         if params["reverse"]:
             made.reverse()
         sums = [totals.get(i, v) for i, v in enumerate(carry)]
         stacked = len(bounds) == params["length"]
-        return sums + [self.joined(list(pieces), stacked=stacked, **place) for pieces in zip(*made, strict=True)]
+        return sums + [self.joined(list(pieces), at, stacked=stacked) for pieces in zip(*made, strict=True)]
 
-    def begun_anew(self, carry: list[int], totals: dict[int, int], **place: str) -> list[int]:
-        """What the next part of a loop starts from: zeros for what all only add to, whose sums are in `totals`."""
-        carry = list(carry)  # gradients of weights that all trips share: no part, and no stage, waits for another's
+    def restarted_sums(self, carry: list[int], totals: dict[int, int], at: _Location) -> list[int]:
+        """Return the carry with which the next part of a loop starts, and add accumulated values to `totals`.
+
+        A carry that all trips only add to (the gradient of a weight that all layers share) restarts from zero in each
+        part, so that no part, and no stage, waits for the sum of another.
+        """
+        carry = list(carry)
         for i in accumulated(self.ops[-1]):
             form, own = (self.values[carry[i]].shape, self.values[carry[i]].dtype), [carry[i]]
-            sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], **place) if i in totals else own
-            zeros = self.call(inserted.zeros_jaxpr(*form), [], **place)
+            sums = self.call(inserted.sum_jaxpr(*form), [totals[i], *own], at) if i in totals else own
+            zeros = self.call(inserted.zeros_jaxpr(*form), [], at)
             totals[i], carry[i] = sums[0], zeros[0]
         return carry
 
-    def piece(self, value: int, bounds: list[tuple[int, int]], number: int, *, stack: str, source: str) -> int:
-        """The rows of a part, or the row; the piece itself when parts of an earlier loop made the value."""
+    def piece(self, value: int, bounds: list[tuple[int, int]], number: int, at: _Location) -> int:
+        """Return the rows of one part, or the single row; the part itself when a split loop before made the value."""
         if value in self.pieces and len(self.pieces[value]) == len(bounds):
             return self.pieces[value][number]
         shape, dtype = self.values[value].shape[1:], self.values[value].dtype
         start, stop = bounds[number]
         rows = _jax.struct((stop - start, *shape), dtype)
         if 0 in shape and not dtype.startswith("key<"):
-            return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), stack=stack, source=source)
+            return self.empty(rows if stop > start + 1 else _jax.struct(shape, dtype), at)
         limits, strides = ((start, *[0] * len(shape)), (stop, *shape)), (1,) * rows.ndim
         params = {"start_indices": limits[0], "limit_indices": limits[1], "strides": strides}
-        (taken,) = self.append(primitives.slice_p, params, [value], [rows], (), stack, source)
+        (taken,) = self.append(Equation(primitive=primitives.slice_p, params=params), [value], [rows], at)
         if stop > start + 1:
             return taken
         row = _jax.struct(shape, dtype)
-        return self.append(primitives.squeeze_p, {"dimensions": (0,)}, [taken], [row], (), stack, source)[0]
+        squeeze = Equation(primitive=primitives.squeeze_p, params={"dimensions": (0,)})
+        return self.append(squeeze, [taken], [row], at)[0]
 
-    def joined(self, pieces: list[int], *, stacked: bool, stack: str, source: str) -> int:
-        """Op that puts pieces one after the other, or stacks them."""
+    def joined(self, pieces: list[int], at: _Location, *, stacked: bool) -> int:
+        """Append the op that concatenates pieces along the leading dim, or stacks them, and return its result."""
         shapes = tuple(self.values[v].shape for v in pieces)
         jaxpr = inserted.join_jaxpr(shapes, self.values[pieces[0]].dtype, stacked)
-        result = self.call(jaxpr, pieces, stack=stack, source=source)[0]
+        result = self.call(jaxpr, pieces, at)[0]
         self.pieces[result] = pieces
         return result
 
     def append(
         self,
-        primitive: Any,
-        params: Mapping[str, Any],
+        equation: Equation,
         operands: list[int],
         result_avals: Sequence[Any],
-        bodies: tuple[GraphWithEquations, ...],
-        stack: str,
-        source: str,
+        at: _Location,
         *,
+        graphs: tuple[Graph, ...] = (),
         effectful: bool = False,
     ) -> list[int]:
+        """Append an op with its equation, and the graphs of its bodies, and return the value ids of its results."""
         results = [self.new_value(aval) for aval in result_avals]
         self.ops.append(
             Op(
                 id=len(self.ops),
-                primitive=primitive.name,
+                primitive=equation.primitive.name,
                 operands=tuple(operands),
                 results=tuple(results),
-                params=self.plain.of(params),
-                source=source,
-                name_stack=stack,
-                bodies=tuple(body.graph for body in bodies),
+                params=self.plain.of(equation.params),
+                source=at.source,
+                name_stack=at.stack,
+                bodies=graphs,
                 effectful=effectful,
             )
         )
-        inner = tuple(body.equations for body in bodies)
-        self.equations.append(Equation(primitive=primitive, params=params, bodies=inner))
+        self.equations.append(equation)
         return results
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _EquationPlace:
-    """Name stack and line of an equation, which is kept so that its id stays its own."""
+    """The name stack and source line of an equation.
+
+    Attributes:
+        eqn: the equation; holding a reference keeps its `id` from being reused.
+        stack: its name stack.
+        line: its source line, empty if JAX has none.
+    """
 
     eqn: Any
     stack: str
@@ -403,9 +448,12 @@ class _EquationPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A body of control flow as it was converted, and as loops take it: with the arrays that it captured in front.
+    """The converted body of a control-flow op.
 
-    The jaxpr is kept, so that its id stays its own.
+    Attributes:
+        closed: its closed jaxpr; holding a reference keeps its `id` from being reused.
+        program: the body with captured arrays as its last inputs.
+        of_loop: the body as loops take it, with captured arrays as its first inputs.
     """
 
     closed: Any
@@ -426,8 +474,8 @@ def _is_over_dims(axes: Sequence[Any]) -> bool:
 
 
 def _refuse(eqn: Any, source: str) -> None:
-    """Raises `TraceError` for an equation that cannot run on several devices, or anywhere."""
-    if eqn.primitive.name == "custom_lin":  # left where a derivative in forward mode is used, not transposed
+    """Raise `TraceError` for an equation that cannot run on several devices, or cannot run at all."""
+    if eqn.primitive.name == "custom_lin":  # remains where a forward-mode derivative is evaluated and not transposed
         raise TraceError(
             f"{source}: a function with a custom_vjp is differentiated in forward mode (jax.jvp, jax.jacfwd or "
             "jax.linearize), for which it has no rule; jax.jit cannot run this either. Use reverse mode, or write the "
@@ -441,12 +489,13 @@ def _refuse(eqn: Any, source: str) -> None:
 
 
 def _captured(body: GraphWithEquations) -> list[tuple[int, Any]]:
-    """The inputs of a body that stand for captured arrays (its last ones), and the arrays."""
+    """Return the inputs of a body that hold captured arrays (its last inputs), each with its array."""
     first = len(body.graph.inputs) - len(body.constants)
     return list(zip(body.graph.inputs[first:], body.constants, strict=True))
 
 
 def _captured_first(body: GraphWithEquations) -> GraphWithEquations:
+    """Return a body with its captured arrays moved from the last inputs to the first."""
     inputs, first = body.graph.inputs, len(body.graph.inputs) - len(body.constants)
     graph = dataclasses.replace(body.graph, inputs=inputs[first:] + inputs[:first])
     return dataclasses.replace(body, graph=graph, constants=())

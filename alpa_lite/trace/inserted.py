@@ -1,4 +1,4 @@
-"""Small jaxprs and equations that the conversion to a graph inserts."""
+"""Small jaxprs and equations that the conversion of a jaxpr to a graph inserts."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from alpa_lite._jax import open_jaxpr, struct
 
 @lru_cache(maxsize=10_000)
 def barrier_equation(aval: jax.ShapeDtypeStruct) -> Any:
-    """An `optimization_barrier` equation for one value."""
+    """Return an `optimization_barrier` equation for one value."""
     return open_jaxpr(jax.make_jaxpr(jax.lax.optimization_barrier)(aval)).eqns[0]
 
 
 @lru_cache(maxsize=1_000)
 def zeros_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A jaxpr that makes an array of zeros."""
+    """Return a jaxpr that makes an array of zeros."""
     return jax.make_jaxpr(lambda: jax.numpy.zeros(shape, dtype))()
 
 
 @lru_cache(maxsize=1_000)
 def sum_jaxpr(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A jaxpr that adds two arrays."""
+    """Return a jaxpr that adds two arrays of this shape and dtype."""
     return jax.make_jaxpr(lambda a, b: a + b)(*[struct(shape, dtype)] * 2)
 
 
 @lru_cache(maxsize=1_000)
 def join_jaxpr(shapes: tuple[tuple[int, ...], ...], dtype: str, stacked: bool) -> Any:
-    """A jaxpr that puts arrays one after the other along their first dim, or along a new one."""
+    """Return a jaxpr that concatenates arrays along their leading dim, or stacks them along a new one if `stacked`."""
     join = jax.numpy.stack if stacked else jax.numpy.concatenate
     return jax.make_jaxpr(lambda *parts: join(parts))(*[struct(shape, dtype) for shape in shapes])
 
 
-#: Collectives over named axes, and the reductions that they are over dims of an array.
+#: Collectives over named axes, and the equivalent reductions over dims of an array.
 REDUCTIONS_OVER_NAMES = {
     "psum": jax.numpy.sum,
     "psum_invariant": jax.numpy.sum,
@@ -48,15 +48,15 @@ REDUCTIONS_OVER_NAMES = {
 
 @lru_cache(maxsize=1_000)
 def reduction_jaxpr(collective: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...]) -> Any:
-    """A jaxpr that reduces an array over dims as a collective of this name would over named axes."""
+    """Return a jaxpr that reduces an array over the dims `axes` as this collective reduces over named axes."""
     reduce = REDUCTIONS_OVER_NAMES[collective]
     return jax.make_jaxpr(lambda x: reduce(x, axis=axes).astype(x.dtype))(struct(shape, dtype))
 
 
 def while_any_goes_on(eqn: Any) -> Any:
-    """A jaxpr for a `while` equation with a predicate per element, as `vmap` makes them: a loop with a single one.
+    """Return a jaxpr with a scalar predicate for a `while` equation with one predicate per element, as `vmap` makes it.
 
-    It goes on while any element does; elements that are done keep their values.
+    The loop continues while any element continues; elements that are done retain their values.
     """
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = (jex_core.jaxpr_as_fun(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))

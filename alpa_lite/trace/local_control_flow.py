@@ -1,6 +1,7 @@
-"""Loops and branches on local blocks: JAX's own, around bodies that run there.
+"""Run loops and branches on the local blocks of a device, with JAX control flow around the bodies.
 
-Every device takes the same branch and as many trips, because predicates are whole on each: collectives inside meet.
+Every device takes the same branch and the same number of trips, because predicates are replicated; collectives inside
+the bodies therefore match across devices.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from alpa_lite.program.ir import Op
 from alpa_lite.program.wiring import Wiring
 
 Body = Callable[[int, Mapping[int, Any]], tuple[Any, ...]]
-"""Runs body `number`; the mapping replaces operands by their value in this trip."""
+"""A function that runs body `number`; the mapping replaces operands, by number, with their values in this trip."""
 
 
 def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
-    """The results of an op of control flow."""
+    """Return the results of a control-flow op (`scan`, `while` or `cond`).
+
+    Args:
+        op: the op, with its bodies.
+        wiring: how its operands and results connect to its bodies.
+        body: runs one of its bodies.
+        operands: the values of all operands, in order.
+    """
     if op.primitive == "scan":
         return _scan(op, wiring, body, operands)
     if op.primitive == "while":
@@ -29,6 +37,7 @@ def run_control_flow(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]
 
 
 def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a scan with JAX's own, whose carry and rows are the carried and scanned operands."""
     carried, scanned = list(wiring.carried.values()), sorted(wiring.scanned)
 
     def trip(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -47,6 +56,7 @@ def _scan(op: Op, wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[A
 
 
 def _while(wiring: Wiring, body: Body, operands: Sequence[Any]) -> list[Any]:
+    """Run a `while` loop; body 0 is its condition, body 1 its trip."""
     carried = list(wiring.carried.values())
 
     def goes_on(carry: tuple[Any, ...]) -> Any:

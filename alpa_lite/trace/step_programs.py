@@ -1,24 +1,22 @@
-"""Programs of a step at a batch size, in parts where loops over layers are cut; also for batches of one sample.
+"""The program of a train step at a batch size: traced, or extrapolated from its programs at other sizes.
 
-JAX writes another program for dims of size 1. What that means for the two uses of a batch of one:
+Extrapolation treats every integer n among shapes and parameters, those of loop bodies included, as an affine function
+of the batch size b. Everything else must be equal at all sizes; scalar literals are those of the smallest size p:
 
-    micro-batches of one sample   the program of larger batches, at size 1                   (at_one_sample)
-    a full batch of one sample    the user's own program, in which the values of that of
-                                  larger batches, at size 1, are found again: they tell
-                                  which dims hold the batch                                  (batch_of_one)
+    n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      for the two smallest traced sizes p < q      (`_Line.number`)
 
-The program of a step at some batch size, from the same program at others.
+It serves three purposes:
 
-Every integer n of shapes and parameters, those of loop bodies included, is taken for an affine function of the batch
-size b; what is no integer is the same at every size, and scalar literals are those of size p:
+    micro-batch of one sample   JAX writes another program for dims of size 1: the transpose of a broadcast sums over
+                                them, an index along them is squeezed. The program of larger batches is therefore
+                                evaluated at size 1. A third size checks its integers, and abstract evaluation checks
+                                the result shapes of each op                           (`at_one_sample`, `_check`)
+    full batch of one sample    The step keeps the user's own program. Its values are matched with those of the
+                                extrapolated program, which shows the dims that hold the batch   (`batch_of_one`)
+    search                      The planner needs the step at many sizes, of which two are traced. The chosen size is
+                                traced as well                                                      (`extrapolate`)
 
-    n(b) = n(p) + (b - p) (n(q) - n(p)) / (q - p)      from the two smallest sizes p < q         (_Line.number)
-
-    one sample    JAX writes another program for dims of size 1: the transpose of a broadcast sums over them, an index
-                  along them is squeezed. A micro-batch of one sample is therefore not traced. A third size checks its
-                  integers, and JAX the shapes of what each op makes                        (at_one_sample, _check)
-    to plan       a search asks for the step at many sizes, of which two or more were traced; the one that it chooses is
-                  traced as well                                                                         (likely_at)
+Scans over layers are split into parts on request, with the stacked arrays that they read (`in_parts`).
 """
 
 from __future__ import annotations
@@ -47,62 +45,74 @@ from alpa_lite.trace.trace import Traced
 
 
 def at_one_sample(programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """The program at batch size 1 of a step whose programs at three or more sizes are given, by size; see `at_size`."""
+    """Return the program at batch size 1, from the programs at three or more sizes (keys in samples); see `at_size`."""
     return at_size(1, programs)
 
 
 def at_size(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """The program at a batch size that JAX writes otherwise, from programs at three or more sizes, by size.
+    """Return the program at a batch size at which JAX writes another one, from programs at three or more sizes.
 
-    Raises `TraceError` with the user's line where sizes show different programs, where an integer is no affine function
-    of the size, or where JAX makes other shapes at one sample.
+    Args:
+        size: the batch size in samples.
+        programs: batch size in samples → the program at that size.
+
+    Raises:
+        TraceError: the programs differ in structure, an integer is no affine function of the batch size, or an op would
+            have other result shapes at this size. The message names the user's line.
     """
-    known = [programs[size] for size in sorted(programs)]
-    for program in known[:-1]:
-        check_same_structure(known[-1].graph, program.graph)
-    made = likely_at(size, programs)
+    ordered = [programs[size] for size in sorted(programs)]
+    for program in ordered[:-1]:
+        check_same_structure(ordered[-1].graph, program.graph)
+    made = extrapolate(size, programs)
     _check(made.graph, made.equations)
     verify(made.graph)
     return made
 
 
-def likely_at(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
-    """The program at a batch size if it is like those at two or more others, given by size, which have one structure.
+def extrapolate(size: int, programs: Mapping[int, GraphWithEquations]) -> GraphWithEquations:
+    """Return the program at a batch size under the assumption that it has the structure of those at other sizes.
 
-    Raises `TraceError` as `at_one_sample`.
+    The assumption is not verified, which makes this cheap; `at_size` verifies it.
+
+    Args:
+        size: the batch size in samples.
+        programs: batch size in samples → the program at that size; two or more, of equal structure.
+
+    Raises:
+        TraceError: an integer is no affine function of the batch size.
     """
     sizes = tuple(sorted(programs))
-    known = [programs[size] for size in sizes]
-    graph, equations = _Line(sizes, size).program([p.graph for p in known], [p.equations for p in known])
-    return GraphWithEquations(graph=graph, equations=equations, constants=known[-1].constants)
+    ordered = [programs[size] for size in sizes]
+    graph, equations = _Line(sizes, size).program([p.graph for p in ordered], [p.equations for p in ordered])
+    return GraphWithEquations(graph=graph, equations=equations, constants=ordered[-1].constants)
 
 
 class _Unlike(Exception):
-    """Something that is neither the same at every size nor an affine function of it; says what."""
+    """A property is neither equal at all sizes nor affine in the size; the message says which."""
 
 
 class _Line:
-    """Integers as functions of the batch size, through what they are at `sizes`, for the size `at`."""
+    """Integers as affine functions of the batch size, given at `sizes` and evaluated at size `at` (in samples)."""
 
     def __init__(self, sizes: tuple[int, ...], at: int) -> None:
         self.sizes, self.at = sizes, at
-        # Trips of one loop share the parameters of their equations, as one object.
-        self.known: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        # Memo by object identity: the inlined trips of one loop share the parameters of their equations.
+        self.memo: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self.bodies: dict[tuple[Graph, ...], tuple[Graph, tuple[Equation, ...]]] = {}
 
     def number(self, seen: Sequence[int]) -> int:
-        """The integer at the size."""
+        """Return the integer at the size, from its values at the given sizes."""
         p, q = self.sizes[:2]
         rise, run = seen[1] - seen[0], q - p
         straight = all((n - seen[0]) * run == (b - p) * rise for b, n in zip(self.sizes, seen, strict=True))
-        # Half of the batch is a whole number at even sizes.
+        # A division with rest: half of the batch, for example, is an integer at even sizes only.
         more, rest = divmod((self.at - p) * rise, run)
         if rest or not straight:
             raise _Unlike(f"{_listed(seen)}, which is no affine function of the batch size")
         return int(seen[0] + more)
 
     def anything(self, seen: Sequence[Any], *, bodies_apart: bool = False) -> Any:
-        """A parameter at the size; with `bodies_apart` the programs in it are dealt with elsewhere."""
+        """Return a parameter at the size; with `bodies_apart`, jaxprs inside it are left to `body` and not compared."""
         first = seen[0]
         if all(_equal(first, x) for x in seen[1:]):
             return first
@@ -123,7 +133,7 @@ class _Line:
         raise _Unlike(f"{_listed(seen)}, which is known at these sizes alone")
 
     def value(self, seen: Sequence[Value]) -> Value:
-        """A value at the size."""
+        """Return a value at the size."""
         first = seen[0]
         if all(v.shape == first.shape and v.dtype == first.dtype for v in seen):
             return first
@@ -135,21 +145,21 @@ class _Line:
         return dataclasses.replace(first, shape=shape)
 
     def params(self, op: Op, seen: Sequence[Equation]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The parameters of an op and its equations at the size, and the same as plain data."""
+        """Return the parameters of an op's equation at the size, and the same as plain data for the op."""
         key = tuple(id(e.params) for e in seen)
-        if key not in self.known:
+        if key not in self.memo:
             made = {
                 name: self.anything([e.params[name] for e in seen], bodies_apart=bool(seen[0].bodies))
                 for name in seen[0].params
             }
             same = all(value is seen[0].params[name] for name, value in made.items())
-            self.known[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
-        return self.known[key]
+            self.memo[key] = (seen[0].params, op.params) if same else (made, plain_params(made))
+        return self.memo[key]
 
     def program(
         self, graphs: Sequence[Graph], equations: Sequence[Sequence[Equation]]
     ) -> tuple[Graph, tuple[Equation, ...]]:
-        """A graph or body at the size, with its equations."""
+        """Return a graph or body at the size, with its equations."""
         first = graphs[0]
         ops: list[Op] = []
         made: list[Equation] = []
@@ -184,7 +194,7 @@ class _Line:
     def body(
         self, graphs: tuple[Graph, ...], equations: Sequence[Sequence[Equation]]
     ) -> tuple[Graph, tuple[Equation, ...]]:
-        """A body at the size; one object for loops that share theirs at every size."""
+        """Return a body at the size; loops that share their body at every size share the result."""
         if graphs not in self.bodies:
             self.bodies[graphs] = self.program(graphs, equations)
         return self.bodies[graphs]
@@ -218,16 +228,16 @@ def _is_program(value: Any) -> bool:
 
 
 def _check(graph: Graph, equations: Sequence[Equation]) -> None:
-    """JAX's own word on the shapes that the ops make at one sample."""
+    """Raise `TraceError` where abstract evaluation of an op gives other result shapes than the extrapolated graph."""
     seen: set[object] = set()
     for inner, op, equation in _flat(graph, equations):
         kinds = [tuple((v.shape, v.dtype) for v in values) for values in (inner.operands(op), inner.results(op))]
         key = (equation.primitive, id(equation.params), *kinds)
-        # Effects are refused in micro-batches; float0 has no array.
+        # Ops with effects are refused in micro-batches elsewhere; float0 values cannot be bound to a primitive.
         if key in seen or op.bodies or op.effectful or any(dtype == "float0" for kind in kinds for _, dtype in kind):
             continue
         seen.add(key)
-        # Parameters that are all plain data are equal where these are.
+        # If all parameters have a plain form, equal plain forms mean equal parameters, whatever object holds them.
         told = (equation.primitive, repr(op.params), *kinds)
         if told in seen:
             continue
@@ -244,6 +254,7 @@ def _check(graph: Graph, equations: Sequence[Equation]) -> None:
 
 
 def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ...]] | None:
+    """Return the result shapes of an equation by abstract evaluation; None if JAX rejects the operands."""
     structs = [_jax.struct(v.shape, v.dtype) for v in operands]
     try:
         made = jax.eval_shape(lambda *xs: _jax.bind(equation.primitive, dict(equation.params), xs), *structs)
@@ -253,7 +264,7 @@ def _shapes(equation: Equation, operands: Sequence[Value]) -> list[tuple[int, ..
 
 
 def _flat(graph: Graph, equations: Sequence[Equation]) -> list[tuple[Graph, Op, Equation]]:
-    """Every op with the graph that holds it and its equation, those of bodies included."""
+    """Return every op, those of bodies included, with the graph that holds it and its equation."""
     found: list[tuple[Graph, Op, Equation]] = []
     for op, equation in zip(graph.ops, equations, strict=True):
         found.append((graph, op, equation))
@@ -262,18 +273,25 @@ def _flat(graph: Graph, equations: Sequence[Equation]) -> list[tuple[Graph, Op, 
     return found
 
 
-#: Batch sizes that show the program of any size, and one that checks it where the full batch is among them.
+#: Batch sizes (in samples) from which programs are extrapolated, and one to check them if the full batch is no larger.
 _SHOWING, _CHECKING = (2, 3), 5
 
 
 def program_of(traced: Traced, jaxpr: Any, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
-    """The program of a jaxpr of the step; loops over samples are never cut."""
-    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, kept=over_samples))
+    """Return the program of a jaxpr of the step, in which scans over layers are split; scans over samples never are.
+
+    Args:
+        traced: the traced step.
+        jaxpr: its closed jaxpr at some batch size.
+        loop_parts: number of loops per scan over layers; 0 leaves them whole.
+        over_samples: indices of the scans over samples.
+    """
+    return sink_free_values(from_jaxpr(jaxpr, traced.names, num_parts=loop_parts, whole=over_samples))
 
 
 @memoized
 def full_program(traced: Traced, loop_parts: int, over_samples: frozenset[int]) -> GraphWithEquations:
-    """The program at the full batch: the same for all numbers of micro-batches."""
+    """Return the program at the full batch, which is the same for all numbers of micro-batches."""
     return program_of(traced, traced.jaxpr, loop_parts, over_samples)
 
 
@@ -281,16 +299,17 @@ def full_program(traced: Traced, loop_parts: int, over_samples: frozenset[int]) 
 def full_in_parts(
     traced: Traced, loop_parts: int, over_samples: frozenset[int], of_samples: frozenset[int] = frozenset()
 ) -> PartedProgram:
-    """The same with its stacked arrays in parts; see `in_parts`."""
+    """Return the program at the full batch with its stacked arrays split; see `in_parts`."""
     return in_parts(traced, full_program(traced, loop_parts, over_samples), loop_parts, of_samples)
 
 
 def with_other_in_parts(
     traced: Traced, other: GraphWithEquations, loop_parts: int, over_samples: frozenset[int]
 ) -> tuple[PartedProgram, PartedProgram]:
-    """The program at the full batch and that at another size, with their stacked arrays in the same parts.
+    """Return the programs at the full batch and at another size, with their stacked arrays split in the same places.
 
-    Raises `TraceError` where they are not one program at two sizes.
+    Raises:
+        TraceError: the two programs differ in more than shapes.
     """
     of_samples = _rows_of_samples(full_program(traced, loop_parts, over_samples), other)
     parted = full_in_parts(traced, loop_parts, over_samples, of_samples if loop_parts else frozenset())
@@ -298,33 +317,47 @@ def with_other_in_parts(
 
 
 def _rows_of_samples(one: GraphWithEquations, two: GraphWithEquations) -> frozenset[int]:
-    """The values whose leading dim differs between two programs. Raises `TraceError` where more than shapes does."""
+    """Return the values whose leading dim differs between two programs, so that their rows are samples.
+
+    Raises:
+        TraceError: the programs differ in more than shapes.
+    """
     check_same_structure(one.graph, two.graph)
     pairs = zip(one.graph.values, two.graph.values, strict=True)
     return frozenset(v.id for v, w in pairs if v.shape[:1] != w.shape[:1])
 
 
 @memoized
-def seen_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
-    """The programs that were traced, by batch size, for `likely_in_parts`: who traces one adds it."""
+def traced_in_parts(traced: Traced, loop_parts: int) -> dict[int, PartedProgram]:
+    """Return the mutable table of traced programs (batch size in samples → program), for `extrapolated_in_parts`.
+
+    The caller that traces a program adds it; the table itself is created once per traced step and number of parts.
+    """
     del traced, loop_parts
     return {}
 
 
-def likely_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
-    """The program at a batch size as those at others show it; None where they do not show it."""
-    known = seen_in_parts(traced, loop_parts)
-    if len(known) < 2 or size in known:
-        return known.get(size)
+def extrapolated_in_parts(traced: Traced, loop_parts: int, size: int) -> PartedProgram | None:
+    """Return the program at a batch size, traced or extrapolated from two traced ones; None if neither is possible."""
+    seen = traced_in_parts(traced, loop_parts)
+    if len(seen) < 2 or size in seen:
+        return seen.get(size)
     try:
-        program = likely_at(size, {of: parted.program for of, parted in known.items()})
+        program = extrapolate(size, {of: parted.program for of, parted in seen.items()})
     except TraceError:
         return None
-    return replace(next(iter(known.values())), program=program)
+    return replace(next(iter(seen.values())), program=program)
 
 
 def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_samples: frozenset[int]) -> PartedProgram:
-    """A program with its stacked arrays in parts, if loops were cut; `of_samples`: values whose rows are samples."""
+    """Return a program with its stacked arrays split into parts, if scans over layers are split.
+
+    Args:
+        traced: the traced step.
+        program: its program at some batch size.
+        loop_parts: number of loops per scan over layers; 0 leaves stacked arrays whole.
+        of_samples: values whose rows are samples, which are never split.
+    """
     if loop_parts > 0:
         batched = {v for v, dim in zip(program.graph.inputs, traced.batch_leaves, strict=False) if dim is not None}
         return part_stacks(program, of_samples | batched, loop_parts)
@@ -336,7 +369,7 @@ def in_parts(traced: Traced, program: GraphWithEquations, loop_parts: int, of_sa
 
 
 def traces_alike(traced: Traced, size: int) -> bool:
-    """Whether JAX writes the same equations at the full batch and at another size, on arrays of as many dims."""
+    """Return whether JAX writes the same equations, on arrays of the same ranks, at the full batch and at `size`."""
     try:
         return _alike(traced.jaxpr, traced.at_batch_size(size))
     except TraceError:
@@ -344,6 +377,7 @@ def traces_alike(traced: Traced, size: int) -> bool:
 
 
 def _alike(jaxpr: Any, other: Any) -> bool:
+    """Return whether two jaxprs have the same primitives on arrays of the same ranks, bodies included."""
     a, b = _jax.open_jaxpr(jaxpr), _jax.open_jaxpr(other)
     return len(a.eqns) == len(b.eqns) and all(
         x.primitive is y.primitive
@@ -354,12 +388,12 @@ def _alike(jaxpr: Any, other: Any) -> bool:
 
 
 def over_samples(traced: Traced, loop_parts: int, sizes: tuple[int, int] = _SHOWING) -> frozenset[int]:
-    """The loops that are not to be cut because they go over samples, as two batch sizes show them."""
+    """Return the indices of the scans over samples, which are not to be split, as two batch sizes show them."""
     return loops_over_samples(*map(traced.at_batch_size, sizes)) if loop_parts else frozenset()
 
 
 def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquations]:
-    """The programs of the step by batch size: at one sample, and at the larger sizes that it follows from."""
+    """Return programs of the step by batch size (in samples): the one at size 1, and those from which it follows."""
     full, loops = traced.require_batch(), over_samples(traced, loop_parts)
     programs = {
         size: program_of(traced, traced.at_batch_size(size), loop_parts, loops)
@@ -371,9 +405,9 @@ def extrapolated(traced: Traced, loop_parts: int) -> dict[int, GraphWithEquation
 
 
 def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgram, PartedProgram]:
-    """The programs at the full batch and at a smaller size, where JAX writes another program at that size.
+    """Return the programs at the full batch and at a smaller size at which JAX writes another program.
 
-    The full batch and twice and three times as many samples show the program of the full batch at any size.
+    The program at the smaller size is extrapolated from those at once, twice and three times the full batch.
     """
     batch = traced.require_batch()
     loops = over_samples(traced, loop_parts, (batch, 2 * batch))
@@ -384,7 +418,11 @@ def from_larger(traced: Traced, loop_parts: int, size: int) -> tuple[PartedProgr
 
 
 def batch_of_one(traced: Traced, own: PartedProgram, loop_parts: int) -> dict[Graph, dict[int, int | None]]:
-    """Per graph and body of a step traced at one sample, the batch dims of the values that larger batches have too."""
+    """Return the batch dims of a step traced at one sample, for each graph and body: value id → dim or None.
+
+    At one sample no shape shows the batch. The values are therefore matched with those of the program that larger
+    batches show at size 1; values without a match are missing from the result.
+    """
     programs = extrapolated(traced, loop_parts)
     pair = programs[1], programs[_SHOWING[0]]
     of_samples = _rows_of_samples(*pair)

@@ -1,6 +1,7 @@
-"""Tracing a plain train step: arguments to avals, the step to a jaxpr, at the full batch and at other batch sizes.
+"""Trace a train step: arguments become avals, and the step a jaxpr at the full batch and at other batch sizes.
 
-No array is touched: `jax.ShapeDtypeStruct`s do. Which arguments hold the batch is for `batch` to say.
+No array is read: `jax.ShapeDtypeStruct`s serve as arguments as well. The module `batch` determines which arguments hold
+the batch.
 """
 
 from __future__ import annotations
@@ -35,10 +36,24 @@ from cost_models.text import printable
 class Traced:
     """A function traced for one set of argument shapes.
 
-    `leaves` are the avals of the flattened dynamic arguments (bool stands for float0), `names` their paths, `arguments`
-    the names of the positional ones, with which paths begin, `batch_leaves[i]` is the dim of leaf i that holds the
-    batch (None: none does), `batch_assumed` whether nobody named it, `donated[i]` whether the caller gives leaf i away,
-    `aliases` which output leaf takes the place of which input leaf in the next step.
+    Attributes:
+        fun: the user's function.
+        name: its name, for messages.
+        in_tree: pytree structure of the dynamic arguments.
+        out_tree: pytree structure of the outputs.
+        leaves: avals of the flattened dynamic arguments; bool stands for float0, which has no bytes.
+        out_leaves: avals of the flattened outputs.
+        names: paths of the argument leaves, each starting with the name of its argument.
+        arguments: names of the positional dynamic arguments.
+        out_names: paths of the output leaves.
+        batch_leaves: for each leaf the dim that holds the batch, or None.
+        batch_size: batch size in samples; None if it could not be determined.
+        batch_problem: why it could not be determined, as a sentence.
+        aliases: output leaf → the input leaf that it replaces in the next step.
+        batch_assumed: whether the batch was inferred and not named by the user.
+        donated: for each leaf whether the caller donates it.
+        static_argnums: positions of the static arguments, ascending.
+        jaxpr: closed jaxpr of the function on flat arguments at the full batch.
     """
 
     fun: Callable[..., Any]
@@ -63,7 +78,11 @@ class Traced:
     _cache: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def at_batch_size(self, size: int) -> Any:
-        """The jaxpr of the step at another batch size; `TraceError` where the function raises anything there."""
+        """Return the closed jaxpr of the step at another batch size (in samples), memoized.
+
+        Raises:
+            TraceError: the function raises an exception at that size.
+        """
         if size == self.batch_size:
             return self.jaxpr
         if size not in self._cache:
@@ -85,7 +104,11 @@ class Traced:
         return self._cache[size]
 
     def require_batch(self) -> int:
-        """The batch size, or the sentence that says why there is none."""
+        """Return the batch size in samples.
+
+        Raises:
+            BatchError: the batch could not be determined; the message says why.
+        """
         if self.batch_size is None:
             raise BatchError(self.batch_problem)
         return self.batch_size
@@ -101,9 +124,19 @@ def trace(
     donate_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,
 ) -> Traced:
-    """Trace `fun(*args, **kwargs)`; arrays and `ShapeDtypeStruct`s are equally good.
+    """Trace `fun(*args, **kwargs)`; arguments may be arrays or `ShapeDtypeStruct`s.
 
-    Raises `TraceError` when an argument is no array, `BatchError` when `batch_argnums` names something unusable.
+    Args:
+        fun: the function to trace.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        static_argnums: positions of arguments that are constants of the trace.
+        donate_argnums: positions of arguments whose buffers the caller gives up.
+        batch_argnums: the arguments that hold the batch; None infers them (see `alpa_lite.trace.batch`).
+
+    Raises:
+        TraceError: the function does not accept the call, or an argument or output is no array.
+        BatchError: `batch_argnums` names an argument or dim that does not exist.
     """
     _check_call(fun, args, kwargs or {})
     static = {argument_number(i, len(args)) for i in _as_tuple(static_argnums)}
@@ -113,7 +146,7 @@ def trace(
     names = unique(leaf_name(fun, path) for path, _ in paths)
     leaves = tuple(aval_of(leaf, name) for (_, leaf), name in zip(paths, names, strict=True))
     empty = [_has_no_bytes(leaf) for _, leaf in paths]
-    box: dict[str, Any] = {}
+    box: dict[str, Any] = {}  # structure of the outputs, known only while `flat` is traced
 
     def flat(*held: Any) -> list[Any]:
         given = [np.zeros(x.shape, jax.dtypes.float0) if e else x for x, e in zip(held, empty, strict=True)]
@@ -171,6 +204,7 @@ def plain_jaxpr(flat: Callable[..., Any], avals: Sequence[Any], mesh: Any) -> An
 
 
 def _with_batch(traced: Traced, batch: Batch) -> Traced:
+    """Return the trace with a batch; programs at other sizes are forgotten, since they depend on the batch."""
     return replace(
         traced,
         batch_leaves=batch.dims,
@@ -182,7 +216,7 @@ def _with_batch(traced: Traced, batch: Batch) -> Traced:
 
 
 def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state: bool) -> Traced:
-    """With the batch that nobody named. `has_state`: whether a tree of arrays comes back among the outputs."""
+    """Return the trace with an inferred batch; `has_state`: whether a tree of arrays is returned among the outputs."""
     excluded = by_exclusion(arguments)
     first = None if excluded is None else _with_batch(traced, excluded)
     takes_gradient = any("transpose(" in _jax.name_stack(eqn) for eqn in _jax.open_jaxpr(traced.jaxpr).eqns)
@@ -202,10 +236,10 @@ def _with_assumed_batch(traced: Traced, arguments: ArgumentLeaves, *, has_state:
 
 
 def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises `TraceError` for arguments that the function does not take."""
+    """Raise `TraceError` for arguments that the function does not accept."""
     try:
         signature = inspect.signature(fun)
-    except (TypeError, ValueError):  # some callables have none
+    except (TypeError, ValueError):  # builtins and some extension callables have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -217,10 +251,10 @@ def _check_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _check_outputs(fun: Callable[..., Any], names: Sequence[str], outputs: Sequence[Any]) -> None:
-    """Raises `TraceError` for an output that is no array."""
+    """Raise `TraceError` for an output that is no array."""
     for name, leaf in zip(names, outputs, strict=True):
-        known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
-        if not known and not isinstance(leaf, (bool, int, float, complex)):
+        is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+        if not is_array and not isinstance(leaf, (bool, int, float, complex)):
             where = f" at {name}" if name else ""
             raise TraceError(
                 f"{_name_of(fun)} returns a {type(leaf).__name__}{where}, which is no array. Return arrays, numbers "
@@ -233,6 +267,7 @@ def _name_of(fun: Callable[..., Any]) -> str:
 
 
 def _works_at_other_sizes(traced: Traced) -> bool:
+    """Return whether the step can be traced at twice the batch size."""
     try:
         traced.at_batch_size(2 * traced.require_batch())
     except TraceError:
@@ -245,19 +280,22 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _owner(path: tuple[Any, ...]) -> int | str:
-    """Positional number or keyword of the argument that a leaf belongs to."""
+    """Return the position or keyword of the argument that a leaf belongs to."""
     return path[1].key
 
 
 def leaf_name(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
-    """`state/params/w`-like name of a leaf, starting with the argument's own name where Python tells it."""
+    """Return the name of a leaf, such as `state/params/w`, starting with the argument's name if Python records it."""
     owner = argument_name(fun, _owner(path))
     tail = _path(path[2:])
     return f"{owner}/{tail}" if tail else owner
 
 
 def unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Names, of which equal ones are numbered from the second on: `{"a/b": x, "a": {"b": y}}` has two `a/b`."""
+    """Return the names with repeated ones numbered from the second on.
+
+    For example `{"a/b": x, "a": {"b": y}}` has two leaves `a/b`, which become `a/b` and `a/b#2`.
+    """
     found: dict[str, None] = {}
     for name in names:
         number, numbered = 1, name
@@ -273,16 +311,20 @@ def _path(path: tuple[Any, ...]) -> str:
 
 
 def argument_name(fun: Callable[..., Any], owner: int | str) -> str:
-    """The name of an argument, given by its number or keyword, where Python tells it."""
+    """Return the name of an argument given by position or keyword; `argument N` if Python does not record it."""
     if isinstance(owner, str):
         return owner
     code = getattr(getattr(fun, "__wrapped__", fun), "__code__", None)
-    known = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return known[owner] if owner < len(known) else f"argument {owner}"
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return names[owner] if owner < len(names) else f"argument {owner}"
 
 
 def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of an argument as `jax.jit` sees it. Raises `TraceError` for what is no array."""
+    """Return the shape, dtype and weak type of an argument as `jax.jit` sees them.
+
+    Raises:
+        TraceError: the argument is no array, or an integer out of range.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return _struct(leaf) if _has_no_bytes(leaf) else leaf
     try:
@@ -301,7 +343,7 @@ def aval_of(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    # Executables take and give arrays of booleans for those of float0, which have no bytes; JAX does the same.
+    # Executables take and return boolean arrays in place of float0, which has no bytes; JAX itself does the same.
     dtype = np.dtype(bool) if _has_no_bytes(aval) else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -311,12 +353,12 @@ def _float0(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _has_no_bytes(leaf: Any) -> bool:
-    """Whether it is of float0, the dtype of gradients with respect to integers."""
+    """Return whether an array is of float0, the dtype of gradients with respect to integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def _subtrees(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
-    """(signature, number of the first leaf) of a tree of avals and of its subtrees down to `depth`, largest first."""
+    """Return (signature, number of the first leaf) of a tree of avals and its subtrees down to `depth`, outer first."""
     found = [(_signature(tree), start)]
     if depth and not jax.tree_util.all_leaves([tree]):
         one_level = jax.tree_util.default_registry.flatten_one_level(tree)
@@ -332,10 +374,11 @@ def _signature(tree: Any) -> Any:
 
 
 def match_state(arguments: Mapping[int | str, Any], outputs: Any) -> dict[int, int]:
-    """Which output leaf replaces which input leaf in the next step: state in, state out.
+    """Return output leaf → the input leaf that it replaces in the next step.
 
-    An argument is state when its whole tree (structure, shapes, dtypes) comes back somewhere among the outputs. A lone
-    array counts only as the first output: elsewhere an equal shape may be chance (predictions as wide as inputs).
+    An argument is state when its whole tree (structure, shapes, dtypes) is returned somewhere among the outputs. A
+    single array counts only as the first output: elsewhere an equal shape may be coincidence (predictions as wide as
+    inputs).
     """
     candidates = _subtrees(outputs, depth=3)
     pairs: dict[int, int] = {}

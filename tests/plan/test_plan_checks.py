@@ -188,7 +188,7 @@ CONTRADICTIONS: dict[str, Any] = {
     "its stages have": lambda p: replace(p, num_layers=p.num_layers + 1),
     "layer 99 of": lambda p: replace(p, op_layers=(99, *p.op_layers[1:])),
     "layer -1 of": lambda p: replace(p, input_layers=(-1, *p.input_layers[1:])),
-    "what they compute again": lambda p: replace(p, remat=(Remat.NONE,) * 99),
+    "rematerialisation policies": lambda p: replace(p, remat=(Remat.NONE,) * 99),
     r"devices 6\.\.9, of 8": lambda p: _stage(p, submesh=Submesh(first_device=6, num_hosts=1, devices_per_host=4)),
     "in a mesh of 3": lambda p: _stage(p, mesh_shape=LogicalMesh(axis_names=("data",), shape=(3,))),
     r"the axes \['expert'\] are named": lambda p: _stage(p, inputs={0: Spec((("expert",),))}),

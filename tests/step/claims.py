@@ -24,7 +24,7 @@ from alpa_lite.step.additivity import Proof, prove
 from alpa_lite.step.relations import Own, Relation, RelationKind
 from alpa_lite.step.split import at_two_sizes, by_micro_batch, merge
 from alpa_lite.trace.local_control_flow import run_control_flow
-from alpa_lite.trace.passes.hoist_data_sums import all_values, computed_ahead, inputs_of_data
+from alpa_lite.trace.passes.hoist_data_sums import all_values, hoist_values, inputs_of_data
 from alpa_lite.trace.passes.split_stacked import PartedProgram
 from alpa_lite.trace.trace import Traced
 
@@ -47,9 +47,9 @@ def check_claims(traced: Traced, arguments: Sequence[Any], count: int, *, runs: 
     cut = {leaf: runs for leaf, dim in enumerate(traced.batch_leaves) if dim is not None and runs > 1}
     data = inputs_of_data(full.program.graph, full.input_parts, traced.batch_leaves)
     proof = prove(full.program, other.program, count, of_data=data, runs=cut)
-    while proof.ahead:
-        rest = computed_ahead(full, other, proof.ahead, traced.batch_leaves)
-        inputs += rest.ahead(inputs)
+    while proof.hoisted:
+        rest = hoist_values(full, other, proof.hoisted, traced.batch_leaves)
+        inputs += rest.precomputed(inputs)
         full, other = rest.full, rest.other
         proof = prove(full.program, other.program, count, runs=cut)
     if proof.refusals:

@@ -47,9 +47,9 @@ def _split(fun: Any, args: Any, num_microbatches: int = 4, **options: Any) -> Tr
 def test_steps_at_numbers_that_are_not_traced_are_those_that_would_be(name: str) -> None:
     """A batch of 16 is seen whole and in fourths: halves and eighths follow."""
     program = PROGRAMS[name]
-    likely, exact = (trace(program.step, program.args, batch_argnums=program.batch_argnums) for _ in range(2))
+    extrapolated, exact = (trace(program.step, program.args, batch_argnums=program.batch_argnums) for _ in range(2))
     for number in (4, 2, 8, 1):
-        got, want = (split_step(t, number, likely=t is likely).step for t in (likely, exact))
+        got, want = (split_step(t, number, exact=t is exact).step for t in (extrapolated, exact))
         assert fingerprint(got) == fingerprint(want), number
         assert (got.batch_dims, got.phases, got.full_shapes) == (want.batch_dims, want.phases, want.full_shapes)
         assert (got.aliases, got.combined, got.runs) == (want.aliases, want.combined, want.runs)

@@ -202,7 +202,7 @@ def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
 
 def with_own_constants(step: TracedStep, executor: Executor, first: int) -> TracedStep:
     """The step with copies of the arrays that it has captured, its inputs from number `first` on."""
-    if step.ahead is None:
+    if step.precomputed is None:
         return replace(step, constants=tuple(executor.own_constants(first, step.constants)))
     # Where they are read ahead, one program reads several, which must not lie on the devices of several stages.
     own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)

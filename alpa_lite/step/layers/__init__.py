@@ -1,8 +1,8 @@
-"""Layers: the unit that the stage search moves about. Forward ops are clustered, everything else follows the data.
+"""Layers: the unit of the stage search. Forward ops are clustered, and all other ops follow the data.
 
-number      how many layers, on which parts of the loops over layers                    (`natural_cut`)
-forward     contiguous clusters that cut where little data flows, balanced by FLOPs     (`make_layers`)
-following   the backward pass, gradients, the update, inputs                            (`followed`)
+number      number of layers, and of parts of each loop over layers                     (`natural_cut`)
+forward     contiguous clusters of forward ops, cut where little data flows, balanced by FLOPs   (`make_layers`)
+following   the backward pass, gradients, the update and inputs                         (`followed`)
 """
 
 from alpa_lite.step.layers.following import Layers as Layers

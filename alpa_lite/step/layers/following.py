@@ -1,10 +1,11 @@
-"""What follows the layers of the forward ops.
+"""Assign a layer to every op and input, from the layers of the forward ops.
 
-backward     where its cotangent meets the forward values that it reads                 (_backward_layers)
-             recomputed ops: where they were computed first                             (recomputation)
-gradients    with their parameters, unless large forward values would have to move      (_gradient_layers)
-update       with the parameter; optimizer state is what it is combined with elementwise (_update_layers)
-invariant    no layer: these ops are repeated wherever they are read
+backward     the layer where the cotangent meets the forward values that the op reads   (`_backward_layers`)
+             recomputed ops: the layer of the original                                  (`recomputation.originals`)
+gradients    the layer of the parameter, unless large forward values would have to move (`_gradient_layers`)
+update       the layer of the parameter; optimizer state goes with the parameter with which it is combined
+             elementwise                                                                (`_update_layers`)
+invariant    no layer: these ops are repeated wherever their results are read
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from alpa_lite.step.recomputation import originals
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Layer of each op (None for invariant ops) and home layer of each graph input."""
+    """The layers of a step.
+
+    Attributes:
+        num_layers: number of layers.
+        of_op: layer of each op; None for invariant ops.
+        of_input: home layer of each graph input.
+    """
 
     num_layers: int
     of_op: tuple[int | None, ...]
     of_input: tuple[int, ...]
 
     def ops_of(self, layer: int | None) -> tuple[int, ...]:
-        """The ops of a layer, or those of none, in order."""
+        """Return the ops of a layer (None: those without one), in program order."""
         return self._ops.get(layer, ())
 
     @cached_property
@@ -38,7 +45,7 @@ class Layers:
 
 
 def followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
-    """The layers when those of the forward ops are given."""
+    """Return the layers of all ops and inputs; `of_op` holds those of the forward ops and is completed in place."""
     _backward_layers(step, of_op, count)
     homes = _homes_by_parameter(step, of_op)
     _gradient_layers(step, of_op, homes)
@@ -47,21 +54,25 @@ def followed(step: StepGraph, of_op: list[int | None], count: int) -> Layers:
 
 
 def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> None:
-    """The last layer that holds all that an op reads: a forward value reaches from its own to its last reader's."""
+    """Assign to each backward op the last layer that holds all values that it reads.
+
+    A forward value is held from its own layer to the layer of its last reader.
+    """
     graph, backward = step.graph, [op for op in step.graph.ops if step.phases[op.id] is Phase.BACKWARD]
     reach, twins = _forward_reach(step, of_op), originals(step)
     for op in backward:
         known = [layer for v in op.operands if (layer := reach.get(v)) is not None]
         layer = min(known) if known else None
         if op.primitive == "optimization_barrier":
-            # It holds back what it is read for: it runs with its readers, below.
+            # A barrier delays the recomputation that reads it, so it is placed with its readers, below.
             reach.update({r: reach[v] for r, v in zip(op.results, op.operands, strict=True) if v in reach})
             continue
         twin = graph.producer[twins[op.results[0]][0]] if op.results and op.results[0] in twins else None
         if twin is not None and of_op[twin] is not None:
             layer = of_op[twin]
         for v in op.operands:
-            # What descends with the cotangents cannot be read above; what is only computed again can (recomputation).
+            # Cotangents descend, so a layer above the producer cannot read them; a recomputed value it can, as its
+            # forward original (`recomputation.read_originals_across`).
             producer = graph.producer[v]
             made = of_op[producer] if producer is not None and step.phases[producer] is Phase.BACKWARD else None
             if layer is not None and made is not None and made < layer and v not in twins:
@@ -70,7 +81,8 @@ def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> No
         if layer is not None:
             for r in op.results:
                 reach[r] = max(reach.get(v, layer) for v in twins.get(r, (r,)))
-    # An op that reads only batch data and parameters runs where it is needed first: in the last of its readers' layers.
+    # An op that reads only batch data and parameters runs in the last of its readers' layers, whose backward pass is
+    # first.
     for op in reversed(backward):
         if of_op[op.id] is None:
             readers = [of_op[c] for r in op.results for c in graph.consumers[r] if step.phases[c] is Phase.BACKWARD]
@@ -79,7 +91,7 @@ def _backward_layers(step: StepGraph, of_op: list[int | None], count: int) -> No
 
 
 def _forward_reach(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
-    """The last layer of the forward pass that holds a value: that of its last reader, or of the op that computed it."""
+    """Return for each value the last layer that holds it in the forward pass: its last reader's, or its own."""
     graph, reach = step.graph, dict[int, int]()
     for value in graph.values:
         producer = graph.producer[value.id]
@@ -94,15 +106,16 @@ def _forward_reach(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, in
         if layers:
             reach[value.id] = max(layers)
         elif known:
-            # An invariant value that only the backward pass reads (a transposed weight) is made from these.
+            # An invariant value that only the backward pass reads (a transposed weight) is held where its operands are.
             reach[value.id] = min(known)
     return reach
 
 
 def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
-    """Home of each value that the update combines elementwise with a parameter: gradients, moments, new parameters.
+    """Return the home layer of each value that the update combines elementwise with a parameter.
 
-    Such values have as many elements as the parameter; scalars (learning rates, norms) are combined with everything.
+    These are gradients, moments and new parameters, which have as many elements as the parameter. Scalars (learning
+    rates, norms) are excluded: they are combined with every parameter. Groups are found by union-find.
     """
     graph, sizes = step.graph, [v.num_elements for v in step.graph.values]
     group = list(range(len(graph.values)))
@@ -127,7 +140,7 @@ def _homes_by_parameter(step: StepGraph, of_op: Sequence[int | None]) -> dict[in
 
 
 def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
-    """Move gradients down to their parameter, as far as what they are computed from is held there too."""
+    """Move gradients down to the layer of their parameter, as far as their operands are held there too."""
     graph, lowest = step.graph, _lowest_reads(step, of_op)
     alone = _leading_to_updates_alone(step)
     for op_id in alone:
@@ -143,7 +156,7 @@ def _gradient_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[in
 
 
 def _leading_to_updates_alone(step: StepGraph) -> dict[int, None]:
-    """Backward ops whose results were summed over the batch and are read by updates in the end, last first."""
+    """Return the backward ops that sum over the batch and whose results only updates read in the end, last op first."""
     graph, alone = step.graph, dict[int, None]()
     for op in reversed(graph.ops):
         readers = {c for r in op.results for c in graph.consumers[r]}
@@ -155,7 +168,7 @@ def _leading_to_updates_alone(step: StepGraph) -> dict[int, None]:
 
 
 def _lowest_reads(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int]:
-    """The lowest layer that holds a value anyway: where a forward value is computed, where a cotangent is read."""
+    """Return for each value the lowest layer that holds it: the producer's, or for a cotangent its lowest reader's."""
     graph, lowest = step.graph, dict[int, int]()
     for value in graph.values:
         producer = graph.producer[value.id]
@@ -170,7 +183,10 @@ def _lowest_reads(step: StepGraph, of_op: Sequence[int | None]) -> dict[int, int
 
 
 def _update_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int, int]) -> None:
-    """With the parameter of the largest result or operand; ops on scalars where the first of those is computed."""
+    """Assign to each update op the layer of its largest result or operand.
+
+    Ops on scalars without a layer of their own go to the first layer that reads their results.
+    """
     graph = step.graph
     updates = [op for op in graph.ops if step.phases[op.id] is Phase.UPDATE]
     for op in updates:
@@ -188,7 +204,11 @@ def _update_layers(step: StepGraph, of_op: list[int | None], homes: Mapping[int,
 
 
 def _input_layers(step: StepGraph, of_op: Sequence[int | None], homes: Mapping[int, int]) -> tuple[int, ...]:
-    """Home of each input: the first layer whose loop reads it, its parameter's, or the first whose update reads it."""
+    """Return the home of each input.
+
+    It is the first layer whose forward or backward pass reads the input, else its parameter's, else the first layer
+    whose update reads it.
+    """
     table: list[int] = []
     for v, home in zip(step.graph.inputs, _loop_homes(step, of_op), strict=True):
         readers = (of_op[c] for c in readers_of(step, v))
@@ -198,7 +218,7 @@ def _input_layers(step: StepGraph, of_op: Sequence[int | None], homes: Mapping[i
 
 
 def _loop_homes(step: StepGraph, of_op: Sequence[int | None]) -> Iterator[int | None]:
-    """For each input the first layer whose forward pass reads it, else whose backward pass does."""
+    """Yield for each input the first layer whose forward pass reads it, else whose backward pass does, else None."""
     for v in step.graph.inputs:
         readers = readers_of(step, v)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -211,7 +231,7 @@ def _loop_homes(step: StepGraph, of_op: Sequence[int | None]) -> Iterator[int | 
 
 
 def readers_of(step: StepGraph, value: int) -> set[int]:
-    """Ops that read a value, through invariant ops (which are repeated in their readers' layers)."""
+    """Return the ops that read a value, directly or through invariant ops, which are repeated with their readers."""
     graph, readers, queue = step.graph, set[int](), [value]
     while queue:
         for c in graph.consumers[queue.pop()]:

@@ -1,19 +1,19 @@
-"""Clusters of the ops of the forward pass: contiguous, cut where little data flows; equal in FLOPs, or otherwise.
+"""Cluster the forward ops into contiguous layers that are cut where little data flows and are equal in FLOPs.
 
 Communication-aware clustering of a sequence of ops into layers (Alpa, OSDI'22, section 5.2) on plain arrays.
 
 Ops 0..K-1 are cut into L runs. A value that leaves its layer is paid once in each layer that reads it.
 
     C(i,k)  = bytes of the values of ops before i that any of ops i..k reads                      `_inflow_bytes`
-    limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can keep it         `_flops_limit`
+    limit   = (1 + imbalance) * total FLOPs / L, relaxed in steps until L runs can satisfy it      `_flops_limit`
     G(k,r)  = min over i of  max(G(i-1,r-1), C(i,k)),  least <= FLOPs of i..k <= limit            `_least_bottleneck`
     among the cuts with max C = G(K-1,L): the least sum of C, then the least sum of FLOPs**2
     (their mean is fixed, so this is the least variance)                                          `_cut`
 
-The least FLOPs of a layer are a quarter of the average where some cut keeps that: a cut before the work begins is often
-free, and would make a layer of nothing. The tie-break is a second program, restricted to C(i,k) <= G(K-1,L): cutting
-prefixes of least maximum first would miss cuts with a smaller sum. For every k the admissible i are consecutive, since
-FLOPs only add up; both programs run over these pairs alone, some 1.5 * K**2 / L of them.
+A layer has at least a quarter of the average FLOPs where some cut allows that: a cut before the work begins is often
+free, and would leave a layer without work. The tie-break is a second dynamic program, restricted to C(i,k) <= G(K-1,L):
+cutting prefixes of least maximum first would miss cuts with a smaller sum. For every k the admissible i are
+consecutive, since FLOPs only add up; both programs visit only these pairs, about 1.5 * K**2 / L of them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from alpa_lite.step.layers.number import (
 )
 
 RELAXATION = 0.25
-"""By how much the allowed imbalance grows while no cut keeps it."""
+"""The step (as a fraction of the average) by which the allowed imbalance grows until some cut satisfies it."""
 
 LEAST_SHARE = 0.25
-"""The least FLOPs of a layer, in averages, if that is possible."""
+"""The minimum FLOPs of a layer as a fraction of the average, if that is feasible."""
 
 Flow = tuple[int, int, float]
-"""Producing op, reading op, bytes of the value."""
+"""A value between two ops: (producing op, reading op, bytes)."""
 
 _ROUNDING = 1 + 1e-9
 
@@ -54,17 +54,17 @@ _ROUNDING = 1 + 1e-9
 def cluster_contiguous(
     flops: NDArray[np.float64], flows: Sequence[Flow], num_layers: int, *, imbalance: float = 0.5
 ) -> tuple[int, ...]:
-    """The layer of each op: non-decreasing from 0 to num_layers - 1, no layer empty.
+    """Return the layer of each op: non-decreasing from 0 to num_layers - 1, no layer empty.
 
     Args:
-        flops: [K], of each op, in program order.
-        flows: (producer, reader, bytes) per value that an op reads from an earlier one. Flows of one producer with the
-            same bytes are the same value.
-        num_layers: how many layers to make.
-        imbalance: by which fraction the FLOPs of a layer may exceed the average, if that is possible.
+        flops: [K] FLOPs of each op, in program order.
+        flows: (producer, reader, bytes) for each value that an op reads from an earlier one. Flows of one producer with
+            equal bytes are the same value.
+        num_layers: number of layers L.
+        imbalance: fraction by which the FLOPs of a layer may exceed the average, if that is feasible.
 
     Raises:
-        PlanError: if there are fewer ops than layers, or the numbers make no sense.
+        PlanError: there are fewer ops than layers, or the numbers are invalid.
     """
     num_ops = len(flops)
     if not 1 <= num_layers <= num_ops:
@@ -91,10 +91,11 @@ def cluster_contiguous(
 
 
 def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
-    """C[i,k] for i <= k, by summing up its differences in both directions.
+    """Return C[i,k] for i <= k in bytes, as a two-dimensional prefix sum of its differences.
 
-    A value is paid by the runs that begin after its producer and end at or after the first reader that they hold. So
-    reader c, with the reader (or producer) b before it, adds the bytes to all C[i,k] with b < i <= c <= k.
+    A value is paid by the runs that begin after its producer and end at or after the first reader that they contain. So
+    reader c, with the reader (or producer) b before it, adds the bytes to all C[i,k] with b < i <= c <= k. Shape [K,
+    K]; the cost is O(K² + flows).
     """
     readers: dict[tuple[int, float], set[int]] = {}
     for producer, reader, size in flows:
@@ -112,12 +113,12 @@ def _inflow_bytes(num_ops: int, flows: Sequence[Flow]) -> NDArray[np.float64]:
 
 
 def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -> float:
-    """The most FLOPs of a layer: the first of (1 + imbalance + n * RELAXATION) averages that some cut keeps."""
+    """Return the maximum FLOPs of a layer: (1 + imbalance + n * RELAXATION) averages with the least feasible n."""
     while True:
         limit = (1 + imbalance) * float(ends[-1]) / num_layers * _ROUNDING
         op = 0
         for _ in range(num_layers):
-            # Filling layers up needs the fewest; more of them never hurt, as there are enough ops.
+            # Greedy filling needs the fewest layers; since there are at least L ops, any layer can be split further.
             op = int(np.searchsorted(ends, float(ends[op]) + limit, side="right")) - 1
         if op == len(ends) - 1:
             return limit
@@ -126,9 +127,14 @@ def _flops_limit(ends: NDArray[np.float64], num_layers: int, imbalance: float) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Runs:
-    """All runs of ops that keep the limit, grouped by their last op: one row of each array per run.
+    """All runs of ops within the limit, ordered by their last op: one element of each array per run.
 
-    `begin[k]` is the row of the first run that ends with op k; there is at least the one of op k alone.
+    Attributes:
+        first: [R] first op of each run.
+        last: [R] last op of each run.
+        begin: [K] index of the first run that ends with op k; there is at least the run of op k alone.
+        bytes: [R] bytes that each run reads from earlier ops.
+        flops: [R] FLOPs of each run.
     """
 
     first: NDArray[np.int64]
@@ -139,9 +145,10 @@ class _Runs:
 
     @staticmethod
     def of(inflow: NDArray[np.float64], ends: NDArray[np.float64], limit: float) -> _Runs:
+        """Return the runs within the limit, by [K, K] inflow bytes, [K + 1] cumulative FLOPs and the limit in FLOPs."""
         num_ops = len(ends) - 1
         lasts = np.arange(num_ops)
-        # The margin keeps every run that `_flops_limit` counted on, which rounds differently.
+        # `_flops_limit` sums in another order and rounds differently: the margin retains every run that it used.
         lowest = np.minimum(np.searchsorted(ends, ends[1:] - limit * _ROUNDING, side="left"), lasts)
         counts = lasts + 1 - lowest
         begin = np.cumsum(counts) - counts
@@ -150,12 +157,12 @@ class _Runs:
         return _Runs(first=first, last=last, begin=begin, bytes=inflow[first, last], flops=ends[last + 1] - ends[first])
 
     def of_at_least(self, flops: float) -> _Runs:
-        """The same with no other runs than those of so many FLOPs to be chosen."""
+        """Return the runs with those of fewer FLOPs excluded (infinite bytes)."""
         return replace(self, bytes=np.where(self.flops * _ROUNDING >= flops, self.bytes, np.inf))
 
 
 def _least_bottleneck(runs: _Runs, num_layers: int) -> float:
-    """G(K-1, L). Position k+1 of `best` stands for the ops up to k, position 0 for none."""
+    """Return G(K-1, L) in bytes. Element k+1 of `best` stands for the ops up to k, element 0 for no ops."""
     best = np.full(runs.begin.size + 1, np.inf)
     best[0] = 0.0
     for _ in range(num_layers):
@@ -165,7 +172,7 @@ def _least_bottleneck(runs: _Runs, num_layers: int) -> float:
 
 
 def _cut(runs: _Runs, num_layers: int, bottleneck: float) -> list[int]:
-    """The first op of each layer of the best cut whose layers read at most `bottleneck` bytes each."""
+    """Return the first op of each layer of the best cut whose layers read at most `bottleneck` bytes each."""
     price = np.where(runs.bytes <= bottleneck * _ROUNDING, runs.bytes, np.inf)
     square = (runs.flops / max(float(runs.flops.max()), 1.0)) ** 2
     sums = np.full(runs.begin.size + 1, np.inf)
@@ -189,7 +196,7 @@ def _cut(runs: _Runs, num_layers: int, bottleneck: float) -> list[int]:
 
 FloatArray = NDArray[np.float64]
 
-#: Contractions outside of loops per layer that `subdivided` aims at: those of one block of a transformer.
+#: Contractions outside of loops per layer for which `subdivided` aims: about one transformer block.
 CONTRACTIONS_PER_PART = 6
 
 
@@ -201,13 +208,18 @@ def make_layers(
     equal: LayerBalance = "flops",
     shares: Sequence[float] = (),
 ) -> Layers:
-    """Cluster the forward ops into `num_layers` layers and let all other ops follow.
+    """Cluster the forward ops into `num_layers` layers and assign all other ops to them.
 
-    No layer has more than `1 + imbalance` times the average of what is to be `equal`, if that is possible. With
-    `shares`, one for each layer, layers have it in proportion to them. Of "operators" each layer has as many as any
-    other, wherever that cuts: what clustering gains is measured against that.
+    Args:
+        step: the step.
+        num_layers: number of layers; None chooses it (`default_num_layers`).
+        imbalance: fraction by which a layer may exceed its share of what `equal` names, if that is feasible.
+        equal: the quantity that is balanced. With "operators" each layer has equally many forward ops, wherever that
+            cuts: the baseline against which clustering is measured.
+        shares: relative share of each layer; () for equal shares.
 
-    Raises `PlanError` when there are fewer forward ops than layers.
+    Raises:
+        PlanError: there are fewer forward ops than layers.
     """
     graph = step.graph
     forward = [op for op in graph.ops if step.phases[op.id] is Phase.FORWARD]
@@ -233,7 +245,7 @@ def make_layers(
 
 
 def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> Layers:
-    """Each layer cut into equally many of about a transformer's block each: layer i becomes i·n to (i + 1)·n - 1."""
+    """Cut each layer into n layers of about one transformer block: layer i becomes layers i·n to (i + 1)·n - 1."""
     graph = step.graph
     forward = [
         [op for op in graph.ops if step.phases[op.id] is Phase.FORWARD and layers.of_op[op.id] == layer]
@@ -253,7 +265,7 @@ def subdivided(step: StepGraph, layers: Layers, *, imbalance: float = 0.3) -> La
 
 
 def _weights(step: StepGraph, index: Mapping[int, int], equal: LayerBalance) -> FloatArray:
-    """What layers shall have equal shares of, by block."""
+    """Return the balanced quantity of each block, shape [blocks]."""
     flops = _flops_of_blocks(step.graph, index)
     if equal == "loops":  # all FLOPs together weigh a hundredth of a loop: they move no loop to another layer
         flops /= 100 * flops.sum()
@@ -264,7 +276,7 @@ def _weights(step: StepGraph, index: Mapping[int, int], equal: LayerBalance) -> 
 
 
 def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
-    """What flows from block to block of the ops in `index`."""
+    """Return the values that flow between blocks of the ops in `index` (op → block)."""
     free = free_values(graph)
     return [
         (here, index[consumer], float(graph.values[v].bytes))
@@ -277,6 +289,7 @@ def _flows(graph: Graph, index: Mapping[int, int]) -> list[Flow]:
 
 
 def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
+    """Return the FLOPs of each block, plus one per op so that no block weighs nothing."""
     flops = np.zeros(max(index.values()) + 1)
     for op, block in index.items():
         flops[block] += flops_of(graph, graph.ops[op]) + 1.0
@@ -284,16 +297,16 @@ def _flops_of_blocks(graph: Graph, index: Mapping[int, int]) -> FloatArray:
 
 
 def _in_shares(weights: FloatArray, shares: Sequence[float]) -> FloatArray:
-    """Weights stretched so that layers with the shares of the given ones have one each."""
+    """Return weights rescaled piecewise so that layers with the given shares of the original have equal sums."""
     ends = np.concatenate([[0.0], np.cumsum(weights)])
     borders = np.concatenate([[0.0], np.cumsum(shares)]) * (ends[-1] / sum(shares))
     return np.diff(np.interp(ends, borders, np.arange(borders.size)))
 
 
 def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int]:
-    """Runs of forward ops that stay together, by op: those that read one part of stacked arguments, else single ops.
+    """Return op → block: forward ops that read one part of stacked arguments form a block, all others are single.
 
-    Single ops throughout when these runs are fewer than the layers to make.
+    All ops are single when there are fewer such blocks than layers.
     """
     read = _rows_read(step)
     reading = [i for i, op in enumerate(forward) if op.id in read]
@@ -311,7 +324,7 @@ def _blocks(step: StepGraph, forward: Sequence[Op], count: int) -> dict[int, int
 
 
 def _rows_read(step: StepGraph) -> dict[int, set[tuple[int, int]]]:
-    """The rows of stacked arguments that ops read, by op."""
+    """Return op → the row ranges (first, last + 1) of stacked arguments that it reads."""
     read: dict[int, set[tuple[int, int]]] = {}
     for v, part in zip(step.graph.inputs, step.input_parts, strict=True):
         if part.rows is not None:

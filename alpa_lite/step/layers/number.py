@@ -1,4 +1,4 @@
-"""How many layers a step is cut into, and into how many parts its loops over layers."""
+"""Choose the number of layers of a step, and the number of parts of its loops over layers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from alpa_lite.program.wiring import MAX_TRIPS, parts_of, wiring_of
 from alpa_lite.rules.op_info import rule_of_op
 
 LayerBalance = Literal["flops", "loops", "operators"]
-"""What layers have equal shares of: FLOPs, the loops over layers as they are written, or ops of the forward pass."""
+"""The quantity balanced over layers: FLOPs, loops over layers as they are written, or number of forward ops."""
 
-#: Contractions per layer that clustering aims at when the number of layers is free, where there are enough for as many
-#: layers as a small model has, and the most layers it makes.
+#: Without a given number of layers: the contractions per layer, the number of layers below which a layer may have fewer
+#: contractions, and the maximum number of layers.
 CONTRACTIONS_PER_LAYER = 3
 FEW_LAYERS = 8
 MAX_LAYERS = 16
 
-#: By how much a stage may exceed its share of the trips of loops where their number does not divide these.
+#: Fraction by which a stage may exceed its share of loop trips if the number of stages does not divide them.
 MOST_UNEVEN = 0.15
 
 
 def op_flops(step: StepGraph) -> tuple[float, ...]:
-    """Floating-point operations of each op at micro-batch size, loops multiplied by their trip count."""
+    """Return the FLOPs of each op at micro-batch size, with loop bodies multiplied by their trip count."""
     return tuple(flops_of(step.graph, op) for op in step.graph.ops)
 
 
 def flops_of(graph: Graph, op: Op) -> float:
-    """Floating-point operations of an op."""
+    """Return the FLOPs of an op, with loop bodies multiplied by their trip count."""
     wiring = wiring_of(op)
     if wiring is not None:
         return wiring.trips * sum(flops_of(body, o) for body in op.bodies for o in body.ops)
@@ -38,17 +38,20 @@ def flops_of(graph: Graph, op: Op) -> float:
 
 
 def default_num_layers(step: StepGraph) -> int:
-    """Number of layers when the user gives none: by the number of forward contractions."""
+    """Return the number of layers for a step when the user gives none, from its number of forward contractions."""
     heavy = int(sum(contractions(step.graph, op) for op in step.graph.ops if step.phases[op.id] is Phase.FORWARD))
     return max(1, min(MAX_LAYERS, max(heavy // CONTRACTIONS_PER_LAYER, min(heavy, FEW_LAYERS))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Into how many parts at least loops over layers are cut, and how many layers are made.
+    """The number of layers, and the minimum number of parts of loops over layers.
 
-    equal        what layers have equal shares of
-    imbalance    by how much one may exceed its share for the sake of smaller cuts
+    Attributes:
+        loop_parts: minimum number of parts per loop; 0 leaves loops whole.
+        num_layers: number of layers.
+        equal: the quantity that is balanced over layers.
+        imbalance: fraction by which a layer may exceed its share for the sake of smaller cuts.
     """
 
     loop_parts: int
@@ -58,15 +61,17 @@ class Cut:
 
     @staticmethod
     def into(count: int) -> Cut:
-        """So many layers, each of which will be a stage, and loops in no more parts than these need."""
+        """Return a cut into `count` layers, each of which will be a stage, with no more loop parts than that needs."""
         return Cut(loop_parts=count if count > 1 else 0, num_layers=count, imbalance=0.1)
 
 
 def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
-    """Layers that fall on equal parts of the loops over layers, if these do most of the work; see `MAX_LAYERS`.
+    """Return layers that coincide with equal parts of the loops over layers, if these do most of the work.
 
-    `step` has its loops whole; `stages`: numbers of equal stages of which as many as can be should be possible, and the
-    least at any rate.
+    Args:
+        step: the step with its loops whole.
+        stages: candidate numbers of equal stages. As many of them as possible, and at least the smallest, divide the
+            number of layers.
     """
     flops = op_flops(step)
     loops = [op for op in forward_loops(step) if _trips(step, op) <= MAX_TRIPS]
@@ -87,7 +92,7 @@ def natural_cut(step: StepGraph, stages: Collection[int] = (1,)) -> Cut:
     able = [d for d in range(1, wanted + 1) if len(parts_of(longest, d)) == d]
     parts = max(able, key=lambda d: (possible(d), longest % d == 0, d))
     if 2 * parts <= wanted and longest <= 2 * wanted and possible(longest) >= possible(parts):
-        parts = longest  # a number with few divisors
+        parts = longest  # the trip count has few divisors: one layer per trip is better than a few large ones
     if not possible(parts):
         return Cut.into(min(stages))
     return Cut(loop_parts=parts, num_layers=layers(parts), equal="loops")
@@ -99,7 +104,7 @@ def _trips(step: StepGraph, op: int) -> int:
 
 
 def contractions(graph: Graph, op: Op) -> float:
-    """How many contractions an op runs."""
+    """Return the number of contractions that an op runs, with loop bodies multiplied by their trip count."""
     wiring = wiring_of(op)
     if wiring is not None:
         return wiring.trips * sum(contractions(body, o) for body in op.bodies for o in body.ops)
@@ -107,7 +112,7 @@ def contractions(graph: Graph, op: Op) -> float:
 
 
 def forward_loops(step: StepGraph) -> tuple[int, ...]:
-    """The ops of the forward pass that are loops over rows of arrays (scans)."""
+    """Return the ops of the forward pass that are loops over rows of arrays (scans)."""
 
     def is_loop(op: Op) -> bool:
         wiring = wiring_of(op)

@@ -1,13 +1,13 @@
-"""Rematerialisation: layers whose backward pass computes again what it needs of their forward pass.
+"""Rematerialisation: layers whose backward pass recomputes the values of their forward pass that it reads.
 
-    policy      what a layer keeps from its forward to its backward pass
-    copying     one graph written again, with copies of some ops
-    trips       loops: each trip of the backward pass repeats the trip of the forward pass whose residuals it reads
-    layers      ops outside of loops: copies of them, just before the backward ops that read them    (`rematerialise`)
+    policy                 what a layer stores from its forward to its backward pass
+    copying                a graph rewritten with copies of some ops
+    recomputed_trips       loops: each trip of the backward pass repeats the forward trip whose residuals it reads
+    recomputed_layers      ops outside of loops: copies just before the backward ops that read them   (`rematerialise`)
 
-What a layer receives (values of other layers, the batch, keys) goes to the copies through `optimization_barrier`s,
-as it does in regions under `jax.checkpoint`; parameters go there directly. Nothing else of a step changes, so that
-whoever reads it (the search, prices, memory, lowering) needs to know nothing of this.
+Values that a layer receives (from other layers, the batch, keys) reach the copies through `optimization_barrier`s, as
+under `jax.checkpoint`, which keeps XLA from merging copies with their originals; parameters reach them directly. The
+result is an ordinary step, so that the search, prices, memory and lowering need no special cases.
 """
 
 from alpa_lite.step.rematerialisation.policy import Remat as Remat

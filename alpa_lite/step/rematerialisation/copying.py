@@ -1,4 +1,4 @@
-"""One graph written again: its values keep their numbers, copies and barriers are added, ops are numbered anew."""
+"""Rewrite a graph with copies and barriers added: values retain their ids, ops are renumbered."""
 
 from __future__ import annotations
 
@@ -12,53 +12,59 @@ Row = TypeVar("Row")
 
 
 class Origin(NamedTuple):
-    """An op of the step as it was traced."""
+    """An op of the step as it was traced: its graph or body, and its id there."""
 
     graph: Graph
     op: int
 
 
 class Copier:
-    """Collects the values and ops of a graph that is written again."""
+    """Collect the values and ops of a rewritten graph."""
 
     def __init__(self, graph: Graph) -> None:
-        """All values of the graph are there from the start; one that no op makes any more is left unread."""
+        """Start with all values of the graph; values whose producer is not emitted remain without readers."""
         self.graph = graph
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origins: list[Origin | None] = []
-        # For each value the one that it stands for: itself, or in which graph and where.
+        # For each value its original: (graph, value id), which is the value itself unless it is a copy.
         self.like: list[tuple[Graph, int]] = [(graph, v.id) for v in graph.values]
 
     def new_value(self, graph: Graph, like: int) -> int:
-        """A value like one of a graph."""
+        """Append a copy of a value of `graph` and return its id."""
         self.values.append(replace(graph.values[like], id=len(self.values), name=""))
         self.like.append((graph, like))
         return len(self.values) - 1
 
     def emit(self, op: Op, operands: Iterable[int], results: Iterable[int], origin: Origin | None) -> None:
-        """Append an op like another."""
+        """Append a copy of an op with these operands and results; `origin` is the traced op that it is or repeats."""
         self.ops.append(op.numbered(len(self.ops), tuple(operands), tuple(results)))
         self.origins.append(origin)
 
     def barrier(self, value: int, source: str) -> int:
-        """The value behind an `optimization_barrier`."""
+        """Append an `optimization_barrier` for a value and return the id of its result."""
         held = self.new_value(*self.like[value])
         op = Op(id=0, primitive="optimization_barrier", operands=(), results=(), params={}, source=source)
         self.emit(op, (value,), (held,), None)
         return held
 
     def finished(self, inputs: Iterable[int], outputs: Iterable[int]) -> Graph:
-        """The graph as it was written."""
+        """Return the rewritten graph."""
         return Graph(values=tuple(self.values), ops=tuple(self.ops), inputs=tuple(inputs), outputs=tuple(outputs))
 
     def table(self, rows_of: Callable[[Graph], Sequence[Row]]) -> tuple[Row, ...]:
-        """A table about the values of the graph as it was written, from those of the graphs that they come from."""
+        """Return a table with one row per value of the rewritten graph, from the tables of the original graphs."""
         return tuple(rows_of(graph)[v] for graph, v in self.like)
 
 
 def closure(graph: Graph, roots: Iterable[int], is_made_again: Callable[[Value], bool]) -> dict[int, None]:
-    """The ops that compute the values among `roots` that are made again, from values that are not; in no order."""
+    """Return the ops that must run to recompute `roots` from values that are not recomputed, in no particular order.
+
+    Args:
+        graph: the graph.
+        roots: value ids.
+        is_made_again: whether a value is recomputed.
+    """
     found, queue = dict[int, None](), list(roots)
     while queue:
         v = queue.pop()

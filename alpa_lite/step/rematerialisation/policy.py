@@ -1,4 +1,7 @@
-"""What a layer keeps from its forward to its backward pass, beside what other layers read of it."""
+"""Policies that decide which forward values a layer stores for its backward pass.
+
+Values that other layers read are stored in any case.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from alpa_lite.rules.op_info import rule_of_op
 
 
 class Remat(StrEnum):
-    """What is computed again in the backward pass of a layer.
+    """What the backward pass of a layer recomputes.
 
     NONE        nothing: the step as it is written
-    SELECTIVE   all but the results of contractions with weights (not those of attention: few operations, many bytes)
-    FULL        everything: the layer keeps what it receives
+    SELECTIVE   all but results of contractions with weights (those of attention have few FLOPs and large results)
+    FULL        everything: the layer stores only its inputs
     """
 
     NONE = "none"
@@ -23,7 +26,7 @@ class Remat(StrEnum):
 
 
 def keeps_results(policy: Remat, graph: Graph, op: Op, batch_dims: Sequence[int | None]) -> bool:
-    """Whether a layer keeps what a forward op makes, although the op could be run again."""
+    """Return whether a layer stores the results of a forward op instead of recomputing them."""
     if op.effectful:
         return True
     if policy is not Remat.SELECTIVE:

@@ -1,8 +1,8 @@
-"""Layers that compute forward values again: copies of forward ops as ops of the backward pass.
+"""Recompute forward values of a layer outside of loops: copies of forward ops become ops of the backward pass.
 
-read again    forward values of a layer that its own backward ops read, from the last layer to the first
-kept          what is there anyway: outputs, what backward ops of other layers read, what layers above it receive
-copied        the forward ops of the layer between what is kept and what is read again     (`_Writer._closure`)
+read      forward values of a layer that its own backward ops read, from the last layer to the first
+stored    outputs, values that backward ops of other layers read, and values that higher layers receive
+copied    the forward ops of the layer between stored values and values that are read    (`_StepWriter._closure`)
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from alpa_lite.step.rematerialisation.recomputed_trips import repeat_trips
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rematerialised:
-    """A step some of whose layers compute values again.
+    """A step in which some layers recompute values.
 
-    of_op     the layer of each op (None: repeated where it is read)
-    origins   for the graph and each body that was written again: the op of the traced step that each op is or repeats;
-              None for barriers
+    Attributes:
+        step: the rewritten step.
+        of_op: layer of each op; None for ops that are repeated where they are read.
+        origins: for the graph and each rewritten body, the traced op that each op is or repeats; None for barriers.
     """
 
     step: StepGraph
@@ -35,11 +36,17 @@ class Rematerialised:
 
 
 def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Rematerialised:
-    """The step whose layers follow `remat`, one policy each; `of_op` is the layer of each op of `step`.
+    """Return the step whose layers follow the policies of `remat`; it computes the same values.
 
-    Values keep their numbers, and new ones are added; ops are numbered anew. What the step computes stays the same.
+    Values retain their ids, and new ones are appended; ops are renumbered.
 
-    Raises `PlanError` when there are not as many policies as layers.
+    Args:
+        step: the step as it was traced.
+        of_op: layer of each op of `step`, or None.
+        remat: the policy of each layer.
+
+    Raises:
+        PlanError: there are fewer policies than layers.
     """
     num_layers = 1 + max((layer for layer in of_op if layer is not None), default=0)
     if len(remat) < num_layers:
@@ -59,56 +66,64 @@ def rematerialise(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WrittenStep:
+    """A rewritten step with the layer of each op."""
+
     step: StepGraph
     of_op: tuple[int | None, ...]
 
 
 class _StepWriter:
-    """Writes a step again, with copies of forward ops before the backward ops that need them."""
+    """Rewrite a step with copies of forward ops before the backward ops that read them."""
 
     def __init__(
         self, step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat], loops: frozenset[int]
     ) -> None:
-        """`loops`: those of the forward pass whose results are kept, since trips are repeated one by one if at all."""
+        """Decide which values are stored.
+
+        `loops` are the forward loops that `repeat_trips` handled. Their results are stored, since their trips are
+        repeated one by one inside the backward loop, if at all.
+        """
         self.step, self.graph, self.layer_of, self.remat = step, step.graph, of_op, remat
         self.copier = Copier(step.graph)
         self.layers: list[int | None] = []
         self.phases: list[Phase] = []
-        self.again: dict[int, int] = {}  # forward value -> its copy
-        self.held: dict[tuple[int, int], int] = {}  # layer and value that it receives -> the same behind a barrier
+        self.again: dict[int, int] = {}  # forward value → its copy
+        self.held: dict[tuple[int, int], int] = {}  # (layer, received value) → the value behind a barrier
         self.constant = _constants(step.graph)
-        self.kept = {r for loop in loops for r in step.graph.ops[loop].results}
-        self._find_kept()
+        self.stored = {r for loop in loops for r in step.graph.ops[loop].results}
+        self._find_stored()
 
-    def _find_kept(self) -> None:
+    def _find_stored(self) -> None:
+        """Collect the values that are stored, into `stored`."""
         graph, reads = self.graph, dict[int, list[int]]()
-        self.kept |= set(graph.outputs)
+        self.stored |= set(graph.outputs)
         for op in graph.ops:
             here = self.layer_of[op.id]
             if self.step.phases[op.id] is not Phase.BACKWARD or here is None:
                 continue
             reads.setdefault(here, []).extend(op.operands)
-            self.kept |= {v for v in op.operands if self._home(v) != here}
+            self.stored |= {v for v in op.operands if self._home(v) != here}
         for op in graph.ops:
             layer = self.layer_of[op.id] if self.step.phases[op.id] is Phase.FORWARD else None
             if layer is not None and keeps_results(self.remat[layer], graph, op, self.step.batch_dims):
-                self.kept |= set(op.results)
+                self.stored |= set(op.results)
         for layer in sorted(reads, reverse=True):
             copied = self._closure(layer, reads[layer])
-            self.kept |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
+            self.stored |= {v for o in copied for v in graph.ops[o].operands if self._home(v) not in (None, layer)}
 
     def _home(self, value: int) -> int | None:
-        """The layer whose forward pass computes a value."""
+        """Return the layer whose forward pass computes a value, or None."""
         producer = self.graph.producer[value]
         if producer is None or self.step.phases[producer] is not Phase.FORWARD:
             return None
         return self.layer_of[producer]
 
     def _is_made_again(self, value: int, layer: int) -> bool:
-        return self._home(value) == layer and value not in self.kept and value not in self.constant
+        """Return whether a layer recomputes a value."""
+        return self._home(value) == layer and value not in self.stored and value not in self.constant
 
     def _closure(self, layer: int, reads: Sequence[int]) -> list[int]:
-        """The ops to copy before an op of a layer that reads these values, in order; not those that are copied."""
+        """Return the ops to copy before an op of a layer that reads these values, in order, without earlier copies."""
 
         def is_made_again(value: Value) -> bool:
             return value.id not in self.again and self._is_made_again(value.id, layer)
@@ -116,7 +131,7 @@ class _StepWriter:
         return sorted(closure(self.graph, reads, is_made_again))
 
     def write(self, op: Op) -> None:
-        """Append an op, after the copies that it needs if it is one of the backward pass."""
+        """Append an op; a backward op is preceded by the copies that it needs."""
         layer, phase = self.layer_of[op.id], self.step.phases[op.id]
         operands = op.operands
         if phase is Phase.BACKWARD and layer is not None and self.remat[layer] is not Remat.NONE:
@@ -140,7 +155,7 @@ class _StepWriter:
         self._append(op, operands, results, layer, Phase.BACKWARD)
 
     def _operand(self, value: int, layer: int, source: str) -> int:
-        """What a copy reads in place of a value: another copy, or what the layer received."""
+        """Return the value that a copy reads in place of an original: a copy, or a received value behind a barrier."""
         if self._is_made_again(value, layer):
             return self.again[value]
         if not self._is_received(value):
@@ -151,9 +166,10 @@ class _StepWriter:
         return self.held[layer, value]
 
     def _is_received(self, value: int) -> bool:
-        """Whether copies must be told apart from what they repeat by this value; parameters alone tell nothing apart.
+        """Return whether a value goes to copies through a barrier, which keeps XLA from merging copies with originals.
 
-        A parameter that went through a barrier would be gathered once for the copies and once for the gradients.
+        Parameters do not: a parameter behind a barrier would be gathered once for the copies and once for the
+        gradients.
         """
         v, producer = self.graph.values[value], self.graph.producer[value]
         if v.literal is not None or value in self.constant:
@@ -162,7 +178,7 @@ class _StepWriter:
         return in_loop or self.step.batch_dims[value] is not None or not v.is_float
 
     def finished(self) -> _WrittenStep:
-        """The step as it was written."""
+        """Return the rewritten step."""
         step = self.step
         graph = self.copier.finished(step.graph.inputs, step.graph.outputs)
         written = replace(
@@ -176,7 +192,10 @@ class _StepWriter:
 
 
 def _constants(graph: Graph) -> frozenset[int]:
-    """Values that are the same in every step and are made wherever they are read; masks of dropout are not the same."""
+    """Return the free values computed from literals alone, which are remade wherever they are read.
+
+    Dropout masks are excluded, since they depend on a key.
+    """
     free, found = free_values(graph), set[int]()
     for op in graph.ops:
         if not free.isdisjoint(op.results) and all(

@@ -1,11 +1,11 @@
-"""Loops over layers that repeat, in each trip of the backward pass, the trip that it goes back over.
+"""Recompute in loops over layers: each trip of the backward loop repeats the forward trip to which it belongs.
 
     forward   carry, ys, residuals = scan(f)(consts, carry, xs)        forward   carry, ys, carries = scan(f')
     backward  scan(b)(residuals, cotangents)                      →    backward  scan(b')(consts, xs, carries, …)
 
-f' hands out what came into each trip instead of the residuals (`_kept_body`); b' is b with the part of f that makes
-them (`_repeating_body`). So the backward pass holds the residuals of one trip at a time, and the forward pass none.
-A pair of loops is left as it is where that would save nothing (`_trade`).
+f' returns the inputs of each trip instead of residuals (`_storing_body`); b' is b preceded by the part of f that
+computes them (`_repeating_body`). The backward pass then holds the residuals of one trip at a time, and the forward
+pass none. A pair of loops is left unchanged where that would save nothing (`_trade`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from alpa_lite.step.rematerialisation.policy import Remat, keeps_results
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Looped:
-    """A step with some pairs of loops rewritten; ops keep their numbers.
+    """A step with some pairs of loops rewritten; ops retain their ids.
 
-    forward   the loops of the forward pass whose trips a loop of the backward pass repeats, or had no need to
-    origins   for each body that was written again the op of a traced body that each of its ops is or repeats
+    Attributes:
+        step: the rewritten step.
+        forward: forward loops that were handled: their trips are repeated, or repeating them would save nothing.
+        origins: for each rewritten body, the op of a traced body that each of its ops is or repeats.
     """
 
     step: StepGraph
@@ -33,7 +35,13 @@ class Looped:
 
 
 def repeat_trips(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[Remat]) -> Looped:
-    """Rewrite the pairs of loops of each layer whose policy is not to keep everything."""
+    """Rewrite the pairs of loops of every layer whose policy is not to store everything.
+
+    Args:
+        step: the step as it was traced.
+        of_op: layer of each op, or None.
+        remat: the policy of each layer.
+    """
     rewriter = _LoopRewriter(step)
     for op in step.graph.ops:
         layer = of_op[op.id]
@@ -45,7 +53,7 @@ def repeat_trips(step: StepGraph, of_op: Sequence[int | None], remat: Sequence[R
 
 
 def _forward_loops(step: StepGraph, of_op: Sequence[int | None], backward: Op) -> list[int]:
-    """The loops of the forward pass of the same layer, as long as this one, whose results it takes slice by slice."""
+    """Return the forward loops of the same layer and trip count whose stacked results a backward loop scans."""
     graph, found = step.graph, dict[int, None]()
     if backward.primitive != "scan" or backward.effectful:
         return []
@@ -60,19 +68,20 @@ def _forward_loops(step: StepGraph, of_op: Sequence[int | None], backward: Op) -
 
 
 def _first_scanned(scan: Op) -> int:
-    """Number of the first operand, and input of the body, of which each trip reads a slice."""
+    """Return the number of the first operand of a scan (and input of its body) that is read row by row."""
     return int(scan.params["num_consts"]) + int(scan.params["num_carry"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trade:
-    """What a pair of loops hands on instead of residuals.
+    """The values that a pair of loops passes on in place of residuals.
 
-    dropped   number of a scanned operand of the backward loop → the value of the forward body that it is computed as
-    ended     results of the forward loop that nobody reads any more, by number
-    read      inputs of the forward body from which these values are computed and that are no carries, by number
-    stacked   the other values from which they are: of the forward body, that one of its trips hands out → the number
-              of the result that holds them already, None for the others
+    Attributes:
+        dropped: number of a scanned operand of the backward loop → the value of the forward body that it holds.
+        ended: numbers of the forward loop's results that lose their last reader.
+        read: numbers of the inputs of the forward body, carries excepted, from which dropped values are recomputed.
+        stacked: the other values of the forward body from which they are recomputed → number of the result that stacks
+            them already, None for a new result.
     """
 
     dropped: Mapping[int, int]
@@ -83,9 +92,11 @@ class _Trade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Feed:
-    """Where the backward body finds what the trip of the forward pass read, as constants and slice by slice.
+    """The inputs of the backward body that hold what the forward trip read, as constants and as rows.
 
-    Value of the forward body → number of an operand of the backward loop as it was, None for a new one.
+    Attributes:
+        consts: value of the forward body → number of an existing operand of the backward loop, None for a new one.
+        slices: the same for values that are read row by row.
     """
 
     consts: Mapping[int, int | None]
@@ -93,7 +104,7 @@ class _Feed:
 
 
 class _LoopRewriter:
-    """Rewrites pairs of loops one after the other; bodies that are shared by pairs that are alike stay shared."""
+    """Rewrite pairs of loops one after the other; equal pairs continue to share their bodies."""
 
     def __init__(self, step: StepGraph) -> None:
         self.step = step
@@ -107,7 +118,7 @@ class _LoopRewriter:
         self.bodies: dict[object, tuple[Graph, Graph]] = {}
 
     def finished(self) -> Looped:
-        """The step as it is now."""
+        """Return the rewritten step."""
         forward = frozenset(self.forward)
         if not self.origins:
             return Looped(step=self.step, forward=forward, origins={})
@@ -121,7 +132,7 @@ class _LoopRewriter:
         return Looped(step=made, forward=forward, origins=self.origins)
 
     def rewrite(self, forward: int, backward: int, policy: Remat) -> None:
-        """Rewrite a pair of loops, if that saves anything."""
+        """Rewrite a pair of loops if that saves memory."""
         f, b = self.ops[forward], self.ops[backward]
         if forward in self.forward or not {f.bodies[0], b.bodies[0]} <= self.scopes.keys():
             return
@@ -136,7 +147,7 @@ class _LoopRewriter:
         key = (f.bodies[0], b.bodies[0], _frozen(trade.dropped), trade.ended, _frozen(trade.stacked))
         key = (*key, _frozen(feed.consts), _frozen(feed.slices))
         if key not in self.bodies:
-            self.bodies[key] = (self._kept_body(f, trade), self._repeating_body(f, b, trade, feed, policy))
+            self.bodies[key] = (self._storing_body(f, trade), self._repeating_body(f, b, trade, feed, policy))
         first, second = self.bodies[key]
         self._replace_forward(f, trade, stacks, first)
         self._replace_backward(b, trade, feed, operand_of, second)
@@ -144,10 +155,10 @@ class _LoopRewriter:
     # ------------------------------------------------------------------------------------------------ what to hand on
 
     def _trade(self, f: Op, b: Op, policy: Remat) -> _Trade | None:
-        """What to hand on instead of residuals; None when that is no less."""
+        """Return the values to pass on in place of residuals; None if they are no smaller."""
         graph, body, num_carry = self.step.graph, f.bodies[0], int(f.params["num_carry"])
         outputs = set(graph.outputs)
-        made: dict[int, int] = {}  # number of an operand of the backward loop -> number of the result
+        made: dict[int, int] = {}  # operand number of the backward loop → result number of the forward loop
         for i in range(_first_scanned(b), len(b.operands)):
             v = b.operands[i]
             if v in f.results[num_carry:] and graph.consumers[v] == (b.id,) and v not in outputs:
@@ -167,6 +178,7 @@ class _LoopRewriter:
         return _Trade(dropped=dropped, ended=ended, read=read, stacked=stacked)
 
     def _is_made_again(self, body: Graph, policy: Remat) -> Callable[[Value], bool]:
+        """Return a predicate that tells whether a value of a forward body is recomputed."""
         batch = self.scopes[body].batch_dims
 
         def is_made_again(value: Value) -> bool:
@@ -176,13 +188,14 @@ class _LoopRewriter:
         return is_made_again
 
     def _frontier(self, body: Graph, roots: Sequence[int], policy: Remat) -> list[int]:
-        """The values from which those at the roots are computed again, in order of their numbers."""
+        """Return the stored values from which the roots are recomputed, by ascending id."""
         again = closure(body, roots, self._is_made_again(body, policy))
         made = {r for o in again for r in body.ops[o].results}
         read = {v for o in again for v in body.ops[o].operands}
         return sorted(v for v in read - made if body.values[v].literal is None)
 
     def _feed(self, f: Op, b: Op, trade: _Trade, operand_of: Mapping[int, int]) -> _Feed:
+        """Match the values that the backward body needs with operands that the backward loop has already."""
         num_consts, inputs = int(f.params["num_consts"]), f.bodies[0].inputs
         of_b = int(b.params["num_consts"])
         old_consts = {v: i for i, v in enumerate(b.operands[:of_b])}
@@ -194,7 +207,7 @@ class _LoopRewriter:
         )
 
     def _new_stack(self, f: Op, value: int) -> int:
-        """A new value of the step: one of a body, of all trips."""
+        """Append the stack of a body value over all trips to the step and return its id."""
         body, length = f.bodies[0], int(f.params["length"])
         like, scope = body.values[value], self.scopes[body]
         self.values.append(Value(id=len(self.values), shape=(length, *like.shape), dtype=like.dtype))
@@ -206,11 +219,13 @@ class _LoopRewriter:
     # ------------------------------------------------------------------------------------------------ new loops
 
     def _replace_forward(self, f: Op, trade: _Trade, stacks: Mapping[int, int], body: Graph) -> None:
+        """Replace the forward loop by one that returns the new stacks instead of residuals."""
         results = [v for r, v in enumerate(f.results) if r not in trade.ended]
         results += [stacks[v] for v, r in trade.stacked.items() if r is None]
         self.ops[f.id] = replace(f, results=tuple(results), bodies=(body,))
 
     def _replace_backward(self, b: Op, trade: _Trade, feed: _Feed, operand_of: Mapping[int, int], body: Graph) -> None:
+        """Replace the backward loop by one that reads the new operands instead of residuals."""
         of_b = int(b.params["num_consts"])
         consts = [operand_of[v] for v, i in feed.consts.items() if i is None]
         slices = [operand_of[v] for v, i in feed.slices.items() if i is None]
@@ -219,8 +234,8 @@ class _LoopRewriter:
         params = {**b.params, "num_consts": of_b + len(consts)}
         self.ops[b.id] = replace(b, operands=operands, params=params, bodies=(body,))
 
-    def _kept_body(self, f: Op, trade: _Trade) -> Graph:
-        """The forward body without what only ended results need, and with what it hands out instead."""
+    def _storing_body(self, f: Op, trade: _Trade) -> Graph:
+        """Return the forward body without ops that only dropped results need, and with the new results."""
         body, copier = f.bodies[0], Copier(f.bodies[0])
         outputs = [v for r, v in enumerate(body.outputs) if r not in trade.ended]
         outputs += [v for v, r in trade.stacked.items() if r is None]
@@ -235,7 +250,7 @@ class _LoopRewriter:
         return self._registered(copier, body.inputs, outputs)
 
     def _repeating_body(self, f: Op, b: Op, trade: _Trade, feed: _Feed, policy: Remat) -> Graph:
-        """The backward body with copies of forward ops before the ops that read what they make."""
+        """Return the backward body with copies of forward ops before the ops that read their results."""
         body, source = b.bodies[0], f.bodies[0]
         copier, again = Copier(body), self._is_made_again(source, policy)
         place = {
@@ -248,7 +263,7 @@ class _LoopRewriter:
             return value.id not in place and again(value)
 
         def copied(reads: Sequence[int]) -> list[int]:
-            """What is read, after the copies that make it."""
+            """Return the operands to read, after appending the copies that compute them."""
             wanted = [stands_for[v] for v in reads if v in stands_for]
             for number in sorted(closure(source, wanted, missing)):
                 op = source.ops[number]
@@ -270,9 +285,11 @@ class _LoopRewriter:
         return self._registered(copier, [*body.inputs[:of_b], *consts, *rest, *slices], outputs)
 
     def _origin(self, body: Graph, op: int) -> Origin | None:
+        """Return the traced op that an op of a body is or repeats."""
         return self.origins[body][op] if body in self.origins else Origin(body, op)
 
     def _registered(self, copier: Copier, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+        """Return the finished body, with its origins and shape tables recorded."""
         body = copier.finished(inputs, outputs)
         self.origins[body] = tuple(copier.origins)
         self.scopes[body] = BodyScope(

@@ -1,12 +1,13 @@
-"""Part of a step that is computed before its loop over micro-batches, for the whole batch: what the data alone decide.
+"""Hoist the part of a step that depends on data alone: it is computed for the whole batch before the micro-batch loop.
 
     loss = Σ_i m_i c_i(params) / Σ_i m_i       the second sum reads no parameter
 
-As it stands each micro-batch would divide by its own number of tokens. Computed ahead, the number is one more input of
-the step, and what is left is a sum over samples again. So are permutations of the data, returns by a reverse scan over
-rewards, statistics by which the data are normalised: those hold the batch, and micro-batches take their rows.
+Inside the loop, each micro-batch would divide by its own number of tokens. Hoisted, that number is one more input of
+the step, and the rest is a sum over samples again. The same holds for permutations of the data, returns computed by a
+reverse scan over rewards, and statistics that normalise the data: these hold the batch dim, and each micro-batch takes
+its rows of them.
 
-Running a graph on whole arrays, op by op: what is computed before a step's loop, and the reference in tests.
+`evaluate` runs a graph op by op on whole arrays. It computes the hoisted part, and is the reference in tests.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from alpa_lite.trace.passes.split_stacked import PartedProgram
 
 
 def evaluate(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of a graph, from its inputs."""
+    """Return the outputs of a graph for the given inputs, in order."""
     values = all_values(graph, equations, inputs)
     return tuple(values[v] for v in graph.outputs)
 
 
 def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any]) -> dict[int, Any]:
-    """Every value of a graph, from its inputs."""
+    """Return every value of a graph by its id, for the given inputs."""
     values: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     values |= {v.id: np.asarray(v.literal, jax.numpy.dtype(v.dtype)) for v in graph.values if v.literal is not None}
     for op, equation in zip(graph.ops, equations, strict=True):
@@ -42,7 +43,7 @@ def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any
         if wiring is None:
             results = _jax.bind(equation.primitive, dict(equation.params), operands)
         else:
-
+            # The defaults bind the loop variables of this iteration.
             def body(
                 number: int,
                 arrays: Mapping[int, Any],
@@ -61,8 +62,13 @@ def all_values(graph: Graph, equations: Sequence[Equation], inputs: Sequence[Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
-    """Computes further inputs of a step from those that it has: `leaves[i]` is the number of what input i reads."""
+class Precomputed:
+    """The hoisted part of a step: computes further inputs of the step from its inputs.
+
+    Attributes:
+        program: the ops to run once per step.
+        leaves: for each input of `program` the number of the step input that it reads.
+    """
 
     program: GraphWithEquations
     leaves: tuple[int, ...]
@@ -71,7 +77,7 @@ class Ahead:
     )
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The further inputs, from arguments and captured arrays."""
+        """Return the further inputs of the step, from its flat arguments followed by captured arrays."""
         if not self._compiled:
             self._compiled.append(jax.jit(self._run))
         return self._compiled[0](*(inputs[leaf] for leaf in self.leaves))
@@ -82,38 +88,50 @@ class Ahead:
 
 @dataclass(frozen=True, kw_only=True)
 class RemainingStep:
-    """A step at two batch sizes without what is computed ahead, which both take as their last inputs."""
+    """A step at two batch sizes without its hoisted part, whose results both programs take as their last inputs.
+
+    Attributes:
+        full: the program at the full batch.
+        other: the program at another batch size.
+        precomputed: the hoisted part.
+    """
 
     full: PartedProgram
     other: PartedProgram
-    ahead: Ahead
+    precomputed: Precomputed
 
 
-def computed_ahead(
+def hoist_values(
     full: PartedProgram, other: PartedProgram, values: Sequence[int], batch_leaves: Sequence[int | None]
 ) -> RemainingStep:
-    """The step with some of its values as inputs, which follow from inputs `of_data` alone.
+    """Hoist the given values, which depend on inputs of data alone, out of a step.
 
-    `batch_leaves`: of each argument the dim that holds the batch.
+    Args:
+        full: the program at the full batch.
+        other: the program at another batch size, with the same value ids.
+        values: ids of the values to hoist.
+        batch_leaves: for each argument leaf the dim that holds the batch, or None.
     """
     graph = full.program.graph
     alone = without_dead_ops(replace(full.program, graph=replace(graph, outputs=tuple(values))))
     read = [i for i, v in enumerate(alone.graph.inputs) if alone.graph.consumers[v] or v in alone.graph.outputs]
     inputs = tuple(alone.graph.inputs[i] for i in read)
-    ahead = Ahead(
+    precomputed = Precomputed(
         program=replace(alone, graph=replace(alone.graph, inputs=inputs)),
         leaves=tuple(full.input_parts[i].leaf for i in read),
     )
     first = len(batch_leaves) + len(full.program.constants)
     parts = tuple(LeafPart(leaf=first + i) for i in range(len(values)))
-    return RemainingStep(full=_taking(full, values, parts), other=_taking(other, values, parts), ahead=ahead)
+    return RemainingStep(
+        full=_taking(full, values, parts), other=_taking(other, values, parts), precomputed=precomputed
+    )
 
 
 def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPart]) -> PartedProgram:
-    """The program with some values as its last inputs instead of computing them."""
+    """Return the program with some values as its last inputs instead of results of its ops."""
     program, taken = parted.program, set(values)
     graph = program.graph
-    # An op of which some results are taken still makes the others; those that are taken get numbers that nobody reads.
+    # An op may have other results that are still needed. It stays, with fresh ids without readers for hoisted results.
     spare = len(graph.values)
     renamed = {v: spare + i for i, v in enumerate(values)}
     extra = tuple(replace(graph.values[v], id=renamed[v], name="") for v in values)
@@ -129,7 +147,7 @@ def _taking(parted: PartedProgram, values: Sequence[int], parts: Sequence[LeafPa
 
 
 def inputs_of_data(graph: Graph, input_parts: Sequence[LeafPart], batch_leaves: Sequence[int | None]) -> frozenset[int]:
-    """Inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
+    """Return the inputs that may be read before the loop: data, random keys and captured arrays, but no parameters."""
     found = set[int]()
     for v, part in zip(graph.inputs, input_parts, strict=True):
         captured = part.leaf >= len(batch_leaves)

@@ -1,8 +1,8 @@
-"""Values that cost nothing, made where loops read them.
+"""Sink constants that cost nothing to make into the loops that read them.
 
-JAX moves what a loop body computes from constants alone (masks, positions) in front of the loop, which then takes
-whole arrays in. `sink_free_values` moves it back: inside, it has no placement of its own, is never communicated, and is
-fused with its readers. XLA does the same ("while loop constant sinking").
+JAX hoists what a loop body computes from constants alone (masks, positions) out of the loop, which then reads whole
+arrays. `sink_free_values` undoes this: inside the body, such a value needs no sharding of its own, is never
+communicated, and is fused with its readers. XLA does the same ("while loop constant sinking").
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ from alpa_lite.rules.op_info import free_values, op_class
 
 
 def sink_free_values(program: GraphWithEquations) -> GraphWithEquations:
-    """The program whose scans make the free values (`rules.graph_facts.free_values`) that they read, at any depth,
-    where these are constants."""
+    """Return the program in which scans, at any depth, make the constant free values that they read.
+
+    Free values are those that cost nothing to compute (`alpa_lite.rules.op_info.free_values`).
+    """
     return _sunk_program(program, {})
 
 
-_Known = dict[tuple[object, ...], GraphWithEquations]
-"""Bodies by what they were, what is made in them, and how: what loops share they share afterwards."""
+_Memo = dict[tuple[object, ...], GraphWithEquations]
+"""Rewritten bodies by original body, sunk inputs and their recipe, so that loops that share a body still share one."""
 
 
-def _sunk_program(program: GraphWithEquations, known: _Known) -> GraphWithEquations:
+def _sunk_program(program: GraphWithEquations, memo: _Memo) -> GraphWithEquations:
+    """Return a graph with equations whose scans are rewritten, memoized in `memo`."""
     graph = program.graph
     if not any(op.primitive == "scan" for op in graph.ops):
         return program
-    pairs = [_sunk(graph, program.equations, op, known) for op in graph.ops]
+    pairs = [_sunk(graph, program.equations, op, memo) for op in graph.ops]
     ops, equations = tuple(op for op, _ in pairs), tuple(equation for _, equation in pairs)
     made = Graph(values=graph.values, ops=ops, inputs=graph.inputs, outputs=graph.outputs)
     return without_dead_ops(replace(program, graph=made, equations=equations))
 
 
-def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) -> tuple[Op, Equation]:
-    """A scan without those of its constants that are free, and its equation; other ops as they are."""
+def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, memo: _Memo) -> tuple[Op, Equation]:
+    """Return a scan without its free constants, and its equation; other ops are returned unchanged."""
     equation = equations[op.id]
     if op.primitive != "scan":
         return op, equation
     (body,), (inner,) = op.bodies, equation.bodies
     free = free_values(graph) & _constants(graph)
-    # What comes in twice is made once: the other stays as it is.
+    # A value that enters a body twice is sunk for its first operand only: `into` holds one body input per value.
     sunk = [i for i in range(op.params["num_consts"]) if op.operands[i] in free.difference(op.operands[:i])]
     needed = _makers(graph, {op.operands[i] for i in sunk})
     into = {op.operands[i]: body.inputs[i] for i in sunk}
     key = (body, tuple(into.values()), _recipe(graph, equations, needed, into))
-    if key not in known:
+    if key not in memo:
         made, front = body, tuple(equations[o.id] for o in needed)
         if sunk:
             inputs = tuple(v for i, v in enumerate(body.inputs) if i not in sunk)
             made = _with_ops_in_front(graph, needed, into, body, inputs)
-        known[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), known)
-    below = known[key]
+        memo[key] = _sunk_program(GraphWithEquations(graph=made, equations=(*front, *inner)), memo)
+    below = memo[key]
     if not sunk and below.graph is body:
         return op, equation
     num_consts = op.params["num_consts"] - len(sunk)
@@ -65,7 +68,10 @@ def _sunk(graph: Graph, equations: Sequence[Equation], op: Op, known: _Known) ->
 
 
 def _constants(graph: Graph) -> frozenset[int]:
-    """Values made of literals alone: what depends on a scalar argument or result is not to be made in each trip."""
+    """Return the values computed from literals alone.
+
+    Values that depend on a scalar argument are excluded: computing them in every trip would not be free.
+    """
     found = {v.id for v in graph.values if v.literal is not None}
     for op in graph.ops:
         if not op.bodies and found.issuperset(op.operands):
@@ -74,7 +80,7 @@ def _constants(graph: Graph) -> frozenset[int]:
 
 
 def _makers(graph: Graph, values: set[int]) -> list[Op]:
-    """The ops that make some free values out of nothing, in order."""
+    """Return the ops that compute the given free values from literals, in program order."""
     found, queue = set[int](), list(values)
     while queue:
         producer = graph.producer[queue.pop()]
@@ -85,7 +91,7 @@ def _makers(graph: Graph, values: set[int]) -> list[Op]:
 
 
 def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into: dict[int, int]) -> tuple[object, ...]:
-    """Equal for ops that make the same in the same way, wherever they stand in the graph."""
+    """Return a key that is equal for op sequences that compute the same values, wherever they stand in the graph."""
     number = {v: -1 - slot for v, slot in into.items()}
 
     def local(v: int) -> int:
@@ -105,7 +111,10 @@ def _recipe(graph: Graph, equations: Sequence[Equation], ops: Sequence[Op], into
 
 
 class _ById:
-    """Stands for an object, which is kept so that its id stays its own: equal to what stands for the same one."""
+    """A hashable stand-in for an object, compared by identity.
+
+    The reference keeps the id of the object from being reused.
+    """
 
     __slots__ = ("thing",)
 
@@ -122,7 +131,15 @@ class _ById:
 def _with_ops_in_front(
     graph: Graph, ops: Sequence[Op], into: dict[int, int], body: Graph, inputs: tuple[int, ...]
 ) -> Graph:
-    """A body that begins with ops of the graph around it, which make what it took in (`into`: their values there)."""
+    """Return a body preceded by ops of the enclosing graph, which make some of its former inputs.
+
+    Args:
+        graph: the enclosing graph.
+        ops: its ops to copy, in order.
+        into: value id in `graph` → the value id in `body` that was the input.
+        body: the body to extend.
+        inputs: the inputs that remain.
+    """
     values = list(body.values)
     number = dict(into)
 

@@ -1,22 +1,23 @@
-"""Stacked arrays: what loops over layers read row by row, cut into parts of a few rows that can live apart.
+"""Split stacked arrays into row blocks of a few layers each, which can live on different stages.
 
-A model that scans over its layers keeps the weights of all layers in single arrays [layers, ...], and with them their
-gradients and optimizer state. Once the loop is cut into parts, for the stages of a pipeline, each part of these arrays
-belongs with its layers. `part_stacks` rewrites the graph: arrays become several inputs and outputs, one per part.
+A model that scans over its layers holds the weights of all layers in single arrays [layers, ...], and with them their
+gradients and optimizer state. Once the loop is split into parts, for the stages of a pipeline, each row block belongs
+with the layers that read it. `part_stacks` rewrites the program so that these arrays become several inputs and outputs,
+one per block (below: part).
 
-    parted       arrays of which every row is read with others of its part alone, and what they
-                 are computed from or combined with                                           (standing.Parting)
-    part(x, j)   rows of part j: an input of its own, the pieces of a concatenation, the op of x on
-                 the parts j of its operands, or a slice of what is whole                               (_part)
-    f over rows  f(x) = f(part 0) + f(part 1) + …, for sums, maxima and minima over the leading dim     (_combined)
+Which values are split (`SplitAnalysis`):
 
-Nothing else changes: a value that is needed whole is put together again where it is read.
+    seeds        values of which every row is read together with rows of its own part only; concatenations along the
+                 leading dim; then inputs that are read in parts                         (`_seeds`, `_split_inputs`)
+    parted       values from which such values are computed, or with which they are combined elementwise (`splittable`)
 
-Which arrays of a program come in parts of some rows: `stacks` rewrites the program so.
+How the program is rewritten (`_StackedRewriter`):
 
-seeds        values of which every row is read by itself or by the loop of its part; concatenations
-             along the leading dim; inputs of which a part is asked for then              (_seeds, split)
-parted       what such values are computed from, or combined with element by element               (standing)
+    part(x, j)   rows of part j: an input of its own, pieces of a concatenation, the op of x on the parts j of its
+                 operands, or a slice of a whole value                                                   (`_part`)
+    f over rows  f(x) = f(part 0) + f(part 1) + …, for sums, maxima and minima over the leading dim  (`_combined`)
+
+Nothing else changes: a value that is needed whole is concatenated again where it is read.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from alpa_lite.program.wiring import parts_of, wiring_of
 from alpa_lite.rules import FactorKind, Rule
 from alpa_lite.rules.op_info import op_class, rule_of_op
 
-#: Reductions that combine part by part.
+#: Reductions whose results over parts combine to the result over the whole.
 COMBINED = ("sum", "max", "min")
-#: Ops that name the shape of their result.
+#: The parameter that holds the result's shape, by primitive.
 _SHAPED = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
 
 
 class Splittable(IntEnum):
-    """Whether a value may be cut into parts, and whether it should."""
+    """Whether a value can be split into parts (FITS), and whether it is (PARTED); the order is used by `min`."""
 
     WHOLE = 0
     FITS = 1
@@ -53,46 +54,49 @@ class Splittable(IntEnum):
 
 
 class SplitAnalysis:
-    """What of a program comes in parts.
+    """Find the values of a program that are split into parts.
 
-    `of_samples`: values that are never cut, since samples are no layers. `num_parts`: how many parts to make
-    (`parts_of`).
+    Args:
+        program: the program.
+        of_samples: values that are never split, since their rows are samples and not layers.
+        num_parts: number of parts to make (`parts_of`).
     """
 
     def __init__(self, program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> None:
-        """Find the inputs to split, and what follows from them."""
+        """Find the inputs to split and all that follows from them."""
         self.program, self.graph, self.num_parts = program, program.graph, num_parts
         self.of_samples = of_samples
-        self.known_bounds: dict[int, list[tuple[int, int]]] = {}
+        self.bounds_memo: dict[int, list[tuple[int, int]]] = {}
         self.seeds = self._seeds()
         lengths = {self.graph.values[v].shape[0] for v in self.seeds}
-        #: Values as long as what comes in parts.
+        #: Values whose leading dim is as long as that of a seed.
         self.leading = {v.id for v in self.graph.values if v.shape and v.shape[0] in lengths} - of_samples
-        self.known: dict[int, Splittable] = {}
+        self.memo: dict[int, Splittable] = {}
         self.part_equations: dict[tuple[object, ...], Equation | None] = {}
         reducing = ((op.id, self._leading_reduction(op)) for op in self.graph.ops)
         self.reducing = {op: factor for op, factor in reducing if factor is not None}
         self.split = self._split_inputs()
         while not self.split <= self.seeds:
-            # What comes in parts is read in parts, by reductions too.
-            self.seeds, self.known = self.seeds | self.split, {}
+            # A split input is a seed for what is combined with it, which may split further inputs: iterate to a fixed
+            # point. It terminates since seeds only grow.
+            self.seeds, self.memo = self.seeds | self.split, {}
             self.split = self._split_inputs()
-        #: Ops on parted operands that reduce over the leading dim of these, in a way that combines; and the factor.
+        #: Op id → the reduced factor, for ops that reduce split operands over their leading dim part by part.
         self.reduced = self._reduced()
 
     def bounds(self, length: int) -> list[tuple[int, int]]:
-        """First and last + 1 row of each part."""
-        if length not in self.known_bounds:
-            self.known_bounds[length] = parts_of(length, self.num_parts)
-        return self.known_bounds[length]
+        """Return the row bounds (first, last + 1) of each part of an array with `length` rows."""
+        if length not in self.bounds_memo:
+            self.bounds_memo[length] = parts_of(length, self.num_parts)
+        return self.bounds_memo[length]
 
     def part_with(self, length: int, rows: tuple[int, int]) -> int | None:
-        """The part that has these rows; None when no part has all of them."""
+        """Return the number of the part that contains these rows (first, last + 1), or None if they cross parts."""
         bounds = self.bounds(length)
         return next((j for j, (a, b) in enumerate(bounds) if a <= rows[0] and rows[1] <= b), None)
 
     def _seeds(self) -> set[int]:
-        """Values of which every row is read with others of its part alone."""
+        """Return the values of which every row is read, always together with rows of its own part only."""
         read: dict[int, set[tuple[int, int]]] = {}
         for op in self.graph.ops:
             rows = rows_read(self.graph, op)
@@ -107,15 +111,15 @@ class SplitAnalysis:
         return found - self.of_samples
 
     def _split_inputs(self) -> set[int]:
-        """The inputs that some part is asked of: by rows that are read, by outputs, by reductions."""
+        """Return the inputs of which a part is needed: by row reads, by outputs, or by reductions."""
         graph = self.graph
-        queue = [v for v in (*self.seeds, *graph.outputs) if self.standing(v) is Splittable.PARTED]
+        queue = [v for v in (*self.seeds, *graph.outputs) if self.splittable(v) is Splittable.PARTED]
         queue += [v for op in self._reduced() for v in graph.ops[op].operands]
         found, seen = set[int](), set[int]()
         while queue:
             v = queue.pop()
-            if v in seen or not self.standing(v):
-                continue  # known already, or sliced where a part is asked of it
+            if v in seen or not self.splittable(v):
+                continue  # visited before, or whole: its parts are slices
             seen.add(v)
             producer = graph.producer[v]
             if producer is None:
@@ -124,14 +128,15 @@ class SplitAnalysis:
                 queue += graph.ops[producer].operands
         return found
 
-    def standing(self, v: int) -> Splittable:
-        """Whether the value is cut; remembered."""
-        if v not in self.known:
-            found = self._standing(self.graph.values[v])
-            self.known[v] = Splittable.PARTED if found and v in self.seeds else found
-        return self.known[v]
+    def splittable(self, v: int) -> Splittable:
+        """Return whether a value is split, memoized."""
+        if v not in self.memo:
+            found = self._splittable_of(self.graph.values[v])
+            self.memo[v] = Splittable.PARTED if found and v in self.seeds else found
+        return self.memo[v]
 
-    def _standing(self, value: Value) -> Splittable:
+    def _splittable_of(self, value: Value) -> Splittable:
+        """Return whether a value can be split, from its producer; whether it is a seed is not considered."""
         if value.id not in self.leading or value.dtype.startswith("key<"):
             return Splittable.WHOLE
         producer = self.graph.producer[value.id]
@@ -144,38 +149,45 @@ class SplitAnalysis:
         factor = self.row_factor(op, value.id)
         if factor is None or self.rule(op).kinds[factor] is not FactorKind.PASS:
             return Splittable.WHOLE
-        return self._standing_of_operands(op, factor)
+        return self._splittable_along(op, factor)
 
-    def _standing_of_operands(self, op: Op, factor: int) -> Splittable:
-        """The standing of what an op makes of its operands along a factor; one in parts takes whole ones along."""
+    def _splittable_along(self, op: Op, factor: int) -> Splittable:
+        """Return whether the result of an op can be split along a factor, from its operands that hold the factor.
+
+        One operand in parts splits the whole ones too.
+        """
         found = [Splittable.FITS]
         for v, dims in zip(op.operands, self.rule(op).operands, strict=True):
             if any(factor in factors for factors in dims):
                 if dims[0] != (factor,) or any(factor in factors for factors in dims[1:]):
                     return Splittable.WHOLE
-                found.append(self.standing(v))
+                found.append(self.splittable(v))
         sizes = {stop - start for start, stop in self.bounds(self.rule(op).sizes[factor])}
         if any(self.part_equation(op, factor, rows) is None for rows in sizes):
             return Splittable.WHOLE
         return Splittable.PARTED if Splittable.PARTED in found else min(found)
 
     def rule(self, op: Op) -> Rule:
-        """The rule of an op."""
+        """Return the factor rule of an op."""
         return rule_of_op(self.graph, op.id)
 
     def _runs_on_rows(self, op: Op) -> bool:
-        """False for bodies, for ops without a rule, and where indices would count other rows than those of a part."""
+        """Return whether an op can run on a part: no bodies, a rule, and no indices that count rows of the array."""
         return not (op.bodies or self.rule(op).opaque or self.rule(op).positional)
 
     def row_factor(self, op: Op, result: int) -> int | None:
-        """The factor that is all of the result's leading dim, of ops that are the same op on some rows."""
+        """Return the factor that is all of a result's leading dim, if the op can run on some of its rows; else None."""
         if not self._runs_on_rows(op):
             return None
         dims = self.rule(op).results[op.results.index(result)]
         return dims[0][0] if len(dims[0]) == 1 else None
 
     def _leading_reduction(self, op: Op) -> int | None:
-        """The leading dim of operands, as long as what comes in parts, that an op reduces over and that combines."""
+        """Return the factor of split operands' leading dim that an op reduces if partial results combine, else None.
+
+        Only sums, maxima and minima combine (`COMBINED`).
+        """
+        # Most ops touch no value of that length: leave before their rule is computed.
         if self.leading.isdisjoint(op.operands):
             return None
         if not self._runs_on_rows(op) or len(op.results) != 1 or self.rule(op).reduction not in COMBINED:
@@ -185,19 +197,19 @@ class SplitAnalysis:
         return next((f for f in firsts if rule.kinds[f] is FactorKind.REDUCTION and not rule.has_halo(f)), None)
 
     def _reduced(self) -> dict[int, int]:
+        """Return op id → factor for the reductions whose operands are split."""
         pairs = self.reducing.items()
-        return {i: f for i, f in pairs if self._standing_of_operands(self.graph.ops[i], f) is Splittable.PARTED}
+        return {i: f for i, f in pairs if self._splittable_along(self.graph.ops[i], f) is Splittable.PARTED}
 
     def piece_ends(self, op: Op) -> list[int]:
-        """The last row + 1 of each operand in the result of an op that joins rows."""
+        """Return for each operand of an op that joins rows the last row + 1 that it fills in the result."""
         sizes = [1 if op.primitive == "stack" else self.graph.values[v].shape[0] for v in op.operands]
         return list(accumulate(sizes))
 
     def part_equation(self, op: Op, factor: int, rows: int) -> Equation | None:
-        """The equation of an op on a part of so many rows; None where its parameters would have to say more than
-        the shape."""
+        """Return the equation of an op on a part of `rows` rows; None if other than shape parameters would change."""
         equation = self.program.equations[op.id]
-        # Equal as plain data are equal, if all of them can be said so.
+        # The op class compares plain parameters only; parameters without a plain form are compared by identity.
         same = () if len(op.params) == len(equation.params) else (id(equation.params),)
         key = (op_class(self.graph, op.id), factor, rows, *same)
         if key not in self.part_equations:
@@ -206,6 +218,7 @@ class SplitAnalysis:
         return self.part_equations[key]
 
     def _part_params(self, op: Op, factor: int, rows: int) -> Mapping[str, Any] | None:
+        """Return the parameters of an op on a part of `rows` rows; None if abstract evaluation contradicts them."""
         rule, params = self.rule(op), dict(self.program.equations[op.id].params)
 
         def shape_of(v: int, dims: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -228,9 +241,9 @@ class SplitAnalysis:
 
 
 def rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """First and last + 1 of the rows that an op takes out of its operand's leading dim: one, or those of a loop.
+    """Return the rows (first, last + 1) that a slice takes of its operand's leading dim: one row, or those of a loop.
 
-    None when it does anything else.
+    None for any other op.
     """
     if op.primitive != "slice":
         return None
@@ -244,13 +257,13 @@ def rows_read(graph: Graph, op: Op) -> tuple[int, int] | None:
 
 
 def _scans(op: Op, value: int) -> bool:
-    """True for loops that take the value row by row."""
+    """Return whether an op is a loop that reads the value row by row."""
     wiring = wiring_of(op)
     return wiring is not None and any(op.operands[i] == value for i in wiring.scanned)
 
 
 def joins_rows(op: Op) -> bool:
-    """True for ops that put their operands one after the other along the leading dim."""
+    """Return whether an op concatenates or stacks its operands along the leading dim."""
     return op.params.get({"concatenate": "dimension", "stack": "axis"}.get(op.primitive, "")) == 0
 
 
@@ -264,7 +277,13 @@ _JOIN = Equation(primitive=primitives.concatenate_p, params={"dimension": 0})
 
 @dataclass(frozen=True, kw_only=True)
 class PartedProgram:
-    """A program with parts of stacked arrays as inputs and outputs, and what each input and output is a part of."""
+    """A program with parts of stacked arrays as inputs and outputs.
+
+    Attributes:
+        program: the program.
+        input_parts: for each graph input the argument leaf, and the rows of it, that it holds.
+        output_parts: for each graph output the output leaf, and the rows of it, that it holds.
+    """
 
     program: GraphWithEquations
     input_parts: tuple[LeafPart, ...]
@@ -272,23 +291,31 @@ class PartedProgram:
 
 
 def part_stacks(program: GraphWithEquations, of_samples: frozenset[int], num_parts: int) -> PartedProgram:
-    """The program with its stacked arrays in about `num_parts` parts (`parts_of`).
+    """Return the program with its stacked arrays split into about `num_parts` parts (`parts_of`).
 
-    of_samples   inputs that hold the batch, and other values whose rows are samples; such are never cut
+    Args:
+        program: the program to rewrite.
+        of_samples: inputs that hold the batch, and other values whose rows are samples; these are never split.
+        num_parts: number of parts per stacked array.
     """
     return _StackedRewriter(SplitAnalysis(program, of_samples, num_parts)).rewritten()
 
 
 class _Kind(NamedTuple):
-    """What an op makes."""
+    """The shape and dtype of a value."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class _StackedRewriter:
-    def __init__(self, parting: SplitAnalysis) -> None:
-        self.parting, self.program, self.graph = parting, parting.program, parting.graph
+    """Rewrite a program so that split values are computed part by part.
+
+    `whole` maps an old value id to the new one, `parts` maps (old value id, part) to the new one.
+    """
+
+    def __init__(self, analysis: SplitAnalysis) -> None:
+        self.analysis, self.program, self.graph = analysis, analysis.program, analysis.graph
         self.plain = PlainParams()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -297,12 +324,12 @@ class _StackedRewriter:
         self.parts: dict[tuple[int, int], int] = {}
 
     def rewritten(self) -> PartedProgram:
-        """The program in parts; see `part_stacks`."""
-        graph, split = self.graph, self.parting.split
+        """Return the program in parts; see `part_stacks`."""
+        graph, split = self.graph, self.analysis.split
         inputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.inputs):
             value = graph.values[v]
-            for j, rows in enumerate(self.parting.bounds(value.shape[0]) if v in split else ()):
+            for j, rows in enumerate(self.analysis.bounds(value.shape[0]) if v in split else ()):
                 name = f"{value.name}[{rows[0]}:{rows[1]}]"
                 part = self._new(replace(value, shape=(rows[1] - rows[0], *value.shape[1:]), name=name))
                 self.parts[v, j] = part
@@ -314,8 +341,8 @@ class _StackedRewriter:
             self._rewrite(op)
         outputs: list[tuple[int, LeafPart]] = []
         for number, v in enumerate(graph.outputs):
-            if self.parting.standing(v) is Splittable.PARTED:
-                bounds = self.parting.bounds(graph.values[v].shape[0])
+            if self.analysis.splittable(v) is Splittable.PARTED:
+                bounds = self.analysis.bounds(graph.values[v].shape[0])
                 outputs += [(self._part(v, j), LeafPart(leaf=number, rows=rows)) for j, rows in enumerate(bounds)]
             else:
                 outputs.append((self._whole(v), LeafPart(leaf=number)))
@@ -333,8 +360,9 @@ class _StackedRewriter:
         )
 
     def _rewrite(self, op: Op) -> None:
-        rows, factor = rows_read(self.graph, op), self.parting.reduced.get(op.id)
-        if rows is not None and self.parting.standing(op.operands[0]) is Splittable.PARTED:
+        """Append an op to the new program; an op whose results are split is appended when a part is needed."""
+        rows, factor = rows_read(self.graph, op), self.analysis.reduced.get(op.id)
+        if rows is not None and self.analysis.splittable(op.operands[0]) is Splittable.PARTED:
             self.whole[op.results[0]] = self._rows_of(op.operands[0], rows, op)
         elif factor is not None:
             self.whole[op.results[0]] = self._combined(op, factor)
@@ -346,43 +374,44 @@ class _StackedRewriter:
             self.whole.update(zip(op.results, results, strict=True))
 
     def _whole(self, v: int) -> int:
-        """The new number of a value; of an input in parts their concatenation."""
+        """Return the new id of a whole value; parts of a split input are concatenated on first use."""
         if v not in self.whole:
             value = self.graph.values[v]
             if value.literal is not None:
                 self.whole[v] = self._new(value)
             else:
-                parts = [self.parts[v, j] for j in range(len(self.parting.bounds(value.shape[0])))]
+                parts = [self.parts[v, j] for j in range(len(self.analysis.bounds(value.shape[0])))]
                 reader = self.graph.ops[self.graph.consumers[v][0]] if self.graph.consumers[v] else None
                 (self.whole[v],) = self._emit(reader, _JOIN, parts, [_kind(value)])
         return self.whole[v]
 
     def _part(self, v: int, j: int) -> int:
+        """Return the new id of part j of a value, computed on first use."""
         if (v, j) not in self.parts:
             value, op = self.graph.values[v], self.graph.ops[self.graph.producer[v] or 0]
-            start, stop = self.parting.bounds(value.shape[0])[j]
-            if not self.parting.standing(v):
+            start, stop = self.analysis.bounds(value.shape[0])[j]
+            if not self.analysis.splittable(v):
                 self.parts[v, j] = self._rows(self._whole(v), (start, stop), op)
             elif joins_rows(op):
                 pieces = [
-                    p for p, end in zip(op.operands, self.parting.piece_ends(op), strict=True) if start < end <= stop
+                    p for p, end in zip(op.operands, self.analysis.piece_ends(op), strict=True) if start < end <= stop
                 ]
                 part, operands = _rows_of_kind(value, stop - start), [*map(self._whole, pieces)]
                 alone = op.primitive == "concatenate" and len(pieces) == 1
                 emitted = operands if alone else self._emit(op, self.program.equations[op.id], operands, [part])
                 self.parts[v, j] = emitted[0]
             else:
-                factor = self.parting.row_factor(op, v)
+                factor = self.analysis.row_factor(op, v)
                 assert factor is not None
                 results = self._on_part(op, factor, j)
                 self.parts.update({(r, j): made for r, made in zip(op.results, results, strict=True)})
         return self.parts[v, j]
 
     def _on_part(self, op: Op, factor: int, j: int) -> list[int]:
-        """The op on the rows of one part."""
-        rule = self.parting.rule(op)
-        start, stop = self.parting.bounds(rule.sizes[factor])[j]
-        rows, equation = stop - start, self.parting.part_equation(op, factor, stop - start)
+        """Append an op on the rows of part j and return its results."""
+        rule = self.analysis.rule(op)
+        start, stop = self.analysis.bounds(rule.sizes[factor])[j]
+        rows, equation = stop - start, self.analysis.part_equation(op, factor, stop - start)
         assert equation is not None
         operands = [
             self._part(v, j) if dims and dims[0] == (factor,) else self._whole(v)
@@ -395,24 +424,25 @@ class _StackedRewriter:
         return self._emit(op, equation, operands, results)
 
     def _combined(self, op: Op, factor: int) -> int:
-        rule, (value,) = self.parting.rule(op), self.graph.results(op)
-        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.parting.bounds(rule.sizes[factor])))]
+        """Append a reduction part by part, with the ops that combine the parts, and return the total."""
+        rule, (value,) = self.analysis.rule(op), self.graph.results(op)
+        parts = [self._on_part(op, factor, j)[0] for j in range(len(self.analysis.bounds(rule.sizes[factor])))]
         total = parts[0]
         for part in parts[1:]:
             (total,) = self._emit(op, _COMBINERS[rule.reduction], [total, part], [_kind(value)])
         return total
 
     def _rows_of(self, v: int, rows: tuple[int, int], op: Op) -> int:
-        """Some rows of a value in parts."""
+        """Return the new id of some rows (first, last + 1) of a split value."""
         length = self.graph.values[v].shape[0]
-        j = self.parting.part_with(length, rows)
+        j = self.analysis.part_with(length, rows)
         if j is None:
             return self._rows(self._whole(v), rows, op)
-        first = self.parting.bounds(length)[j][0]
+        first = self.analysis.bounds(length)[j][0]
         return self._rows(self._part(v, j), (rows[0] - first, rows[1] - first), op)
 
     def _rows(self, source: int, rows: tuple[int, int], op: Op) -> int:
-        """Some rows of a new value."""
+        """Append a slice of rows (first, last + 1) of a new value, unless they are all of its rows, and return it."""
         value = self.values[source]
         if rows == (0, value.shape[0]):
             return source
@@ -422,11 +452,12 @@ class _StackedRewriter:
         return self._emit(op, Equation(primitive=primitives.slice_p, params=params), [source], [taken])[0]
 
     def _new(self, like: Value) -> int:
+        """Append a copy of a value and return its new id."""
         self.values.append(like.numbered(len(self.values)))
         return len(self.values) - 1
 
     def _emit(self, op: Op | None, equation: Equation, operands: Sequence[int], results: Sequence[_Kind]) -> list[int]:
-        """Append an op that stands where `op` stood."""
+        """Append an op with the source line and name stack of `op`, and return its results."""
         made = range(len(self.values), len(self.values) + len(results))
         self.values += [Value(id=v, shape=kind.shape, dtype=kind.dtype) for v, kind in zip(made, results, strict=True)]
         same = op is not None and equation.primitive.name == op.primitive
