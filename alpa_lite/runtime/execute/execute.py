@@ -31,9 +31,9 @@ from alpa_lite.runtime.execute.bind import Binder
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
 from alpa_lite.runtime.execute.exchange import Blanks, warm
-from alpa_lite.runtime.execute.leaves import Leaves
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
+from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, spans
 from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
 from alpa_lite.runtime.job.cpu_order import in_turn
