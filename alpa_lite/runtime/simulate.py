@@ -297,7 +297,7 @@ def _taken_over(
 
 
 def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
-    """Return the bytes that a task needs in addition to inputs and outputs; a task of both passes also holds residuals."""
+    """Return the bytes that a task needs besides inputs and outputs; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
     if task.kind in ("forward+backward", "step"):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
@@ -315,7 +315,7 @@ def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, flo
 
 
 def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buffer]) -> dict[Buffer, float]:
-    """Return the bytes per device of each buffer: 0 for state, for what replaces it, and for arrays already in place."""
+    """Return the bytes per device of each buffer: 0 for state, for its replacement, and for arrays already in place."""
     nothing = set(resident)
     for buffer, spec in zip(program.outputs, program.output_specs, strict=True):
         target = step.aliases.get(buffer.value)

@@ -83,7 +83,7 @@ class Apart:
         return self._with_copies(leaves, arrays) if arrays else leaves
 
     def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Remember, after a step, the arrays that share no buffers: its results, and arguments that were not donated."""
+        """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
             self._expected = [
                 *[weakref.ref(outputs[i]) for i in self._results],
@@ -135,7 +135,7 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 
 
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
-    """Return the numbers of outputs that are the same array as another output, or as an argument that the caller keeps."""
+    """Return the numbers of outputs that are the same array as another output, or as a kept argument."""
     same = sent_in_place(program, plan)
     placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
@@ -220,7 +220,10 @@ class _Facts:
 
 
 def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
-    """Return the transfers between stages that share devices, as copy → original: the copy may be the very same array."""
+    """Return the transfers between stages that share devices, as copy → original.
+
+    The copy may be the very same array, as JAX does not move an array that is in place.
+    """
     same: dict[Buffer, Buffer] = {}
     for instruction in program.instructions:
         if instruction.kind == "SEND":

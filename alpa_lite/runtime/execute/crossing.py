@@ -270,7 +270,7 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
 
 
 def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
-    """Return a function that assembles the pieces of each device and gathers them, without the padding of the gather."""
+    """Return a function that assembles the pieces of each device and gathers them, dropping the gather's padding."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 

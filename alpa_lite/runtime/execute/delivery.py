@@ -114,7 +114,7 @@ class Delivery:
 
 
 def _gathering(result: Result) -> Callable[[Any], Any] | None:
-    """Return a function that replicates a result on its stage; None if it is replicated already or not on this process."""
+    """Return a function that replicates a result on its stage; None if it is replicated or not on this process."""
     sharding = result.sharding
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):
         return None

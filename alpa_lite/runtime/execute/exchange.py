@@ -107,7 +107,7 @@ class Exchange:
         return None if at in each.sent else blanks.get(each.shape, dtype, device)
 
     def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
-        """Send `pieces`; return, by number, the pieces that devices of this process receive, and the program's token."""
+        """Send `pieces`; return the pieces that devices of this process receive, by number, and the token."""
         arrays: list[Any] = []
         for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
             shown = [
@@ -126,7 +126,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """Pieces of one shape: pairs of device positions, and the number of the piece that a position sends and receives."""
+    """Pieces of one shape: pairs of device positions, and the number of the piece that a position sends or receives."""
 
     shape: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]

@@ -274,8 +274,8 @@ class Executor:
     ) -> list[Any]:
         """Run one step. With `record`, append the measured span of every instruction but FREE.
 
-        awaited: in a recorded step, whether each instruction is awaited before the next one is launched; otherwise they overlap
-            as in a step that is not recorded.
+        awaited: in a recorded step, whether each instruction is awaited before the next one is launched; otherwise
+            they overlap as in a step that is not recorded.
 
         Raises:
             HangError: this step, or the one before, has made no progress for too long.

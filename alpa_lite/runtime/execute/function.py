@@ -52,9 +52,9 @@ class CompiledFunction:
 
         The caller's arrays are not touched. The instructions are those that `LoweredFunction.simulate` prices.
 
-        awaited: whether each instruction is awaited before the next one starts, so that a span is its time without overlap.
-            Otherwise they overlap as in any step. Default: True where devices share one processor, as virtual CPU devices do,
-            whose overlapping tasks slow each other down.
+        awaited: whether each instruction is awaited before the next one starts, so that a span is its time without
+            overlap. Otherwise they overlap as in any step. Default: True where devices share one processor, as virtual
+            CPU devices do, whose overlapping tasks slow each other down.
         """
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
         return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)

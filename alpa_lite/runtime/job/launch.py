@@ -1,11 +1,11 @@
-"""Several processes on this machine, as if each were on another: started, listened to, and ended together.
+"""Run several processes of one job on this machine: start them, forward their output, and end them together.
 
-    start     each gets the address of a coordinator on loopback and its number, as variables that `initialize` reads
-    listen    what they print comes out line by line, with the number of the process before it       `output`
+    start     each receives the address of a coordinator on loopback and its number, as variables that `initialize` reads
+    listen    their output is forwarded line by line, prefixed with the number of the process       `output`
     end       the first one that fails ends the others: SIGTERM, and SIGKILL after some seconds
 
-Each process leads a group of its own, so that Ctrl-C reaches the launcher alone, and what a process has started ends
-with it. Should the launcher be killed, a process beside it ends the others (`orphans`).
+Each process leads a process group of its own, so that Ctrl-C reaches the launcher alone, and everything that a process
+has started ends with it. If the launcher is killed, a separate process ends the others (`orphans`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID, REGISTER = (
 """Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers."""
 
 GRACE_SECONDS = 5.0
-"""What a process gets between SIGTERM and SIGKILL."""
+"""Seconds that a process gets between SIGTERM and SIGKILL."""
 
 ENDED = 143
 """Exit code of a process that ends because another process of the job failed."""
@@ -45,18 +45,20 @@ HUNG = 124
 """Exit code of a process that ends because it hangs, or because another process of its job does."""
 
 _CAUSE_SECONDS = 5.0
-"""So long after one with these codes the launcher waits for the others, which may still say what went wrong."""
+"""Seconds that the launcher waits after an exit with one of these codes for the others, which may still state the
+cause.
+"""
 
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How it went.
+    """The result of a launch.
 
     codes    exit code of each process; 128 + n where signal n ended it
-    failed   the number of the one that failed first, of several at once that with the worst code; None: none did.
-             Those that end because of it do not count, whether the launcher ended them or they did by themselves.
+    failed   the number of the process that failed first, of several at once that with the worst code; None: none did.
+             Processes that end because of it do not count, whether the launcher ended them or they did by themselves.
     """
 
     codes: tuple[int, ...]
@@ -64,21 +66,21 @@ class LaunchResult:
 
     @property
     def code(self) -> int:
-        """The exit code of the one that failed."""
+        """The exit code of the process that failed."""
         return 0 if self.failed is None else self.codes[self.failed]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with reserved_port() as found:
         return int(found.getsockname()[1])
 
 
 def reserved_port(port: int = 0) -> socket.socket:
-    """A socket that keeps a port of the loopback interface from others until it is closed; 0: any that is free.
+    """Return a socket that reserves a port of the loopback interface until it is closed; 0: any free port.
 
-    The coordinator, which shares its port, can still listen there. Otherwise another job, or any connection from this
-    machine, could get the port before the first process has come so far.
+    The coordinator, which shares its port, can still listen there. Without the socket another job, or any connection
+    from this machine, could get the port before the first process listens.
 
     Raises:
         ExecutionError: the port is in use.
@@ -160,7 +162,7 @@ class _Job:
             )
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """One more process."""
+        """Start one more process."""
         try:
             process = subprocess.Popen(
                 list(command),
@@ -180,7 +182,7 @@ class _Job:
             self.listeners.listen(source, target, name)  # pyright: ignore[reportArgumentType]
 
     def wait(self) -> int | None:
-        """Until all have ended, or one has failed; its number."""
+        """Wait until all have ended, or one has failed; return its number."""
         until = None
         while True:
             codes = [ended_with(process) for process in self.processes]
@@ -197,7 +199,7 @@ class _Job:
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """End what still runs, and hand on what was said last; a second signal cuts that short."""
+        """End the processes that still run, and forward their last output; a second signal cuts that short."""
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
                 # What a process has started may outlive it. The number of one that has ended is its group's still.
@@ -218,11 +220,11 @@ class _Job:
                 self.targets[1].write(f"alpa-lite launch: output was lost: {target.problem}.\n".encode())
 
     def codes(self) -> Iterator[int]:
-        """The exit codes as shells tell them."""
+        """Yield the exit codes in the convention of shells."""
         return (_as_shells_tell(process.returncode or 0) for process in self.processes)
 
     def _await(self, seconds: float | None) -> None:
-        """Wait until all have ended, for so many seconds at most. The numbers of those that have stay theirs."""
+        """Wait at most `seconds` until all have ended. Remaining processes keep their numbers."""
         until = None if seconds is None else time.monotonic() + seconds
         while None in map(ended_with, self.processes) and (until is None or time.monotonic() < until):
             time.sleep(_LOOK_SECONDS)

@@ -23,15 +23,15 @@ DONE = b"done"
 _LOOK_SECONDS = 0.2
 
 _ZOMBIE_SECONDS = 5.0
-"""After SIGKILL; what is there then has ended, and nobody asks for its exit code."""
+"""Seconds after SIGKILL; processes that exist then have ended, but nobody has read their exit codes."""
 
 
 def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
-    """Return when the launch has ended in good order, or when nothing of it is left.
+    """Return when the launch has ended in good order, or when none of its processes is left.
 
     Args:
-        pipe: what the processes and the launcher write to.
-        launcher: the number of its process, which is the parent of this one.
+        pipe: the pipe that the processes and the launcher write to.
+        launcher: the process id of the launcher, which is the parent of this process.
         grace_seconds: between SIGTERM and SIGKILL.
     """
     text, over, asked = b"", False, set[int]()
