@@ -80,7 +80,7 @@ class Calibration:
         return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cluster as `Cluster.from_json` reads it, with the origin of each value and a summary of the fit."""
+        """Return the cluster as `Cluster.from_json` reads it, with the origin of each value and a fit summary."""
         kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
         origin = f"measured on {self.date}, {kind}, median of {count} or more"
         data = self.cluster.to_json()
@@ -251,7 +251,7 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
 
 
 def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
-    """Return separate peak rates (flops per second) for each timed dtype; float32 products have that of tensorfloat32."""
+    """Return separate peak rates (flops per second) for each timed dtype; float32 products have tensorfloat32's."""
     return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
 
 

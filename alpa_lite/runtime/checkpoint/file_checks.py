@@ -1,9 +1,9 @@
-"""Checks of a checkpoint's files before anything of them is read, for folders that somebody else has made or changed.
+"""Check a checkpoint's files before reading them, for folders that somebody else has made or changed.
 
     check_files      all are regular files in the folder, and none is larger than its arrays can make it
-    check_headers    each array is stored in the shape and dtype that are asked for, in chunks no larger than itself
+    check_headers    each array is stored in the requested shape and dtype, in chunks no larger than itself
 
-TensorStore allocates what the headers and sizes say. What is found is raised as `ValueError`, in a sentence.
+TensorStore allocates as much as the headers and sizes say. Problems are raised as `ValueError`, with a sentence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AT_ONCE = 256
 
 
 def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
-    """Raise ValueError unless the files of a checkpoint are regular, and of a size that fits to its arrays."""
+    """Raise ValueError unless the files of a checkpoint are regular, and of plausible sizes for its arrays."""
     room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
     largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
     root = folder.resolve()
@@ -52,7 +52,7 @@ def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
 
 
 def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> None:
-    """Raise ValueError unless the arrays that are wanted are stored as what they are."""
+    """Raise ValueError unless the requested arrays are stored in their shapes and dtypes."""
     store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
     names = [each.name for each in wanted if not each.leaf.is_empty]
     for start in range(0, len(names), _AT_ONCE):
@@ -103,7 +103,7 @@ def _bytes(leaf: Leaf) -> int:
 
 
 def _size(path: Path, root: Path, own: bool) -> int:
-    """In bytes, of a file of ours; those of others are not looked at, but links must not lead out."""
+    """Return the size in bytes of a file of ours; 0 for others, whose links must still not lead out of the folder."""
     try:
         found = path.lstat()
         if stat.S_ISLNK(found.st_mode):

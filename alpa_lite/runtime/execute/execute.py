@@ -165,7 +165,7 @@ class Executor:
         self._at_once = self._as_one_task()
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
-        """Return, in a job, the delivery of small results; all processes have compiled their tasks when this returns."""
+        """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
         if jax.process_count() == 1:
             return None
         verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
@@ -235,7 +235,7 @@ class Executor:
         return [on_devices[mesh] for mesh in self.meshes]
 
     def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Return a function that runs a single-task program on arguments in their shardings; None for other programs."""
+        """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):

@@ -49,7 +49,7 @@ class RowBlocks:
         return self.rows[-1][1] - self.rows[0][0]
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of own rows, counted from the first, that lie in rows `start` to `stop` of the whole array."""
+        """Return the range of own rows, counted from the first, within rows `start` to `stop` of the whole array."""
         first, last = self.rows[0][0], self.rows[-1][1]
         return max(start, first) - first, min(stop, last) - first
 

@@ -53,7 +53,7 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
 
 
 def short_name(program: Program, number: int) -> str:
-    """Return an instruction in a few words; the number after the last one stands for the delivery of results in a job."""
+    """Return an instruction in a few words; the number after the last one stands for the delivery in a job."""
     if number == len(program.instructions):
         return "the delivery of results"
     instruction = program.instructions[number]

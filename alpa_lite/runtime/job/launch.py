@@ -1,6 +1,6 @@
 """Run several processes of one job on this machine: start them, forward their output, and end them together.
 
-    start     each receives the address of a coordinator on loopback and its number, as variables that `initialize` reads
+    start     each receives a coordinator's address on loopback and its number, as variables that `initialize` reads
     listen    their output is forwarded line by line, prefixed with the number of the process       `output`
     end       the first one that fails ends the others: SIGTERM, and SIGKILL after some seconds
 

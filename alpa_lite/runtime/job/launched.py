@@ -1,7 +1,7 @@
-"""Runs a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
+"""Run a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
 
-The program runs as if Python had been given it. It differs in its end: a process that fails does not wait for the
-others, which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads at its import.
+The program runs as if Python had started it, except at its end: a process that fails does not wait for the others,
+which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads when imported.
 """
 
 from __future__ import annotations

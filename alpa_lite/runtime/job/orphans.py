@@ -1,12 +1,12 @@
-"""Ends the processes of a launch whose launcher is gone: `python orphans.py LAUNCHER GRACE`, started by the launcher.
+"""End the processes of a launch whose launcher is gone: `python orphans.py LAUNCHER GRACE`, started by the launcher.
 
-Each process writes its number as a line into the pipe that is the standard input here, before it runs the program. The
-launcher writes `done` when all have ended. If it ends without that word, because it was killed, every process group is
-asked to end by SIGTERM, and killed after the grace. Those who start later still have the pipe, whose end comes when the
-last of them has written or is gone, so none is missed.
+Each process writes its process id as a line into the pipe that is the standard input here, before it runs the program.
+The launcher writes `done` when all have ended. If it ends without this word, because it was killed, every process group
+gets SIGTERM, and SIGKILL after the grace period. Processes that start later still hold the pipe, whose end comes only
+when the last of them has written or is gone, so none is missed.
 
-This is a process of its own, as one of the job cannot be relied on: it may be stopped, hold Python's lock, or have left
-others behind. It imports nothing but the standard library, so that it is there in milliseconds.
+This is a separate process, since a process of the job is not reliable: it may be stopped, hold Python's lock, or have
+left child processes behind. It imports only the standard library, so that it starts in milliseconds.
 """
 
 from __future__ import annotations

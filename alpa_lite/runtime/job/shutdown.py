@@ -356,9 +356,7 @@ class Heartbeat:
     def __init__(
         self, here: RollCall, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS
     ) -> None:
-        """Prepare the thread. `awaited`: launches of this process. `seconds`: how long it waits at exit for them and
-        for others.
-        """
+        """Prepare the thread. `awaited`: launches of this process. `seconds`: its wait at exit for them and for others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0

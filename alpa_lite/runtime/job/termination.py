@@ -1,15 +1,15 @@
-"""Whether the job was told to end by SIGTERM, as schedulers tell it some time before they kill it.
+"""Tell a job to end on SIGTERM, which schedulers send some time before they kill it.
 
     one process    listens for the signal from the first question on                              `Stopping.requested`
     several        any of them may get the signal at any time, and all must stop after the same question:
-                       told(i)  = question that process i was last given an answer to, when it hears of the signal
+                       told(i)  = last question that process i had answered when it hears of the signal
                        last     = 1 + max over i of told(i)                                       `Stopping._agree`
-                   each answers no until its question number `last`, and yes from then on. Who has told waits with its
-                   next answer until `last` is known, so that none goes past it; a thread does this, since the program
-                   may be waiting for the others, one of which is behind.
+                   each answers no until its question number `last`, and yes from then on. A process that has published
+                   its `told` delays its next answer until `last` is known, so that none goes past it; a thread does
+                   this, since the program may be waiting for the others, one of which is behind.
 
-Signals are no business of a program that never asks: there SIGTERM ends the process. JAX's preemption service would
-take the signal from all.
+A program that never asks keeps the default: SIGTERM ends the process. JAX's preemption service would take the signal
+from all programs.
 """
 
 from __future__ import annotations
