@@ -211,7 +211,7 @@ class _ProgramBuilder:
         return self.step.phases[producer].in_loop
 
     def _fetch(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
-        """Return the buffer from which a task reads a value, after sending or placing it on the task's stage if needed."""
+        """Return the buffer from which a task reads a value, sent or placed on the task's stage first if needed."""
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:

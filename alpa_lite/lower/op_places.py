@@ -61,7 +61,10 @@ def is_whole(plan: Plan) -> bool:
 
 
 def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
-    """Return the place of each op, None for invariant ops. Raises `PlanError` for a schedule that cannot run the step."""
+    """Return the place of each op, None for invariant ops.
+
+    Raises `PlanError` for a schedule that cannot run the step.
+    """
     lists = plan.schedule.tasks(len(plan.stages), plan.num_microbatches)
     kinds = {stage: found for tasks in lists for stage, found in kinds_of(tasks).items()}
     if Phase.BACKWARD in step.phases and not any(kind.sends_back for found in kinds.values() for kind in found):

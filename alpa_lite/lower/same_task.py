@@ -122,7 +122,7 @@ class _Form:
 
 
 def _params(op: Op, equation: Equation) -> Hashable:
-    """Return the parameters that lowering reads. Bodies of known control flow are compared op by op, not as parameters."""
+    """Return the parameters that lowering reads. Bodies of known control flow are compared op by op instead."""
     return content(op.params if wiring_of(op) is not None else equation.params)
 
 

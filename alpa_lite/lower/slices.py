@@ -221,8 +221,8 @@ class Slicer:
                 yield Port(value=v, spec=self._leaving_spec(v, place))
 
     def _handed_on(self, place: OpPlace, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
-        """Yield values that an update passes on without computing them: sums to return or for other updates, repeated
-        outputs.
+        """Yield values that an update passes on without computing them: sums to return or for other updates, and free
+        values that are returned.
         """
         if place.kind not in ("update", "step"):
             return

@@ -202,7 +202,7 @@ class _StepSimulation:
             start, end = self.run(instruction)
         elif instruction.kind == "SEND":
             start, end = self.send(instruction)
-        elif instruction.kind == "PLACE":  # while the task before the one that reads it is at work
+        elif instruction.kind == "PLACE":  # overlaps with the task before the one that reads it
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
@@ -254,7 +254,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
-    following = (*program.instructions[1:], None)  # one too many where there are none
+    following = (*program.instructions[1:], None)  # pads the pairs with the last instruction
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)
@@ -273,7 +273,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     state = [0.0] * len(changes)
     for buffer, size in resident.items():
         state[clock.row_of[buffer.stage]] += size
-    # What ends when something else begins makes room for it.
+    # Ends sort before starts at the same time: memory that is freed is available to what begins then.
     held = (max(accumulate(change for _, change in sorted(found)), default=0.0) for found in changes)
     return [kept + most for kept, most in zip(state, held, strict=True)]
 

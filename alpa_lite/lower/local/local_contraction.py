@@ -53,7 +53,7 @@ def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, 
 
 @local_lowering("ragged_dot_general")
 def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Multiply rows sorted by group: each device derives the rows of its block and of its groups from all group sizes."""
+    """Multiply rows sorted by group: each device derives the rows of its block and groups from all group sizes."""
     lhs, rhs, sizes = operands
     numbers = op.params["ragged_dot_dimension_numbers"]
     ((_, rhs_contract), _) = numbers.dot_dimension_numbers

@@ -46,7 +46,7 @@ def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[A
 
 
 def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], list[int]]:
-    """Return the mesh axes in the order in which `ppermute` numbers devices (the mesh's), and the device of each block."""
+    """Return mesh axes in the order in which `ppermute` numbers devices (the mesh's), and the device of each block."""
     names = tuple(a for a in sizes if a in axes)
     numbers = np.arange(prod(sizes[a] for a in names)).reshape([sizes[a] for a in names])
     return names, numbers.transpose([names.index(a) for a in axes]).ravel().tolist()

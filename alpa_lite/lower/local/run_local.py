@@ -72,7 +72,7 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: b
 
 
 def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
-    """Return integers of the width of the floats `x`, in the same order; NaN beyond infinity, above or below all else."""
+    """Return integers of the width of the floats `x`, in the same order; NaN lies beyond all other numbers."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(integer)
     bits = lax.bitcast_convert_type(x, integer)

@@ -237,7 +237,7 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
             num_units=_num_units(first),
             tiles=_TILES.get(first.platform, ((128, 128),)),
             fill_depth=8.0,
-            # The fitted rates are what is reached, not what a data sheet says.
+            # The fitted rates are achieved rates, not those of a data sheet, so no further efficiency applies.
             matrix_efficiency=1.0,
             convolution_efficiency=0.5,
             memory_efficiency=1.0,

@@ -84,7 +84,7 @@ def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
     cluster = _fit(guess, _device_constants(guess), of_devices)
     of_links = [m for m in raised if any(isinstance(part, Collective) for part in m.parts)]
     for link in ("intra_host", "inter_host"):
-        # A group across hosts uses both links, so that inside a host is known first.
+        # A group across hosts uses both links, so the link inside a host is fitted first.
         mine = [m for m in of_links if _crosses_hosts(m) == (link == "inter_host")]
         cluster = _fit(cluster, (f"{link}.bandwidth_bytes_per_second", f"{link}.latency_seconds"), mine)
     return cluster
@@ -110,7 +110,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
     def residuals(shifts: np.ndarray) -> np.ndarray:
         cluster = _shifted(guess, dict(zip(names, np.exp(shifts), strict=True)))
         predicted = np.log([max(predicted_seconds(m, cluster), 1e-15) for m in measurements])
-        # The last terms pull, very gently, towards the guess: they settle what nothing measured depends on.
+        # The last terms pull very weakly towards the guess: they determine constants that no measurement depends on.
         return np.concatenate([predicted - measured, 1e-2 * shifts])
 
     found = min(

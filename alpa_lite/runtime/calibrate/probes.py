@@ -304,10 +304,10 @@ def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dty
     def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
         return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
 
-    # Unchecked: the loop carries what is the same on all members of a group as if it were not.
+    # check_vma=False: the loop carries values that are replicated in a group as if they varied.
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
     sharding, full = NamedSharding(mesh, spec), (mesh.devices.size, *shape)
-    # Zeros stay finite under everything, and ordinary under sums; y @ w with all entries of w 1/n keeps ones.
+    # Zeros stay finite (and never denormal) under repeated ops and sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
     return _looped(name, jax.jit(mapped), rows, constants)

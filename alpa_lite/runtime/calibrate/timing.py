@@ -76,7 +76,7 @@ def time_programs(
         late = stopwatch.agree(float(stopwatch.clock() - began > stopwatch.limit_seconds))
         if late and number >= _MIN_ROUNDS:
             break
-        # Every other round runs backwards: what one program leaves in the caches meets different neighbours.
+        # Every other round runs backwards, so that a program is not always timed with the same program's caches.
         for index in range(len(programs))[:: 1 if number % 2 == 0 else -1]:
             progress(programs[index].name)
             samples[index].append(_run_seconds(programs[index], trips[index], stopwatch) / trips[index])

@@ -64,7 +64,7 @@ def _on_one(leaf: Any, device: Any) -> Any:
     """Return a leaf on one device; a leaf that is no JAX array is returned as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    if len(leaf.sharding.device_set) > 1:  # through the host: the type of an array may name the axes that split it
+    if len(leaf.sharding.device_set) > 1:  # through the host: the array's type may name mesh axes
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             words = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
             return jax.random.wrap_key_data(words, impl=_jax.key_implementation(str(leaf.dtype)))

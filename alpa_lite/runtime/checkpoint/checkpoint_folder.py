@@ -100,7 +100,7 @@ class Folder:
         self.lease.check()
         disk.make_folder(unfinished)
         disk.create(unfinished / RECORD, Record(step=number, parent=parent, save=save).to_bytes())
-        # Whatever else is in it after a loss of power, the mark is there, so that it can be removed.
+        # The mark is written first: after a loss of power the folder is recognised as ours and can be removed.
         disk.sync(unfinished / RECORD)
         disk.sync(unfinished)
         return unfinished

@@ -337,9 +337,9 @@ class Checkpoints:
     def _failed(self, step: int, reason: str) -> str:
         """Return the message of a failed save. Its files are removed, since the disk may be full."""
         self._pending = None
-        with suppress(Exception):  # what it says is what went wrong before
+        with suppress(Exception):  # it repeats the error that is being handled
             self._drop_writer()
-        with suppress(Exception):  # it is tried again before the next save
+        with suppress(Exception):  # retried before the next save
             if jax.process_index() == 0:
                 self._files.give_up(self._unfinished)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"

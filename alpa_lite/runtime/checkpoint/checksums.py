@@ -115,7 +115,7 @@ def _problem(folder: Path, name: str, digest: str) -> str:
         return "" if _digest(folder / name) == digest else f"{shown(name)} is not what was written"
     except FileNotFoundError:
         return f"{shown(name)} is missing"
-    except (OSError, RuntimeError) as error:  # of links that lead in a circle, `resolve` raises RuntimeError
+    except (OSError, RuntimeError) as error:  # `resolve` raises RuntimeError for cyclic links
         return f"{shown(name)} cannot be read ({shown(_reason(error))})"
 
 

@@ -78,7 +78,7 @@ def make_folders(path: Path) -> None:
         try:
             make_folder(each)
         except FileExistsError:
-            continue  # somebody else was faster
+            continue  # another process made it first
         sync(each.parent)
 
 

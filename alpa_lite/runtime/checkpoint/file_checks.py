@@ -23,10 +23,10 @@ from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from cost_models.text import parse_json
 
 _SPARE_BYTES = 64 * 2**20
-_SPARE_BYTES_PER_LEAF = 2**20  # for what its chunks are listed with
+_SPARE_BYTES_PER_LEAF = 2**20  # for the index of its chunks
 _HEADER_BYTES = 2**16
 _MOST_DIMS = 64
-_KEY_BYTES = 256  # more than any key has
+_KEY_BYTES = 256  # upper bound for any kind of key
 _ORBAX_VALUES_PER_LEAF = 40
 _ORBAX_FILE = "_METADATA"
 _AT_ONCE = 256
@@ -46,7 +46,7 @@ def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
         text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
         parse_json(text, any_text=True, max_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), max_depth=16)
     except FileNotFoundError:
-        return  # there may be no arrays; which files there should be is in the list of checksums
+        return  # there may be no arrays; the list of checksums says which files must exist
     except (OSError, ValueError) as error:
         raise ValueError(f"{_ORBAX_FILE} cannot be read ({shown(error)})") from error
 
@@ -93,7 +93,7 @@ def _fits(chunk: Any, size: int) -> bool:
 def _is_dtype(text: Any, dtype: Any) -> bool:
     try:
         return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
-    except (TypeError, ValueError, SyntaxError):  # NumPy reads names of dtypes as expressions
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses names of dtypes as expressions
         return False
 
 

@@ -58,7 +58,7 @@ class Lease:
         self.token = uuid.uuid4().hex[:12]
         self._held: _Held | None = None
         self._seen: tuple[int, bytes, float] | None = None
-        with suppress(OSError):  # `hold` tells
+        with suppress(OSError):  # `hold` reports the error
             self._look()
 
     def hold(self) -> None:
@@ -129,19 +129,19 @@ class Lease:
                 )
             time.sleep(_LOOK_SECONDS)
             self._look()
-        return None  # it is gone, or another has taken it: look again
+        return None  # it is gone, or another process has taken it: look again
 
     def _take(self, number: int) -> bool:
         """Take over the lease; return False if another process was faster."""
         path = _path(self.folder, number)
         me = _myself(self.token)
-        _open_here[self.token] = self  # before others can see it
+        _open_here[self.token] = self  # registered before others can see the file
         try:
             disk.create(path, json.dumps(me).encode())
         except FileExistsError:
             return False
         held = _Held(path=path, number=number, me=me, process=os.getpid())
-        if not held.is_mine():  # there is a newer one: what was known of the folder was out of date
+        if not held.is_mine():  # a newer lease exists: this process's view of the folder was out of date
             with suppress(OSError):
                 disk.unlink(path)
             return False
@@ -190,7 +190,7 @@ class _Held:
 
 def _beat(held: _Held) -> None:
     while not held.over.wait(BEAT_SECONDS):
-        with suppress(OSError):  # it is tried again; who waits for a sign of life waits much longer
+        with suppress(OSError):  # retried at the next beat; others wait much longer for a sign of life
             if not held.is_mine():
                 return
             held.renew()
@@ -301,7 +301,7 @@ def _runs(owner: Mapping[str, Any]) -> bool:
         return False
     if process != os.getpid():
         return True
-    gc.collect()  # one that nobody can use any more may wait for this
+    gc.collect()  # an unreachable lease may still await collection
     return owner.get("token") in _open_here
 
 

@@ -31,8 +31,8 @@ from alpa_lite.runtime.checkpoint.file_checks import check_headers
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
 from alpa_lite.runtime.checkpoint.shared_errors import ConsequenceError
 
-_CHUNK_BYTES = 16 * 2**20  # the most that is read to get at a small part of a large array
-_REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each
+_CHUNK_BYTES = 16 * 2**20  # upper bound on the bytes read for a small part of a large array
+_REPLICAS_SHARE_FROM = 2**20  # size in bytes from which replicas of a shard each write a part of it
 _READ_AT_ONCE_GB = 16
 _LONGEST_SAVE_SECONDS = 3600
 
@@ -58,7 +58,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
     def __init__(self) -> None:
         """Set up without keys and shardings, which are passed elsewhere."""
         super().__init__(
-            primary_host=None,  # whoever has a part of an array also writes what the array is
+            primary_host=None,  # every process with a part of an array also writes its metadata
             use_replica_parallel=jax.process_count() > 1,
             min_slice_bytes_for_replica_parallel=_REPLICAS_SHARE_FROM,
             enable_write_sharding_file=False,
@@ -95,7 +95,7 @@ def _arrays_handler() -> Any:
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry,
         restore_concurrent_gb=_READ_AT_ONCE_GB,
-        use_compression=False,  # takes longer than the twelfth of the bytes that it saves of weights
+        use_compression=False,  # saves 1/12 of the bytes of weights, and takes longer than writing these
     )
 
 
@@ -110,7 +110,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
         self.problem: Exception | None = None
 
     async def async_save(self, directory: Any, args: Content) -> list[Any]:
-        # Not the arrays themselves, which would stay on the devices.
+        # Do not store the arrays themselves: their device memory would stay in use.
         self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
         self._publish = args.publish
         written: list[Any] = []
@@ -180,7 +180,7 @@ class _CheckpointPath:
         return self._folder
 
     def get_final(self) -> epath.Path:
-        return self._folder / "none"  # Orbax demands that there is nothing there yet
+        return self._folder / "none"  # Orbax requires a path that does not exist
 
     async def create(self) -> epath.Path:
         return self._folder

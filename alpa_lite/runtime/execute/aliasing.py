@@ -64,7 +64,7 @@ class Apart:
         self._donated = donated
         self._groups = [group for group in _alike(leaves, shardings) if any(donated[i] for i in group)]
         watched = [i for group in self._groups for i in group]
-        # First those that results replace, then what the caller keeps, which may come back as a result too.
+        # First the arguments that results replace, then those that the caller keeps, which may be returned too.
         self._replaced = [i for i in watched if donated[i] and i in next_of]
         self._kept = [i for i in watched if not donated[i]]
         self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
@@ -201,7 +201,7 @@ class _Facts:
             return buffer in self.made and buffer not in self.shared
         given = leaf < len(self.donated) and self.donated[leaf]
         at_home = self.program.homes[buffer.value][0] == buffer.stage
-        # Without a task that returns the argument's next value, nothing would take it over.
+        # Without a task that returns the argument's next value, no result would reuse its buffer.
         return given and at_home and self.program.tasks[instruction.task].kind in ("update", "step")
 
     def _made(self) -> set[Buffer]:

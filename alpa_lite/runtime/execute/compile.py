@@ -76,7 +76,9 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
 
 
 def _zeros(layout: BoundaryArray) -> jax.Array:
-    if layout.dtype.startswith("key<"):  # a micro-batch hands the key of the whole step on, and adds nothing to it
+    if layout.dtype.startswith(
+        "key<"
+    ):  # every micro-batch returns the key of the whole step, so nothing is added to it
         key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
         return jax.numpy.broadcast_to(key, layout.shape)
     return jax.numpy.zeros(layout.shape, layout.dtype)
@@ -258,13 +260,13 @@ class _Precompiler:
             while self.waiting:
                 self._take(pool, timeout=None)
         finally:
-            # What XLA has begun cannot be stopped; when an error leaves here, nothing waits for it.
+            # Running compilations cannot be cancelled; after an error nothing waits for them.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, group: _EqualUnits, pool: ThreadPoolExecutor) -> None:
         try:
             group.lowered = group.emitted.lower()
-        except Exception:  # it may want to know its devices; else the same is raised below
+        except Exception:  # it may need concrete devices; a genuine error is raised again below
             group.num_lowered = len(group.uses)
             for devices, mesh in group.meshes.items():
                 lowered = group.emitted.lower(mesh)

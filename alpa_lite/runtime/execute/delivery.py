@@ -80,7 +80,7 @@ class Delivery:
         def deliver(*blocks: Any) -> Any:
             return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
 
-        # Each process shows another block, and calls it the same as those of the others until they are.
+        # Each process contributes a different block of an array declared replicated; the program makes them equal.
         specs = (PartitionSpec(),) * len(self.results)
         program = jax.shard_map(
             deliver, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False

@@ -241,7 +241,7 @@ class Executor:
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
-            return None  # the others place arguments one by one, in the order of the instructions
+            return None  # the other processes place arguments one by one, in instruction order
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]

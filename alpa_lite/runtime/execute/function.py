@@ -71,7 +71,7 @@ class CompiledFunction:
             refuse_shapes(self.traced.name, leaves)
             gone = any([isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves])
         if gone:
-            raise ExecutionError(self._given_away(leaves))  # XLA may end the process
+            raise ExecutionError(self._given_away(leaves))  # XLA may abort the process on a deleted buffer
         try:
             outputs = self.executor(self.step.inputs(self._apart(leaves)), record)
         except _jax.InvalidNumbersError as error:
@@ -168,7 +168,7 @@ def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
     known: dict[Any, Any] = {}
 
     def finish(array: jax.Array) -> jax.Array:
-        # One object for all steps, as the next step recognises its arguments by it.
+        # The same object in all steps, since the next step recognises its arguments by identity.
         if array.sharding not in known:
             known[array.sharding] = array.aval.update(weak_type=True)
         return _jax.weak(array, known[array.sharding])
@@ -201,7 +201,7 @@ def with_own_constants(step: TracedStep, executor: Executor, first: int) -> Trac
     """Return the step with copies of its captured arrays, which are inputs from number `first` on."""
     if step.ahead is None:
         return replace(step, constants=tuple(executor.own_constants(first, step.constants)))
-    # Where they are read ahead, one program reads several, which must not lie on the devices of several stages.
+    # A program that precomputes constants reads several of them, which must then lie on the devices of one stage.
     own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
     return replace(step, constants=tuple(own))
 

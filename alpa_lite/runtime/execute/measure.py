@@ -26,7 +26,7 @@ def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inp
     `shapes`: of the arguments; `inputs`: maps the arguments to all inputs of the step.
     """
     seconds = [_seconds_once(executor, shapes, inputs) for _ in range(1 + NUM_STEPS)]
-    return statistics.median(seconds[1:])  # the first one compiles what is left
+    return statistics.median(seconds[1:])  # the first step includes remaining compilation
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:

@@ -100,7 +100,7 @@ class _Whole(Transfer):
     def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
         self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))
         wanted = [NamedSharding(target, boundary_spec(spec))]
-        # Keys are arrays around arrays, which only JAX takes apart.
+        # Typed keys wrap another array, and only JAX unwraps it: their blocks are not accessible here.
         self.copy = partial(jax.device_put, device=wanted) if is_key else _jax.copying_to(wanted)
 
     @property

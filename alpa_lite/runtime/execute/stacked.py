@@ -154,7 +154,7 @@ class StackedRest:
 
         size, shelves = at.rows_per_block, list[Shelf]()
         read_by = [tuple(dict.fromkeys(owners[b * size : (b + 1) * size])) for b in range(len(groups))]
-        # Blocks of one run that follow each other are moved together, one of several runs by itself.
+        # Consecutive blocks of one run are moved together; a block with rows of several runs is moved on its own.
         for _, blocks in groupby(enumerate(read_by), key=lambda each: each[1] if len(each[1]) == 1 else each):
             numbers = [block for block, _ in blocks]
             start, stop = numbers[0] * size, (numbers[-1] + 1) * size

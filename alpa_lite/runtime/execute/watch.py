@@ -69,14 +69,14 @@ class Watch:
             self._await(instruction, token)
 
     def _wait_for_copy(self, instruction: int, array: Any, begun: threading.Event) -> None:
-        begun.set()  # this thread goes on until it is inside the wait: Python's lock is let go only there
+        begun.set()  # the waiting thread runs on into its wait: only there it releases Python's lock
         self._await(instruction, array)
 
     def _await(self, instruction: int, array: Any) -> None:
         try:
             jax.block_until_ready(array)
         except RuntimeError:
-            # Overwritten before anybody looked, or the launch failed, which the step itself tells. No end is known.
+            # Donated before the wait began, or the launch failed, which the step reports. The end is unknown.
             return
         self.ends[instruction] = max(self._clock(), self.ends.get(instruction, 0.0))
 
@@ -94,7 +94,7 @@ def spans(
     missing ended as soon as they could start
     """
     waits_for, latest = _waits_for(program, groups, launches), dict(ends)
-    for number in reversed(waits_for):  # what was seen late had ended before what waited for it did
+    for number in reversed(waits_for):  # an end that was seen late lies before the ends that depend on it
         for before in waits_for[number] if number in latest else ():
             latest[before] = min(latest.get(before, latest[number]), latest[number])
     ended: dict[int, float] = {}
@@ -107,7 +107,10 @@ def spans(
 
 
 def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
-    """Return for each instruction those that it waits for: the writers of its buffers, and the last one on its devices."""
+    """Return for each instruction those that it waits for.
+
+    These are the writers of its buffers, and the last instruction before it on its devices.
+    """
     writer: dict[Buffer, int] = {}
     last: dict[object, int] = {}
     found: dict[int, list[int]] = {}

@@ -139,7 +139,7 @@ class Watchdog:
         flight = self._flight()
         pending = () if flight is None else flight.pending()
         if flight is not None and pending and not flight.hang and flight.is_hung(patience, pending):
-            # Said first: who sees the hang, and perhaps ends the process for it, has the sentence on stderr.
+            # Reported first: whoever sees the hang, and perhaps ends the process, has the sentence on stderr.
             if not flight.ends:
                 self._say(flight.sentence(pending))
             flight.tell_hang(pending)
@@ -159,7 +159,7 @@ class _Thread:
         return watchdog in self._watched
 
     def add(self, watchdog: Watchdog, limit: float) -> None:
-        with self._changed:  # which tells a look that is about to end of the launches before this call
+        with self._changed:  # so that a thread that is about to end sees the launches before this call
             if watchdog in self._watched:
                 return
             self._watched[watchdog] = Patience(limit)

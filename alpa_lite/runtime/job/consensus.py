@@ -197,7 +197,7 @@ class KeyValues:
     def remove(self, names: Sequence[str]) -> None:
         """Remove these names, and all names under them."""
         for name in names:
-            with suppress(jax.errors.JaxRuntimeError):  # where the service is gone JAX ends this process
+            with suppress(jax.errors.JaxRuntimeError):  # if the service is gone, JAX ends this process
                 self._client.key_value_delete(f"alpa_lite/{name}")
 
     def get(self, name: str, process: int) -> Any:
@@ -213,7 +213,7 @@ class KeyValues:
                     waited = time.monotonic() - began
                     if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
                         raise ExecutionError(_in_vain(process, waited, ended, error)) from error
-                # It may have said it before its end: that is looked at once more.
+                # It may have written the value just before it ended: look once more.
                 ended = self._roll.ended(self._roll.said())
                 doing = self._roll.doing(process)
                 at_work = time.monotonic() if doing else at_work

@@ -39,6 +39,7 @@ class Turns:
         """Record the token of a launch."""
         self._pending.append(token)
         if len(self._pending) > _MOST_PENDING:
+            # Tokens of finished launches are dropped now and then, so that the list stays short.
             self._pending = [each for each in self._pending if not each.is_ready()]
 
 
@@ -47,8 +48,9 @@ _turns = Turns()
 
 
 def in_turn(program: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
-    """Return a compiled program, whose last result is its token, made to respect the order; unchanged where it does not
-    need to.
+    """Return a compiled program that respects the order, unchanged where none is needed.
+
+    The last result of the program must be its token.
     """
     if all_here(devices) or not any_here(devices) or devices[0].platform != "cpu":
         return program

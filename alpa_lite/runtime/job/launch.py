@@ -90,10 +90,10 @@ def reserved_port(port: int = 0) -> socket.socket:
         try:
             found.bind(("127.0.0.1", port))
         except OSError:
-            # Connections of an earlier job that are still remembered do not matter; somebody who listens does.
+            # Connections of an earlier job in TIME_WAIT do not matter; a socket that listens does.
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(("127.0.0.1", port))
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after it was found that nobody has it
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
     except (OSError, OverflowError) as error:
         found.close()
         raise ExecutionError(
@@ -187,7 +187,7 @@ class _Job:
         while True:
             codes = [ended_with(process) for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
-            # Those that found a hang know why: what others end with then is a consequence, as is `ENDED`.
+            # A process that detected a hang knows the cause: the exits of others follow from it, as does `ENDED`.
             causes = [] if HUNG in codes else [number for number in failed if codes[number] != ENDED]
             until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
             if causes or (until is not None and (None not in codes or time.monotonic() > until)):
@@ -202,11 +202,11 @@ class _Job:
         """End the processes that still run, and forward their last output; a second signal cuts that short."""
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
-                # What a process has started may outlive it. The number of one that has ended is its group's still.
+                # Child processes may outlive a process, whose id remains the id of its group.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, how)
                     os.killpg(process.pid, signal.SIGCONT)
-            with suppress(KeyboardInterrupt, SystemExit):  # once more: no time is left
+            with suppress(KeyboardInterrupt, SystemExit):  # a second signal: do not wait
                 self._await(seconds)
         with suppress(BrokenPipeError):
             os.write(self.register, DONE + b"\n")

@@ -52,7 +52,7 @@ def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
         for group in left:
             if now > kill_at or group not in asked:
                 _signal(group, signal.SIGKILL if now > kill_at else signal.SIGTERM)
-                _signal(group, signal.SIGCONT)  # one that is stopped does not end before it goes on
+                _signal(group, signal.SIGCONT)  # a stopped process handles SIGTERM only once continued
                 asked.add(group)
         if over and (not left or now > kill_at + _ZOMBIE_SECONDS):
             return
@@ -73,5 +73,5 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # it ends when the launch does
+        signal.signal(each, signal.SIG_IGN)  # this process must outlive the launch
     watch(0, int(sys.argv[1]), float(sys.argv[2]))

@@ -62,7 +62,7 @@ class Target:
                 except ValueError:
                     self.problem = OSError("the stream is closed")
                 else:
-                    if written is None:  # somebody made the file non-blocking, and it is full
+                    if written is None:  # the file is non-blocking (set by another process), and full
                         select.select([], [self._stream], [], 1.0)
                     left = left[written or 0 :]
             with suppress(OSError, ValueError):
@@ -92,7 +92,7 @@ class Listeners:
         self._ended.set()
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(_LOOK_SECONDS)  # not without a time: a signal must be able to end the wait
+                thread.join(_LOOK_SECONDS)  # with a timeout, so that a signal can interrupt the wait
 
     def _run(self, source: BinaryIO, target: Target, name: str) -> None:
         first, next_one = f"[{name}] ".encode(), f"[{name}+] ".encode()

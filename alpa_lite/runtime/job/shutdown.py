@@ -32,7 +32,7 @@ from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
 from alpa_lite.runtime.job.neighbours import Neighbours, place
 
 LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
-"""So long the first process waits for the others' answers to a roll call, and so much longer for each of them."""
+"""Seconds that the first process waits for answers to a roll call, and the seconds added for each other process."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the messages."""
@@ -90,8 +90,9 @@ class RollCall:
         return LAST_WORDS_SECONDS + LAST_WORDS_SECONDS_EACH * self.num_processes
 
     def silent(self, seconds: float | None = None, *, last: bool = False) -> list[int]:
-        """Return the processes that do not answer a roll call, the same on all simultaneous callers; `last`: when they
-        leave.
+        """Return the processes that do not answer a roll call; all simultaneous callers get the same answer.
+
+        `last`: whether this is the roll call of processes that leave.
         """
         if not self.listening():
             return []
@@ -256,7 +257,7 @@ def _take_leave(here: RollCall, reason: str) -> None:
     here.say(f"{_TOLD}{here.me}", "")
     if here.me == 0:
         here.unheard(_TOLD, set(range(here.num_processes)) - {*silent}, here.last_words_seconds())
-        time.sleep(GRACE_SECONDS)  # in which they end, before JAX ends them without the service
+        time.sleep(GRACE_SECONDS)  # the others end in this time; later, JAX ends them for the lost service
 
 
 def end_hung(reason: str) -> NoReturn:
@@ -273,8 +274,8 @@ def end_hung(reason: str) -> NoReturn:
 def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
     """`reason`: of this process, if it is the one that found the hang."""
     if _watched.neighbours is not None:
-        # Whoever found the hang, and whatever it is, those that are stopped are to write where they are too. It comes
-        # before any word: where the first process is stopped, so is the service.
+        # Stopped processes must continue to write their stacks too, whatever the hang is. This precedes any message,
+        # since the service is stopped together with the first process.
         _watched.neighbours.wake()
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
@@ -351,12 +352,12 @@ def _finish(here: RollCall, awaited: Callable[[], Awaited], until: float) -> Non
 
 
 class Heartbeat:
-    """A thread that reads the others' messages; at its exit this process waits for them."""
+    """A thread that reads the others' messages. When this process exits, it waits for the others."""
 
     def __init__(
         self, here: RollCall, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS
     ) -> None:
-        """Prepare the thread. `awaited`: launches of this process. `seconds`: its wait at exit for them and for others."""
+        """Prepare the thread. `awaited`: launches of this process. `seconds`: how long its exit waits for others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0
@@ -368,7 +369,7 @@ class Heartbeat:
 
         Args:
             hang_timeout_seconds: see `hang_timeout`; None: for ever.
-            stopped_seconds: seconds after which another process of this machine that a signal has stopped counts as hung.
+            stopped_seconds: seconds after which another process of this machine that a signal has stopped is hung.
         """
         _watched.hang_timeout_seconds = hang_timeout_seconds or float("inf")
         here = self._here
@@ -443,7 +444,7 @@ class Heartbeat:
                 end_hung(stopped)
 
     def _at_exit(self) -> None:
-        if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()
+        if _left.is_set() or roll() is None:  # already left, or the user has called jax.distributed.shutdown()
             return
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()

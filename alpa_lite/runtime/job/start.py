@@ -75,7 +75,7 @@ def initialize(
         options = {"cluster_detection_method": "deactivate", **options}
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
-    # The launcher has found the port free, and keeps it for the coordinator.
+    # The launcher has checked the port and reserves it for the coordinator.
     if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
     if _is_loopback(coordinator_address):
@@ -104,9 +104,9 @@ def initialize(
 
 def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float, options: Mapping[str, Any]) -> None:
     """Watch the other processes from now on: the end of one process, or a hang, ends all."""
-    with suppress(OSError, ValueError, RuntimeError):  # there may be no file behind the error stream
+    with suppress(OSError, ValueError, RuntimeError):  # the error stream may have no file descriptor
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # where JAX aborts a process in which Python hangs, its stacks are told
+            faulthandler.enable()  # writes the stacks when JAX aborts a process in which Python hangs
     _leave_when_failing()
     if (here := roll()) is not None:
         vigil = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
