@@ -221,8 +221,9 @@ class Slicer:
                 yield Port(value=v, spec=self._leaving_spec(v, place))
 
     def _handed_on(self, place: OpPlace, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
-        """Yield values that an update passes on without computing them: sums to return or for other updates, and free
-        values that are returned.
+        """Yield values that an update passes on without computing them.
+
+        These are sums to return or for other updates, and repeated values that are returned.
         """
         if place.kind not in ("update", "step"):
             return
@@ -233,7 +234,7 @@ class Slicer:
                 yield Port(value=v, spec=self.resolved_spec(v))
 
     def _extra_needs(self, place: OpPlace) -> list[int]:
-        """Return values that a task must read although none of its ops does: sums to return or send, repeated outputs."""
+        """Return values that a task must read though none of its ops does: sums to return or send, repeated outputs."""
         if place.kind == "step":
             return [*self._invariant_outputs(place), *self._free_outputs(place)]
         if place.kind != "update" or place.wave:

@@ -254,7 +254,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
-    following = (*program.instructions[1:], None)  # pads the pairs with the last instruction
+    following = (*program.instructions[1:], None)  # one item too long for an empty program
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from alpa_lite.runtime.checkpoint.untrusted import shown
 from alpa_lite.runtime.job.consensus import everywhere
-from alpa_lite.runtime.job.shutdown import processes, roll
+from alpa_lite.runtime.job.shutdown import processes, roll_call
 
 _MOST_LETTERS = 1000
 
@@ -30,7 +30,7 @@ class Trouble:
 
 def agreed_trouble(problem: Exception | None) -> Trouble | None:
     """Return the error of any process, given that of this one; collective. None: there was none."""
-    if problem is not None and (here := roll()) is not None and (lost := here.silent()):
+    if problem is not None and (here := roll_call()) is not None and (lost := here.silent()):
         return Trouble(
             reason=f"there is no word from {processes(lost)} ({reason_of(problem)})",
             advice="Start the job again to go on from there.",

@@ -188,7 +188,7 @@ class KeyValues:
 
     def __init__(self, job: _jax.JobInfo) -> None:
         """Connect to the service, without writing."""
-        self._client, self._roll, self.me = job.client, RollCall(job), job.process
+        self._client, self._roll_call, self.me = job.client, RollCall(job), job.process
 
     def set(self, name: str, value: Any) -> None:
         """Write a value under a name that was not used before."""
@@ -214,8 +214,8 @@ class KeyValues:
                     if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
                         raise ExecutionError(_in_vain(process, waited, ended, error)) from error
                 # It may have written the value just before it ended: look once more.
-                ended = self._roll.ended(self._roll.said())
-                doing = self._roll.doing(process)
+                ended = self._roll_call.ended(self._roll_call.said())
+                doing = self._roll_call.doing(process)
                 at_work = time.monotonic() if doing else at_work
                 if process not in ended and time.monotonic() - at_work > hang_timeout():
                     end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain.")

@@ -43,7 +43,7 @@ class Turns:
             self._pending = [each for each in self._pending if not each.is_ready()]
 
 
-_turns = Turns()
+_launches = Turns()
 """The launches of this process, shared by all its steps."""
 
 
@@ -57,9 +57,9 @@ def in_turn(program: Callable[..., Any], devices: Sequence[Any]) -> Callable[...
     alone = sum(map(is_here, devices)) == 1
 
     def run(*arrays: Any) -> Any:
-        _turns.take(alone=alone)
+        _launches.take(alone=alone)
         results = program(*arrays)
-        _turns.launched(results[-1])
+        _launches.launched(results[-1])
         return results
 
     return run

@@ -116,7 +116,7 @@ class Flight:
         self.hang = ""
         self.waited_seconds = 0.0
         self.observer: Callable[[int, int, Token], None] | None = None
-        _flights[:] = [*(each for each in _flights if each() is not None), ref(self)]
+        _all_flights[:] = [*(each for each in _all_flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
         """Record a launch on a group of devices; wait for its oldest one if there are too many.
@@ -208,7 +208,7 @@ class Flight:
                 raise HangError(self.tell_hang(pending))
 
 
-_flights: list[ref[Flight]] = []
+_all_flights: list[ref[Flight]] = []
 """The steps of this process; another thread reads them."""
 
 
@@ -216,7 +216,7 @@ def awaited() -> dict[object, frozenset[int]]:
     """Return the processes that take part in unfinished launches of this process, of all its steps."""
     return {
         (id(flight), order): processes
-        for found in tuple(_flights)
+        for found in tuple(_all_flights)
         if (flight := found()) is not None
         for order, processes in flight.awaited().items()
     }
@@ -224,5 +224,5 @@ def awaited() -> dict[object, frozenset[int]]:
 
 def last_instructions() -> str:
     """Return the last launch of each step of this process, in words; empty if there is none."""
-    flights = (flight for found in tuple(_flights) if (flight := found()) is not None)
+    flights = (flight for found in tuple(_all_flights) if (flight := found()) is not None)
     return "; ".join(filter(None, (flight.last_instruction() for flight in flights)))

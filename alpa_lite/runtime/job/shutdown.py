@@ -189,7 +189,7 @@ def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
     return {name: int(number) for name, number in found.items() if number.isdecimal()}
 
 
-def roll() -> RollCall | None:
+def roll_call() -> RollCall | None:
     """Return the roll call of the job; None if this process is the whole job."""
     job = _jax.job()
     return None if job is None or job.num_processes == 1 else RollCall(job)
@@ -217,7 +217,7 @@ _watched = _Watched()
 
 def is_watched() -> bool:
     """Return True if the processes of the job watch each other, as those that joined by `alpa_lite.initialize` do."""
-    return _watched.is_watched and roll() is not None
+    return _watched.is_watched and roll_call() is not None
 
 
 def hang_timeout() -> float:
@@ -227,7 +227,7 @@ def hang_timeout() -> float:
 
 def at_work(processes: frozenset[int]) -> bool:
     """Return True if one of these processes, or this one, plans or compiles."""
-    here = roll()
+    here = roll_call()
     if here is None or doing():
         return bool(doing())
     return any(here.doing(process) for process in processes - {here.me})
@@ -235,7 +235,7 @@ def at_work(processes: frozenset[int]) -> bool:
 
 def take_leave(reason: str) -> None:
     """Tell the others, before this process ends in a failure, why it ends; report who is lost or who failed before."""
-    here = roll()
+    here = roll_call()
     if here is None or (_left.is_set() and not _ends.locked()):
         return
     with _ends:  # another thread may be ending this process already: its reason counts
@@ -268,7 +268,7 @@ def end_hung(reason: str) -> NoReturn:
     """
     with _ends:
         _left.set()
-        _end_hung(roll(), reason)
+        _end_hung(roll_call(), reason)
 
 
 def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
@@ -334,7 +334,7 @@ def came_to_end(which: Sequence[int], ended: Mapping[int, str]) -> str:
 @contextmanager
 def leaving(reason: str) -> Iterator[None]:
     """Mark this process as leaving: it launches nothing more, but still agrees with others that end too."""
-    here = roll()
+    here = roll_call()
     if here is not None:
         _finish(here, awaited, time.monotonic() + SHUTDOWN_SECONDS)
         here.say(f"{_LEAVING}{here.me}", reason)
@@ -362,7 +362,7 @@ class Heartbeat:
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0
         self._stuck, self._since = frozenset[object](), time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite vigil")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite heartbeat")
 
     def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
         """Start the thread.
@@ -444,7 +444,7 @@ class Heartbeat:
                 end_hung(stopped)
 
     def _at_exit(self) -> None:
-        if _left.is_set() or roll() is None:  # already left, or the user has called jax.distributed.shutdown()
+        if _left.is_set() or roll_call() is None:  # already left, or the user has called jax.distributed.shutdown()
             return
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()

@@ -18,7 +18,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.job.launched import leave, summary
-from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll
+from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll_call
 
 HEARTBEAT_SECONDS = 20
 """Default seconds without a sign of life after which a process counts as lost; JAX's default is 100 s."""
@@ -108,9 +108,9 @@ def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float,
         if not faulthandler.is_enabled():
             faulthandler.enable()  # writes the stacks when JAX aborts a process in which Python hangs
     _leave_when_failing()
-    if (here := roll()) is not None:
-        vigil = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
-        vigil.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
+    if (here := roll_call()) is not None:
+        heartbeat = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+        heartbeat.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
 
 
 def _interface(address: str | None) -> str | None:
