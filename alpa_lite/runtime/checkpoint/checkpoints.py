@@ -65,8 +65,8 @@ class Checkpoints:
     def __init__(self, folder: str | Path, *, keep: int | None = 3, asynchronous: bool = True) -> None:
         """Open the checkpoints in `folder`.
 
-        keep           number of checkpoints to keep; None for all asynchronous   whether `save` returns as soon as the
-        state may be overwritten, and writes while training goes on
+        keep           number of checkpoints to keep; None for all
+        asynchronous   whether `save` returns as soon as the state may be overwritten, and writes while training goes on
         """
         if "://" in str(folder):
             raise CheckpointError(

@@ -177,8 +177,8 @@ def _is_size(size: Any) -> bool:
 class Wanted:
     """One leaf of a state to be restored.
 
-    sharding   the sharding of its array; None: it is NumPy's, or a number number     type of a number: `int`,
-    `np.float32`
+    sharding   the sharding of its array; None: it is NumPy's, or a number
+    number     type of a number: `int`, `np.float32`
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Read files that may be damaged or hostile: sizes are bounded before allocation, and text is shown without harm.
 
-open_regular     a regular file: opening it neither blocks (a FIFO) nor has an effect (a device) read_bounded     the
-content of such a file, if it is not too large shown            text from a file, fit for a message: short, and without
-control characters
+open_regular     a regular file: opening it neither blocks (a FIFO) nor has an effect (a device)
+read_bounded     the content of such a file, if it is not too large
+shown            text from a file, fit for a message: short, and without control characters
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ Action = Callable[[Slots], None]
 class Bound:
     """A program that is ready to run.
 
-    actions      function and slots to clear after it, of each instruction but FREE instructions number in the program
-    of each action slot         of each buffer; the inputs of the step have the first ones outputs      slots of the
-    results
+    actions      function and slots to clear after it, of each instruction but FREE
+    instructions number in the program of each action
+    slot         of each buffer; the inputs of the step have the first ones
+    outputs      slots of the results
     """
 
     actions: tuple[tuple[Action, tuple[int, ...]], ...]
@@ -68,11 +69,14 @@ class Bound:
 class Binder:
     """Performs all look-ups that a program needs.
 
-    zeros     per task, the function that makes its accumulators concats   per buffer, the function that concatenates
-    the micro-batches of an output transfers per buffer, the transfer from another stage, where this process takes part
-    is_here   per stage, whether this process has a device of it indices   per stage, the indices of the micro-batches
-    on its devices groups    per stage, the group of devices whose launches `flight` counts together sharding  maps a
-    stage and a spec to a sharding placing   moves arguments to their shardings
+    zeros     per task, the function that makes its accumulators
+    concats   per buffer, the function that concatenates the micro-batches of an output
+    transfers per buffer, the transfer from another stage, where this process takes part
+    is_here   per stage, whether this process has a device of it
+    indices   per stage, the indices of the micro-batches on its devices
+    groups    per stage, the group of devices whose launches `flight` counts together
+    sharding  maps a stage and a spec to a sharding
+    placing   moves arguments to their shardings
     """
 
     program: Program

@@ -67,9 +67,10 @@ class Hand:
 class Course:
     """The pieces to send, and the local functions before and after.
 
-    array    shape, dtype and sharding on the source mesh held     shape of the blocks out of which pieces are cut;
-    `resolve` makes them from the array's if they differ chunk    shape of the assembled pieces; `gather` makes a block
-    of the result from it if they differ shape    of the result, whose sharding is `wanted`
+    array    shape, dtype and sharding on the source mesh
+    held     shape of the blocks out of which pieces are cut; `resolve` makes them from the array's if they differ
+    chunk    shape of the assembled pieces; `gather` makes a block of the result from it if they differ
+    shape    of the result, whose sharding is `wanted`
     """
 
     array: jax.ShapeDtypeStruct

@@ -89,9 +89,9 @@ def spans(
 ) -> list[TaskTime]:
     """Return the span of each instruction of a program but FREE, in order.
 
-    groups    of each stage, the number of the devices whose launches run in order launches  when the launch of an
-    instruction was called, in seconds since the step began ends      when it was seen to have ended; those that are
-    missing ended as soon as they could start
+    groups    of each stage, the number of the devices whose launches run in order
+    launches  when the launch of an instruction was called, in seconds since the step began
+    ends      when it was seen to have ended; those that are missing ended as soon as they could start
     """
     waits_for, latest = _waits_for(program, groups, launches), dict(ends)
     for number in reversed(waits_for):  # an end that was seen late lies before the ends that depend on it

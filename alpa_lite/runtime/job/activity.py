@@ -1,9 +1,9 @@
 """Track what this process is doing: whether it runs something that takes long, and which line its program is at.
 
-busy     context in which the process plans or compiles: the others wait for it longer  `busy`, `doing` idle     context
-in which it waits for others                                           `idle` where    the line of the user's program
-that the main thread is at                      `where` stacks   those of all Python threads, on the error stream
-`dump_stacks`
+busy     context in which the process plans or compiles: the others wait for it longer  `busy`, `doing`
+idle     context in which it waits for others                                           `idle`
+where    the line of the user's program that the main thread is at                      `where`
+stacks   those of all Python threads, on the error stream                               `dump_stacks`
 """
 
 from __future__ import annotations
