@@ -109,6 +109,7 @@ class LocalMachine:
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
         self.part = 0  # number of phases of the task before this one: their loops may move the same values
+        # How often each resharding was emitted so far; see `reshard`.
         self.moved: Counter[tuple[Value, tuple[Move, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:

@@ -33,7 +33,7 @@ class Gathered:
     """The units of one pass over a graph, or of one trip of a loop."""
 
     def __init__(self, *, barriers_stay: bool) -> None:
-        """`barriers_stay`: whether XLA keeps barriers to the end."""
+        """Start without units. `barriers_stay`: whether XLA keeps optimisation barriers to the end."""
         self.barriers_stay = barriers_stay
         self.units: list[_GatheredUse] = []
         self.largest = 0.0

@@ -126,6 +126,7 @@ class Binder:
             if instruction.kind == "PLACE":
                 last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
                 last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
+        # An argument has no FREE: its slot is cleared after the last PLACE that reads it.
         for slot, free in last_place.items():
             free.append(slot)
         return Bound(
@@ -137,7 +138,9 @@ class Binder:
         )
 
     def _runs_here(self, instruction: Instruction) -> bool:
-        """Whether this process does anything for it: any may have to give a part of an argument."""
+        """Return True if this process takes part in an instruction: any process may hold a part of an argument to
+        place.
+        """
         if instruction.kind == "SEND":
             return instruction.writes[0] in self.transfers
         return instruction.kind == "PLACE" or self.is_here[instruction.stage]
@@ -163,7 +166,7 @@ class Binder:
         return run
 
     def _send(self, number: int, instruction: Instruction) -> Action:
-        """A transfer to another stage; what it launches on the way counts as launched on its devices."""
+        """Return the action of a transfer; the programs that it launches count as launches on their devices."""
         transfer, launched = self.transfers[instruction.writes[0]], self.flight.launched
         source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
         group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]

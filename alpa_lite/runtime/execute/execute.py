@@ -96,11 +96,11 @@ class Executor:
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
         on_hang: OnHang = "auto",
     ) -> None:
-        """Compile everything; `progress(name, done, total)` is called on the way.
+        """Compile everything; `progress(name, done, total)` is called meanwhile.
 
         donated           `donated[i]`: input i may be overwritten by the output that replaces it
-        watchdog_seconds  so long nothing of a step may end before it hangs; None: for ever
-        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it where there are several processes
+        watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
+        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
         """
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
@@ -147,7 +147,7 @@ class Executor:
         self.bind()
 
     def bind(self) -> None:
-        """Look everything up again, as after another executable was put into `executables`."""
+        """Bind all instructions again, for example after an entry of `executables` was replaced."""
         self.bound = Binder(
             program=self.program,
             step=self.step,

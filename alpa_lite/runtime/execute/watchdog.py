@@ -130,7 +130,7 @@ class Watchdog:
             _thread.add(self, self._limit)
 
     def is_idle(self) -> bool:
-        """Whether nothing is left to watch for."""
+        """Return True if nothing is left to watch for."""
         flight = self._flight()
         return flight is None or not flight.pending()
 

@@ -127,7 +127,7 @@ def launch(
         ExecutionError: there are no processes to start, or the program cannot be started.
     """
     if num_processes < 1:
-        raise ExecutionError(f"{num_processes} processes were asked for: at least one is needed.")
+        raise ExecutionError(f"{num_processes} processes were requested: at least one is needed.")
     base = dict(os.environ if environment is None else environment)
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), *program]
     with reserved_port(port or 0) as reserved, _ended_by_sigterm():
@@ -236,7 +236,10 @@ class _Job:
 
 
 def ended_with(process: subprocess.Popen[bytes]) -> int | None:
-    """The return code of a process that has ended, which stays to be waited for: so nobody else gets its number."""
+    """Return the return code of a process that has ended, else None.
+
+    The process stays waitable, so that its id is not reused.
+    """
     found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -249,7 +252,7 @@ def _as_shells_tell(code: int) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is inside in good order. In other threads than the first there are no signals."""
+    """Context in which SIGTERM ends the launch in good order. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -86,7 +86,7 @@ class RollCall:
             self._client.key_value_delete(_FOLDER + name)
 
     def last_words_seconds(self) -> float:
-        """Seconds to wait for the others' last messages: all of them reach the service at the same time."""
+        """Return the seconds to wait for the others' last messages: all of them reach the service at the same time."""
         return LAST_WORDS_SECONDS + LAST_WORDS_SECONDS_EACH * self.num_processes
 
     def silent(self, seconds: float | None = None, *, last: bool = False) -> list[int]:
@@ -203,13 +203,13 @@ _ends = threading.Lock()
 
 
 class _Watched:
-    """What `Heartbeat.begin` stores about the job of this process."""
+    """The state of the job of this process, set by `Heartbeat.begin`."""
 
     is_watched = False
     hang_timeout_seconds = float("inf")
     neighbours: ClassVar[Neighbours | None] = None
     heard: ClassVar[dict[int, tuple[str, float]]] = {}
-    """What each process was busy with when it was last asked for, and since when that is so."""
+    """The last published activity of each process, and the time of its last change."""
 
 
 _watched = _Watched()
@@ -272,7 +272,7 @@ def end_hung(reason: str) -> NoReturn:
 
 
 def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
-    """`reason`: of this process, if it is the one that found the hang."""
+    """End this process because of a hang. `reason`: of this process, if it is the one that detected the hang."""
     if _watched.neighbours is not None:
         # Stopped processes must continue to write their stacks too, whatever the hang is. This precedes any message,
         # since the service is stopped together with the first process.
@@ -292,7 +292,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
 
 
 def _tell_hang(here: RollCall) -> None:
-    """The first process tells where all are, and ends when the others had time to."""
+    """Report on the first process where all are, once the others had time to end."""
     if here.me:
         until = time.monotonic() + 2 * here.last_words_seconds()
         while _OVER not in here.said() and time.monotonic() < until:

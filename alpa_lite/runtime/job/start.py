@@ -151,7 +151,9 @@ def _check_port(address: str) -> None:
 
 
 def _leave_when_failing() -> None:
-    """An error that nobody catches ends this process at once: at exit JAX waits for the others, which wait for this."""
+    """End this process at once on an uncaught error: at exit JAX waits for the other processes, which wait for this
+    one.
+    """
     tell = sys.excepthook
 
     def tell_and_leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
