@@ -1,6 +1,6 @@
-"""From a plan to a program of instructions.
+"""Lower a plan to a program of instructions.
 
-Comes in: a plan and the step that it was made for. Goes out: the tasks of each stage (`slices`), the instructions that
-run them in the order of the schedule (`instructions`), and one compiled function for each task (`emission`).
-Read `instructions` first, then `slices` and `emission`.
+Input: a plan and the step that it was made for. Output: the tasks of each stage (`slices`), the instructions that run
+them in the order of the schedule (`instructions`), and one compiled function for each task (`emission`). Read
+`instructions` first, then `slices` and `emission`.
 """

@@ -1,19 +1,21 @@
-"""From a task to an executable: one `jit` of a `shard_map` whose body runs the planned ops on local blocks.
+"""Compile a task: one `jit` of a `shard_map` whose body runs the planned ops on local blocks.
 
-The body is the walk of `spmd` on a machine that emits JAX operations, so the collectives in the executable are those
-that the plan was priced with: nothing is left to propagation.
+The body is the walk of `alpa_lite.plan.walk` on a machine that emits JAX operations, so the collectives of the
+executable are those that the plan was priced with: nothing is left to sharding propagation.
 
 A partial sum crosses a task's boundary as an array with one more leading dim that is split over the axes of the sum:
-each device stores its addend (boundary_spec).
+each device stores its addend (`boundary_spec`).
 
-Buckets of gradients: sums that are reduced together, one bucket after the other (`Plan.buckets`).
+Sums of gradients are reduced in buckets, one bucket after the other (`Plan.buckets`):
 
-    bucket n starts when all of bucket n - 1 is there, as on one queue of collectives              (Buckets.held)
+    bucket n starts when all of bucket n - 1 is reduced, as on one queue of collectives            (Buckets.held)
 
-XLA combines reductions that do not wait for each other into one, up to some size. What a bucket holds is left to that;
-of two buckets the second waits for a number made of the whole first, so that they stay apart on any backend.
+XLA combines reductions that do not wait for each other into one, up to some size. Combining within a bucket is left to
+XLA; every value of a bucket waits for a number computed from the whole bucket before it, so that two buckets stay apart
+on any backend.
 
-Ops that do something beside computing: a print or callback runs on one device, not on each with its operands.
+An op with side effects (a print or a callback) runs on one device of those that hold its operands, not on each
+(`on_first_device`).
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ _POSITIONAL = frozenset(("iota", "random_bits", "random_split"))
 
 
 def boundary_spec(spec: Spec) -> PartitionSpec:
-    """The `PartitionSpec` of a value at a task's boundary."""
+    """Return the `PartitionSpec` of a value at a task's boundary; a partial sum has one more leading dim."""
     dims = [axes if axes else None for axes in spec.dims]
     return PartitionSpec(spec.partial, *dims) if spec.partial else PartitionSpec(*dims)
 
 
 def boundary_shape(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a value at a task's boundary."""
+    """Return the global shape of a value at a task's boundary; a partial sum has one more leading dim."""
     return (prod(sizes[a] for a in spec.partial), *shape) if spec.partial else shape
 
 
 def move(x: Any, step: Move, sizes: Mapping[str, int]) -> Any:
-    """The collective (or local operation) of one step of a resharding, on a device's block."""
+    """Emit the collective (or local operation) of one step of a resharding, on a device's block `x`."""
     if step.kind == "all_reduce":
         return lax.psum(x, step.axis)
     if step.kind == "reduce_scatter":
@@ -79,7 +81,7 @@ def move(x: Any, step: Move, sizes: Mapping[str, int]) -> Any:
 
 
 class LocalMachine:
-    """Emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
+    """A machine that emits JAX operations on local blocks; drives a `Walk` inside `shard_map`."""
 
     def __init__(
         self,
@@ -91,21 +93,23 @@ class LocalMachine:
         barriers_stay: bool = True,
         buckets: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps barriers to the end.
+        """Make a machine for one task on a mesh of the given axis sizes.
 
-        `buckets`: values of the step that are reduced together, one bucket after the other.
+        `microbatch`: index of the micro-batch being run. `barriers_stay`: whether XLA keeps optimisation barriers to
+        the end. `buckets`: values of the step that are reduced together, one bucket after the other.
         """
         self.step = step
         self.barriers_stay = barriers_stay
         self.buckets = Buckets(buckets, barriers_stay=barriers_stay)
         self.gathered = Gathered(barriers_stay=barriers_stay)
-        self.graph = step.graph  # what runs now: the step or a body
-        self.latest: jax.Array | None = None  # of the backward pass so far
+        self.graph = step.graph  # the graph that runs now: the step or a body
+        self.latest: jax.Array | None = None  # latest float result of the backward pass
         self.sizes = sizes
         self.microbatch = microbatch
         self.equations: dict[Graph, Sequence[Equation]] = {}
         self._register(step.graph, equations)
-        self.part = 0  # how many phases of the task came before: their loops may move the same values
+        self.part = 0  # number of phases of the task before this one: their loops may move the same values
+        # How often each resharding was emitted so far; see `reshard`.
         self.moved: Counter[tuple[Value, tuple[Move, ...]]] = Counter()
 
     def _register(self, graph: Graph, equations: Sequence[Equation]) -> None:
@@ -115,14 +119,15 @@ class LocalMachine:
                 self._register(body, inner)
 
     def literal(self, value: Value) -> Any:
-        """A NumPy scalar of the right dtype."""
+        """Return a NumPy scalar of the right dtype."""
         return np.asarray(value.literal, jax.numpy.dtype(value.dtype))
 
     def reshard(self, array: Any, value: Value, steps: tuple[Move, ...], op: Op | None) -> Any:
-        """The collectives of a resharding.
+        """Emit the collectives of a resharding and return the new block.
 
-        One that is done anew (a parameter gathered again for the backward pass) must not be merged with the one before
-        by XLA, which on some platforms drops barriers: it is done with one more leading dim of size 1.
+        A resharding that is repeated (a parameter gathered again for the backward pass) must not be merged with the
+        earlier one by XLA, which drops barriers on some platforms. The n-th repetition therefore runs with n more
+        leading dims of size 1: two collectives of different rank are never common subexpressions.
         """
         bucketed = op is None and value.id in self.buckets.numbers and value is self.step.graph.values[value.id]
         array = self.buckets.held(value.id, array) if bucketed else array
@@ -139,7 +144,7 @@ class LocalMachine:
         return array
 
     def _is_parameter(self, value: Value) -> bool:
-        """True for what comes into the loop, or a trip of a loop in it, without a batch."""
+        """Return True for values that enter the loop, or a trip of a loop in it, without a batch dim."""
         graph, step = self.graph, self.step
         if graph is step.graph:
             return value.id in parameters(step)
@@ -147,7 +152,7 @@ class LocalMachine:
         return graph.producer[value.id] is None and (scope is None or scope.batch_dims[value.id] is None)
 
     def apply(self, application: Application, operands: list[Any]) -> list[Any]:
-        """Bind the op's primitive on local blocks."""
+        """Bind the op's primitive on local blocks and return the blocks of its results."""
         graph, op = application.graph, application.op
         equation = self.equations[graph][op.id]
         origins, full_shapes = self._positions(graph, op)
@@ -173,7 +178,9 @@ class LocalMachine:
             return self._noted(application, bind_local(local, operands))
 
     def _held_back(self, value: int, array: Any) -> Any:
-        """A value of the forward pass that the backward pass reads to compute others again: not before it is there."""
+        """Return a forward value that the backward pass reads to recompute others, delayed until the backward pass gets
+        there.
+        """
         producer = self.step.graph.producer[value]
         is_backward = producer is not None and self.step.phases[producer] is Phase.BACKWARD
         is_state = producer is None and self.step.batch_dims[value] is None
@@ -182,6 +189,7 @@ class LocalMachine:
         return once_there(array, self.latest, barriers_stay=self.barriers_stay)
 
     def _noted(self, application: Application, results: list[Any]) -> list[Any]:
+        """Record results of an op for the values that wait for them, and return the results."""
         self.gathered.read(results)
         if application.graph is self.step.graph and self.step.phases[application.op.id] is Phase.BACKWARD:
             floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
@@ -189,12 +197,17 @@ class LocalMachine:
         return results
 
     def _positions(self, graph: Graph, op: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Where this micro-batch lies in the full batch, for ops whose values depend on the position."""
+        """Return the position of this micro-batch's results in the full batch's and the full shapes, None where
+        irrelevant.
+
+        Only ops whose values depend on the position need them.
+        """
         none = (None,) * len(op.results)
         step = self.step
         if step.num_microbatches == 1 or op.primitive not in _POSITIONAL:
             return none, none
-        if step.averaged and op.primitive == "iota":  # each micro-batch is by itself, and counts its samples from 0
+        # A mean over micro-batches treats each one as a batch of its own, which counts its samples from 0.
+        if step.averaged and op.primitive == "iota":
             return none, none
         outermost = graph is step.graph
         scope = step if outermost else step.bodies.get(graph)
@@ -206,7 +219,11 @@ class LocalMachine:
         return (start, *none[1:]), (scope.full_shapes[op.results[0]], *none[1:])
 
     def _in_micro_batch(self, op: Op, graph: Graph, operands: Sequence[Any]) -> list[Any]:
-        """The operands as this micro-batch reads them: what counts once, and indices that count from its start."""
+        """Return the operands as this micro-batch reads them.
+
+        Operands that count once per step are zero in all micro-batches but the first, and indices into the batch are
+        shifted to the start of the micro-batch.
+        """
         arrays = list(operands)
         if op.once:
             first = jax.numpy.asarray(self.microbatch) == 0
@@ -219,7 +236,9 @@ class LocalMachine:
         return arrays
 
     def _first_rows(self, op: Op, graph: Graph) -> Any:
-        """For each column of the index vectors the first row of this micro-batch; 0 where it holds other numbers."""
+        """Return for each column of the index vectors the first row of this micro-batch, 0 for columns that index other
+        dims.
+        """
         numbers = op.params["dimension_numbers"]
         dims = numbers["start_index_map" if op.primitive == "gather" else "scatter_dims_to_operand_dims"]
         rows = graph.values[op.operands[0]].shape
@@ -227,7 +246,7 @@ class LocalMachine:
         return jax.numpy.asarray(self.microbatch) * jax.numpy.asarray(sizes)
 
     def control_flow(self, application: Application, operands: list[Any], wiring: Wiring, walk: Walk[Any]) -> list[Any]:
-        """The same control flow on local blocks."""
+        """Emit the same control flow on local blocks."""
         operands = self._in_micro_batch(application.op, self.graph, operands)
 
         def body(number: int, arrays: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -243,39 +262,40 @@ class LocalMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryArray:
-    """An array at a task's boundary."""
+    """The global shape, dtype and `PartitionSpec` of an array at a task's boundary."""
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
 
     def on(self, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
-        """The array as it lies on a mesh."""
+        """Return the abstract array with its sharding on a mesh."""
         dtype = _jax.struct((), self.dtype).dtype
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=NamedSharding(mesh, self.spec))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Emitted:
-    """A task as a function that runs on any mesh of one logical shape; equal tasks on other submeshes share it.
+    """A task as a function for any mesh of one logical shape; equal tasks on other submeshes share it.
 
     Calling convention: inputs, sums (if accumulated), [micro-batch index] -> outputs, sums, token. The token is a
-    scalar that is there when the whole task is done; unlike the other results nobody takes it over, so that whoever
-    waits for it holds no memory.
+    scalar that is ready when the whole task is done. Unlike the other results it is never donated, so waiting for it
+    keeps no other buffer alive.
     """
 
     function: Callable[..., Any]
     mesh: AbstractMesh
     platform: str
     ins: tuple[BoundaryArray, ...]
-    outs: Any  # a PartitionSpec for each result
+    outs: Any  # pytree with one PartitionSpec per result
     donated: tuple[int, ...]
     takes_microbatch: bool
 
     def lower(self, on: Mesh | None = None) -> Any:
-        """Trace the function; by default for no devices in particular.
+        """Trace and lower the function, by default for an abstract mesh without devices.
 
-        JAX lowers some things (a callback into Python) for known devices only, and raises what it likes for others.
+        JAX lowers some ops (a callback into Python) only for concrete devices, and raises errors of various types for
+        an abstract mesh.
         """
         mesh = on if on is not None else self.mesh
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.outs, is_leaf=_is_spec)
@@ -286,7 +306,7 @@ class Emitted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A task on the mesh of its stage; `compiled` takes and gives what `Emitted` says."""
+    """A task compiled for the mesh of its stage; `compiled` has the calling convention of `Emitted`."""
 
     task: TaskSpec
     mesh: Mesh
@@ -295,22 +315,22 @@ class Executable:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What was compiled."""
+        """The function that was compiled."""
         return self.emitted.function
 
     @property
     def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What it takes."""
+        """The abstract arrays that the executable takes, with their shardings."""
         return tuple(x.on(self.mesh) for x in self.emitted.ins)
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """Numbers of the operands whose buffers results take over."""
+        """Numbers of the operands whose buffers are donated to results."""
         return self.emitted.donated
 
     @property
     def takes_microbatch(self) -> bool:
-        """Whether the number of the micro-batch is its last operand."""
+        """Whether the last operand is the index of the micro-batch."""
         return self.emitted.takes_microbatch
 
 
@@ -324,9 +344,9 @@ def emit_task(
     name: str,
     donated: Sequence[int] = (),
 ) -> Emitted:
-    """A task as a function. Sums over micro-batches come in after the inputs and go out increased.
+    """Return a task as a function. Sums over micro-batches follow the inputs and are returned increased.
 
-    `name` is what profilers show; `donated`: numbers of inputs whose buffers may be reused.
+    `name`: the name that profilers show. `donated`: numbers of inputs whose buffers may be reused.
     """
     graph, sizes = step.graph, dict(mesh.shape)
     accumulate = accumulates(task, step)
@@ -380,12 +400,12 @@ def _is_spec(value: Any) -> bool:
 
 
 def accumulates(task: TaskSpec, step: StepGraph) -> bool:
-    """Whether a task adds to sums over micro-batches that it is given."""
+    """Return True if a task adds to sums over micro-batches that are passed in."""
     return step.num_microbatches > 1 and bool(task.sums)
 
 
 def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) -> Any:
-    """What the micro-batches up to this one give, from what those before it gave and what this one gives."""
+    """Return the combination of all micro-batches up to this one: `old` from those before it, `new` from this one."""
     how = step.combined.get(value)
     if how is None:
         return old + (_part_of_mean(new, step) if step.averaged else new)
@@ -396,19 +416,21 @@ def _combined(step: StepGraph, value: int, old: Any, new: Any, microbatch: Any) 
 
 
 def _part_of_mean(result: jax.Array, step: StepGraph) -> jax.Array:
-    """What a micro-batch adds to a mean over micro-batches; counts are added up as they are."""
+    """Return a micro-batch's addend to a mean over micro-batches; integers (counts) are added unscaled."""
     inexact = jax.numpy.issubdtype(result.dtype, jax.numpy.inexact)
     return result * (1 / step.num_microbatches) if inexact else result
 
 
 def _is_positional(op: Op) -> bool:
-    """True for ops that depend on which micro-batch it is, loops around such included."""
+    """Return True for ops that depend on the index of the micro-batch, including loops around such ops."""
     if op.primitive in _POSITIONAL or op.once or op.own_columns:
         return True
     return any(_is_positional(o) for body in op.bodies for o in body.ops)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return `function` under a name that is a valid identifier: XLA shows it as the module's name."""
+
     def run(*arrays: Any) -> Any:
         return function(*arrays)
 
@@ -417,27 +439,30 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def boundary_layout(value: Value, port: Port, sizes: Mapping[str, int]) -> BoundaryArray:
-    """The array that holds a value at a task's boundary."""
+    """Return the array that holds a value at a task's boundary."""
     shape = boundary_shape(value.shape, port.spec, sizes)
     return BoundaryArray(shape=shape, dtype=value.dtype, spec=boundary_spec(port.spec))
 
 
 class Buckets:
-    """Holds back the values of each bucket, while a task is emitted bucket by bucket."""
+    """Delays the values of each bucket, so that a task reduces bucket after bucket."""
 
     def __init__(self, buckets: Sequence[Sequence[int]], *, barriers_stay: bool) -> None:
-        """`buckets`: values of the step's graph. `barriers_stay`: whether XLA keeps barriers to the end."""
+        """Number the buckets.
+
+        `buckets`: values of the step's graph. `barriers_stay`: whether XLA keeps optimisation barriers to the end.
+        """
         self.numbers = {v: number for number, bucket in enumerate(buckets) for v in bucket}
         self.barriers_stay = barriers_stay
-        self.done: dict[int, jax.Array] = {}  # of each bucket a number that depends on all results so far
+        self.done: dict[int, jax.Array] = {}  # per bucket, a scalar that depends on all results so far
 
     def held(self, value: int, array: jax.Array) -> jax.Array:
-        """A value before it is reduced, not before the bucket before its own is."""
+        """Return a value that is about to be reduced, delayed until the preceding bucket is reduced."""
         before = self.done.get(self.numbers[value] - 1)
         return array if before is None else once_there(array, before, barriers_stay=self.barriers_stay)
 
     def reduced(self, value: int, result: jax.Array) -> None:
-        """The same after it."""
+        """Record the reduced `value`, for which the next bucket waits."""
         number = self.numbers[value]
         first = lax.reshape(lax.slice(result, (0,) * result.ndim, (1,) * result.ndim), ()).real.astype("float32")
         self.done[number] = first + self.done[number] if number in self.done else first
@@ -446,7 +471,9 @@ class Buckets:
 def on_first_device(
     run: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: tuple[str, ...], sizes: Mapping[str, int]
 ) -> list[Any]:
-    """What `run(*operands)` gives on the first device along `axes`, on all of them. Operands must be whole."""
+    """Return `run(*operands)` as computed on the first device along `axes`, on all devices. Operands must be
+    replicated.
+    """
     shapes = jax.eval_shape(lambda *xs: tuple(run(*xs)), *operands)
     results = lax.cond(
         block_index(axes, sizes) == 0,
@@ -458,7 +485,7 @@ def on_first_device(
 
 
 def _shared(x: Any, axes: tuple[str, ...]) -> Any:
-    """The sum over devices, of which all but one add zero. Truth values are summed as bytes, which is their size."""
+    """Return the sum over devices, of which all but one add zero. Booleans are summed as bytes, which is their size."""
     if x.size == 0:
         return x
     return lax.psum(x.astype(jnp.uint8), axes).astype(x.dtype) if x.dtype == jnp.bool_ else lax.psum(x, axes)

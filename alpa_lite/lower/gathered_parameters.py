@@ -1,11 +1,12 @@
-"""Parameters that are stored in parts and gathered where an op reads them: no more of them at a time than planned.
+"""Limit how many sharded parameters are gathered at the same time to what was planned.
 
-What is gathered for one op is a unit. XLA sees no reason to wait with a gather, whose operand is there from the start
-of a task on, and would begin with all of them. Here unit n waits until enough of the units before it have been read:
+Parameters that are stored sharded and gathered where an op reads them form a unit per op. XLA has no reason to delay an
+all-gather whose operand is available when the task starts, and would issue all of them at once. Here unit n waits until
+enough of the units before it have been read:
 
-    b_n + … + b_{j+1} <= 2 · max b      the units after the last one, j, that it waits for      (Gathered.held)
+    b_n + … + b_{j+1} <= 2 · max b      the units after unit j, for whose op unit n waits          (Gathered.held)
 
-so that the next unit can be on its way while one is read, and small ones further ahead; b are bytes per device.
+so that the next unit can be gathered while one is read, and small ones further ahead; b are bytes per device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GatheredUse:
-    """What was gathered for one op, and a result of that op."""
+    """The bytes per device that were gathered for one op, and a result of that op to wait for."""
 
     bytes: float
     result: jax.Array
@@ -32,14 +33,17 @@ class Gathered:
     """The units of one pass over a graph, or of one trip of a loop."""
 
     def __init__(self, *, barriers_stay: bool) -> None:
-        """`barriers_stay`: whether XLA keeps barriers to the end."""
+        """Start without units. `barriers_stay`: whether XLA keeps optimisation barriers to the end."""
         self.barriers_stay = barriers_stay
         self.units: list[_GatheredUse] = []
         self.largest = 0.0
         self.waiting = 0.0  # bytes that are gathered for the next op
 
     def held(self, array: jax.Array, size_bytes: float) -> jax.Array:
-        """An array before it is gathered, into so many bytes per device: not before there is room for them."""
+        """Return an array that is about to be gathered, delayed until the earlier units leave enough memory.
+
+        `size_bytes`: size of the gathered array per device, in bytes.
+        """
         self.waiting += size_bytes
         self.largest = max(self.largest, self.waiting)
         room = AHEAD * self.largest - self.waiting
@@ -50,7 +54,8 @@ class Gathered:
         return array
 
     def read(self, results: list[jax.Array]) -> None:
-        """The op for which something was gathered has made these results."""
+        """Record `results` of the op that reads everything gathered since the last op."""
+        # `once_there` can wait for a float array with elements only; without one, the bytes count for the next op.
         floats = [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating) and r.size]
         if self.waiting and floats:
             self.units.append(_GatheredUse(bytes=self.waiting, result=floats[0]))

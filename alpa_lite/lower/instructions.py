@@ -1,16 +1,16 @@
-"""The program: one list of instructions, executed on devices or simulated on a cost model.
+"""Build a program: one list of instructions, executed on devices or simulated on a cost model.
 
     PLACE     a graph input (or its i-th micro-batch) onto the submesh of a stage
     RUN       a task of a stage
-    SEND      a value from one stage to another, into the spec that the receiver wants
+    SEND      a value from one stage to another, into the spec that the receiver reads
     ZEROS     fresh accumulators of a stage
     CONCAT    the micro-batches of an output
-    FREE      buffers that nobody reads any more
+    FREE      buffers that no later instruction reads
 
-A buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order;
-it respects every dependency, because it comes from the linearised schedule.
+A buffer is named by value, stage and micro-batch (None: once per step). The order of the list is the dispatch order; it
+respects every dependency, because it comes from the linearised schedule.
 
-When each instruction of a step ran: simulated and measured in one format, instruction by instruction.
+A `TaskTime` says when one instruction ran; simulation and measurement both return one per instruction.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from alpa_lite.sharding.specs import Spec
 from alpa_lite.sharding.transfer import Placement, PlannedTransfer, plan_transfer
 
 SUM = -1
-"""The "micro-batch" of an accumulator."""
+"""The "micro-batch" in the name of an accumulator's buffer."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Buffer:
-    """Name of an array during a step."""
+    """Name of an array during a step; `microbatch` is None for arrays that exist once per step."""
 
     value: int
     stage: int
@@ -50,7 +50,8 @@ class Buffer:
 class Instruction:
     """One instruction; unused fields keep their defaults.
 
-    Of a SEND, `transfer` says who sends what to whom and what the receiving mesh gathers; `bytes` go to other devices.
+    For a SEND, `transfer` lists which device sends what to whom and what the receiving mesh gathers, and `bytes` counts
+    the bytes sent to other devices.
     """
 
     kind: str
@@ -72,7 +73,9 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Tasks, instructions, and where the outputs of the step are found."""
+    """The tasks and instructions of a step, the buffers that hold its outputs, and the home stage and spec of each
+    input.
+    """
 
     tasks: tuple[TaskSpec, ...]
     instructions: tuple[Instruction, ...]
@@ -88,19 +91,19 @@ class Program:
         return view(View.INSTRUCTIONS_HTML, self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython prints where it shows no HTML."""
+        """Print what IPython shows where it does not render HTML."""
         printer.text(view(View.INSTRUCTIONS_SUMMARY if cycle else View.INSTRUCTIONS_TEXT, self))
 
 
 def build_program(plan: Plan, step: StepGraph) -> Program:
-    """The instructions of a plan."""
+    """Return the program of a plan. Raises `MismatchError` if the plan contradicts the order of the step."""
     return _ProgramBuilder(plan, step, Slicer(plan, step)).build()
 
 
 def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target: tuple[int, Spec]) -> PlannedTransfer:
-    """How a value gets from one stage and spec to another.
+    """Return the transfer of a value from one (stage, spec) to another.
 
-    Typed PRNG keys count as the four-byte words that they are stored as, along one more dim.
+    Typed PRNG keys are transferred as the four-byte words that store them, along one more dim.
     """
 
     def layout(number: int, spec: Spec) -> Placement:
@@ -119,6 +122,8 @@ def planned_transfer(plan: Plan, value: Value, source: tuple[int, Spec], target:
 
 
 class _ProgramBuilder:
+    """Builder that appends instructions in dispatch order and checks that every buffer is written before it is read."""
+
     def __init__(self, plan: Plan, step: StepGraph, slicer: Slicer) -> None:
         self.plan, self.step, self.slicer = plan, step, slicer
         self.graph = step.graph
@@ -193,10 +198,11 @@ class _ProgramBuilder:
         )
 
     def _index(self, value: int, microbatch: int | None) -> int | None:
-        """The micro-batch in a buffer's name: only values that differ between micro-batches have one."""
+        """Return the micro-batch in a buffer's name: only values that differ between micro-batches have one."""
         return microbatch if self._varies(value) else None
 
     def _varies(self, value: int) -> bool:
+        """Return True for values that differ between micro-batches."""
         if not self.batched:
             return False
         producer = self.graph.producer[value]
@@ -205,7 +211,7 @@ class _ProgramBuilder:
         return self.step.phases[producer].in_loop
 
     def _fetch(self, value: int, spec: Spec, task: TaskSpec, microbatch: int | None) -> Buffer:
-        """The buffer from which a task reads a value, after sending or placing it there if need be."""
+        """Return the buffer from which a task reads a value, sent or placed on the task's stage first if needed."""
         graph, stage = self.graph, task.stage
         producer = graph.producer[value]
         if producer is None:
@@ -273,7 +279,9 @@ class _ProgramBuilder:
         return self._home_input_spec(value) if producer is None else self.slicer.output_spec(value)
 
     def _output(self, value: int) -> Buffer:
-        """The buffer that holds a graph output at the end, moved to its home if it arose elsewhere."""
+        """Return the buffer that holds a graph output at the end of the step, sent to its home stage if computed
+        elsewhere.
+        """
         graph = self.graph
         if graph.producer[value] is None:
             home = self.slicer.homes[value]
@@ -301,7 +309,7 @@ class _ProgramBuilder:
         return target
 
     def _free(self, outputs: Iterable[Buffer]) -> None:
-        """Insert FREE after the last reader of every buffer that is neither returned nor an argument at home."""
+        """Insert a FREE after the last use of every buffer that is not returned."""
         kept = set(outputs)
         last: dict[Buffer, int] = {}
         for i, instruction in enumerate(self.instructions):
@@ -321,7 +329,9 @@ class _ProgramBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """The span of one instruction, in seconds since the step began. `kind` is the instruction's, `name` its task's."""
+    """The time span of one instruction, in seconds since the step began. `kind` is the instruction's, `name` its
+    task's.
+    """
 
     stage: int
     kind: str
@@ -332,7 +342,7 @@ class TaskTime:
 
     @staticmethod
     def of(program: Program, instruction: Instruction, start_seconds: float, end_seconds: float) -> TaskTime:
-        """The span of an instruction of a program."""
+        """Return the span of an instruction of a program; times in seconds since the step began."""
         is_task = instruction.kind == "RUN"
         return TaskTime(
             stage=instruction.stage,

@@ -1,14 +1,14 @@
-"""Where each op of a step runs: its stage, and the task of it.
+"""Assign each op of a step to the stage and the task in which it runs.
 
-    forward, backward   of each stage, once per micro-batch (one task where nothing comes between them)
+    forward, backward   of each stage, once per micro-batch (one task where nothing runs between them)
     input gradient, weight gradient
-                        the two parts of a backward pass, where the schedule has tasks of both
+                        the two parts of a backward pass, where the schedule has tasks of both kinds
     update              of each stage, once per step; in several waves where stages exchange values (a global norm)
-    step                all of it, where there is one stage and one micro-batch
+    step                the whole step, where there is one stage and one micro-batch
 
-Invariant ops have no place. Ops that fuse into those of a later task, and that only these read, run with them where
-that hands on no more bytes: what JAX's derivatives save is often made from other things that are saved, and one
-compiled program would not keep both                                                           (`_deferred`)
+Invariant ops have no place: every task that reads them repeats them. An op that fuses into ops of a later task, and
+that only these read, runs in that task if this transfers no more bytes between tasks: JAX's derivatives often save
+values that are made from other saved values, and a single compiled program would not store both (`_deferred`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UPDATE = (_ORDER["update"], 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlace:
-    """Where an op of the step runs: its stage, the kind of its task and the wave of the update."""
+    """The place of an op of the step: its stage, the kind of its task and, for updates, the wave."""
 
     stage: int
     kind: str
@@ -47,18 +47,24 @@ class OpPlace:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Rises along every dependency within a micro-batch; backward passes go from the last stage to the first."""
+        """A sort key that rises along every dependency within a micro-batch.
+
+        Backward passes go from the last stage to the first, hence the negated stage.
+        """
         number = _ORDER[self.kind]
         return number, self.wave, -self.stage if number == _ORDER["backward"] else self.stage
 
 
 def is_whole(plan: Plan) -> bool:
-    """True when the step is one task: one stage, one micro-batch."""
+    """Return True if the step is one task: one stage and one micro-batch."""
     return len(plan.stages) == 1 and plan.num_microbatches == 1
 
 
 def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
-    """The place of each op; None for invariant ops. Raises `PlanError` for a schedule that cannot run the step."""
+    """Return the place of each op, None for invariant ops.
+
+    Raises `PlanError` for a schedule that cannot run the step.
+    """
     lists = plan.schedule.tasks(len(plan.stages), plan.num_microbatches)
     kinds = {stage: found for tasks in lists for stage, found in kinds_of(tasks).items()}
     if Phase.BACKWARD in step.phases and not any(kind.sends_back for found in kinds.values() for kind in found):
@@ -86,8 +92,11 @@ def places_of(plan: Plan, step: StepGraph) -> tuple[OpPlace | None, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InLoop:
-    """What tells the tasks of the loop apart. `fused`: stages whose forward and backward are one task. `in_two`: those
-    whose backward pass has two parts, with the ops of the second ones, `weights`."""
+    """The facts that decide in which task of the loop over micro-batches an op runs.
+
+    `fused`: stages whose forward and backward passes are one task. `in_two`: stages whose backward pass is split in two
+    parts; `weights`: the ops of the second parts.
+    """
 
     step: StepGraph
     fused: frozenset[int]
@@ -95,7 +104,7 @@ class _InLoop:
     weights: frozenset[int]
 
     def kind_of(self, op: int, stage: int) -> str:
-        """The kind of the task of an op."""
+        """Return the kind of the task that runs op number `op` of `stage`."""
         if op in self.weights:
             return TaskKind.WEIGHT_GRADIENT.value
         if stage in self.fused:
@@ -105,19 +114,21 @@ class _InLoop:
 
 
 def _fused(lists: TaskLists, last: int) -> frozenset[int]:
-    """Stages whose forward and backward of a micro-batch always run back to back: at most the last one."""
+    """Return the stages whose forward and backward of a micro-batch always run back to back: the last stage or none."""
+    # A schedule with fewer task lists than stages interleaves several stages on each list.
     after = dict(pairwise(lists[last % len(lists)]))
     forwards = [task for task in after if task.stage == last and task.kind is TaskKind.FORWARD]
     return frozenset([last] if forwards and all(_returns(task, after[task]) for task in forwards) else [])
 
 
 def _returns(forward: Task, after: Task) -> bool:
+    """Return True if task `after` is the backward pass of the same micro-batch and stage as `forward`."""
     same = (after.stage, after.microbatch) == (forward.stage, forward.microbatch)
     return same and after.kind.sends_back
 
 
 def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[int]:
-    """Ops of the second parts of backward passes."""
+    """Return the ops of the second parts (weight gradients) of the backward passes of the stages `in_two`."""
     members: Mapping[int, list[int]] = {stage: [] for stage in in_two}
     for op, layer in enumerate(plan.op_layers if in_two else ()):
         stage = None if layer is None else plan.stage_of_layer(layer)
@@ -127,9 +138,10 @@ def _weights(plan: Plan, step: StepGraph, in_two: frozenset[int]) -> frozenset[i
 
 
 def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace | None]:
-    """The places with ops moved to the later task of the loop that is the first to read them."""
+    """Return the places with fusible ops moved to the first later task of the loop that reads them."""
     graph, found, outputs = step.graph, list(places), set(step.graph.outputs)
     crossing = [_crosses(graph, v.id, found) for v in graph.values]
+    # In reverse order, so that a chain of fusible ops follows its last member into the later task.
     for op in reversed(graph.ops):
         place = found[op.id]
         if place is None or place.kind == "update" or not is_fusible(graph, op):
@@ -147,7 +159,7 @@ def _deferred(step: StepGraph, places: Sequence[OpPlace | None]) -> list[OpPlace
 
 
 def _crosses(graph: Graph, value: int, places: Sequence[OpPlace | None]) -> bool:
-    """Whether a value is handed on from one task to another, or kept anyway, as state is."""
+    """Return True if a value is transferred between tasks, or stays in memory regardless (as inputs and state do)."""
     producer = graph.producer[value]
     if producer is None or places[producer] is None:
         return True
@@ -155,7 +167,7 @@ def _crosses(graph: Graph, value: int, places: Sequence[OpPlace | None]) -> bool
 
 
 def _wave(step: StepGraph, op: int, stage: int, places: Sequence[OpPlace | None]) -> int:
-    """Of the update: how often values have gone from one stage to another before an op can run."""
+    """Return the wave of an update op: how often values pass between stages before the op can run."""
     wave = 0
     for v in step.graph.ops[op].operands:
         producer = step.graph.producer[v]

@@ -1,8 +1,8 @@
-"""Whether what a plan says of the ops and values of a step can be said of them.
+"""Check that a plan's placements and specs are possible for the ops and values of a step.
 
-Lowering takes a placement at its word. In a plan that was edited, or that somebody made up, each op must still be split
-along factors of its rule, over devices that divide them, and each spec must have the dims of its value: then what runs
-is the step, only placed in another way, since every collective follows from the placements.
+Lowering trusts placements. In a plan that was edited or written by hand, each op must still be split along factors of
+its rule, over devices that divide them, and each spec must have the dims of its value. A plan that passes computes the
+same step, only placed differently, since every collective follows from the placements.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def check_fits(plan: Plan, step: StepGraph) -> None:
 
 
 def _counts(plan: Plan, step: StepGraph) -> Iterator[str]:
+    """Yield a phrase for each mismatch in the numbers of ops, inputs and bucketed values."""
     graph = step.graph
     if len(plan.op_layers) != len(graph.ops) or len(plan.input_layers) != len(graph.inputs):
         yield (
@@ -41,10 +42,11 @@ def _counts(plan: Plan, step: StepGraph) -> Iterator[str]:
         )
     named = [value for bucket in plan.buckets for value in bucket]
     if len(set(named)) != len(named) or not all(0 <= value < len(graph.values) for value in named):
-        yield "its buckets hold values that there are not, or one twice"
+        yield "its buckets hold values that do not exist, or one value twice"
 
 
 def _stages(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Yield a phrase for each spec or placement of a stage that is impossible in `graph`."""
     for number, stage in enumerate(plan.stages):
         sizes = stage.mesh_shape.axis_sizes
         specs = [*stage.inputs.items(), *stage.outputs.items()]
@@ -59,6 +61,7 @@ def _stages(plan: Plan, graph: Graph) -> Iterator[str]:
 
 
 def _ops(graph: Graph, placements: Mapping[int, OpPlacement], sizes: Sizes) -> Iterator[str]:
+    """Yield a phrase for each impossible placement of an op of `graph` on a mesh of the given axis sizes."""
     for number, placement in placements.items():
         if number >= len(graph.ops):
             yield f"op {number} of {len(graph.ops)} is placed"
@@ -73,8 +76,10 @@ def _ops(graph: Graph, placements: Mapping[int, OpPlacement], sizes: Sizes) -> I
 
 
 def _control_flow(graph: Graph, op: Op, placement: OpPlacement, sizes: Sizes) -> Iterator[str]:
+    """Yield a phrase for each impossible operand spec or placement in the bodies of a loop or branch."""
     wiring = wiring_of(op)
     scanned = wiring.scanned if wiring is not None else ()
+    # A body reads one slice of a scanned operand: its leading dim is dropped.
     shapes = [value.shape[i in scanned :] for i, value in enumerate(graph.operands(op))]
     specs = placement.body_operands
     if len(placement.bodies) != len(op.bodies) or len(specs) != len(shapes):
@@ -88,6 +93,9 @@ def _control_flow(graph: Graph, op: Op, placement: OpPlacement, sizes: Sizes) ->
 
 
 def _is_placement(rule: Rule, placement: OpPlacement, sizes: Sizes) -> bool:
+    """Return True if the rule's factors can be split as the placement says, with partial sums only where the rule is
+    linear.
+    """
     split = [(factor, axes) for factor, axes in enumerate(placement.factors) if axes]
     return (
         len(placement.factors) == len(rule.sizes)

@@ -1,4 +1,6 @@
-"""The step of a plan: as it was traced, or with what its layers compute again (`as_planned`), and its equations."""
+"""Rebuild the step that a plan was made for: as traced, or with the rematerialisation that the plan chose
+(`as_planned`), together with the JAX equation of each op (`equations_again`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from alpa_lite.trace import inserted
 
 
 def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
-    """The step as it was planned: recomputed values stay in their layer, and layers compute again what they should."""
+    """Return the step as it was planned: recomputed values stay in their layer, and layers rematerialise as the plan
+    says.
+
+    Raises `MismatchError` if rematerialising the step gives other ops than the plan lists, which happens when another
+    version of alpa_lite wrote the plan.
+    """
     layers = plan.traced_layers if plan.remat else plan.op_layers
     own = read_originals_across(step.step, layers)
     again = rematerialise(own, layers, plan.remat) if plan.remat else None
@@ -32,17 +39,23 @@ def as_planned(step: TracedStep, plan: Plan) -> TracedStep:
 
 
 def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equation]) -> tuple[Equation, ...]:
-    """The equation of each op of `again`, from those of the graph that it was made of."""
+    """Return the equation of each op of the rematerialised step `again`.
+
+    Copied ops take the equation of the op in `graph` that they were copied from; inserted ops are optimisation
+    barriers.
+    """
     known: dict[Graph, Sequence[Equation]] = {}
     _register(known, graph, equations)
     made = dict[Graph, tuple[Equation, ...]]()
 
+    # Loop bodies are shared between ops: each one is rewritten once, so that equal bodies remain one object.
     def of_graph(written: Graph) -> tuple[Equation, ...]:
         if written not in again.origins:
             return tuple(known[written])
         if written not in made:
             found: list[Equation] = []
             for op, origin in zip(written.ops, again.origins[written], strict=True):
+                # Only the barriers that rematerialisation inserted have no origin.
                 if origin is None:
                     value = written.values[op.operands[0]]
                     eqn = inserted.barrier_equation(_jax.struct(value.shape, value.dtype))
@@ -57,6 +70,7 @@ def equations_again(again: Rematerialised, graph: Graph, equations: Sequence[Equ
 
 
 def _register(known: dict[Graph, Sequence[Equation]], graph: Graph, equations: Sequence[Equation]) -> None:
+    """Add the equations of `graph` and of all bodies nested in it to `known`."""
     if graph in known:
         return
     known[graph] = equations

@@ -1,13 +1,13 @@
-"""When two tasks are the same program, so that one executable does for both: equal layers of a pipeline mostly are.
+"""Recognise tasks that are the same program, so that one executable serves all: most layers of a pipeline are equal.
 
-    form(task) = (ports, ops, results), values numbered as they come up                           `task_form`
+    form(task) = (ports, ops, results), values numbered in the order of their first use           `task_form`
 
-The form holds all that `emit_task` reads: of each op its primitive, the equation's parameters, its operands and
-results, its placement, phase and rule; of each value its shape, dtype, batch dim, size in the full batch and the phase
-that makes it; literals by content. It holds no numbers of the traced graph, no names and no source lines. Two tasks of
-equal forms on logical meshes of one shape are traced and lowered once.
+The form contains everything that `emit_task` reads: for each op its primitive, the equation's parameters, its operands
+and results, its placement, phase and rule; for each value its shape, dtype, batch dim, size in the full batch and the
+phase that makes it; literals by content. It contains no numbers of the traced graph, no names and no source lines. Two
+tasks with equal forms on logical meshes of one shape are traced and lowered once.
 
-What has no content to compare (functions among the parameters) counts as the same only where it is one object.
+Objects without comparable content (functions among the parameters) are equal only if they are the same object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def task_form(
     sizes: Mapping[str, int],
     donated: Sequence[int],
 ) -> Hashable:
-    """What equals that of another task exactly when both are the same program; see the module docstring."""
+    """Return a hashable form of a task, equal for two tasks exactly if both are the same program (see the module
+    docstring).
+
+    `sizes`: size of each mesh axis. `donated`: numbers of the inputs whose buffers may be reused.
+    """
     form = _Form(step, equations, placements)
     inputs = tuple([(form.fresh(p.value), p.spec) for p in task.inputs])
     for op_id in task.ops:
@@ -49,7 +53,7 @@ def task_form(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    """An object without content to compare; it is kept, so that no other comes to lie in its place."""
+    """An object compared by identity. It holds a reference, so that no later object can get the same address."""
 
     value: Any
 
@@ -61,7 +65,7 @@ class _Object:
 
 
 class _Form:
-    """Numbers the values of a task in the order in which they come up."""
+    """Builder of a task's form: numbers the values of the task in the order of their first use."""
 
     def __init__(self, step: StepGraph, equations: Sequence[Equation], placements: Mapping[int, OpPlacement]) -> None:
         self.step, self.graph = step, step.graph
@@ -72,11 +76,11 @@ class _Form:
         self.ops: list[Hashable] = []
 
     def ports(self, ports: Sequence[Port]) -> Hashable:
-        """Values that leave the task, with their specs."""
+        """Return the form of values that leave the task: number, spec and how micro-batches are combined."""
         return tuple([(self.number(p.value), p.spec, self.step.combined.get(p.value)) for p in ports])
 
     def fresh(self, v: int) -> Hashable:
-        """What is known of a value that comes up for the first time."""
+        """Number a value at its first use and return its properties."""
         self.numbers[v] = len(self.numbers)
         value, producer = self.graph.values[v], self.graph.producer[v]
         phase = None if producer is None else self.step.phases[producer]
@@ -84,7 +88,10 @@ class _Form:
         return value.shape, value.dtype, free, phase, self.step.batch_dims[v], self.step.full_shapes[v]
 
     def number(self, v: int) -> Hashable:
-        """How the form speaks of a value; free ones that no op of the task made come up with the op that does."""
+        """Return the form's reference to a value: its number, or the content of a literal.
+
+        Free values that no op of the task has made so far are added together with their op.
+        """
         value = self.graph.values[v]
         if value.literal is not None:
             return value.dtype, value.shape, content(value.literal)
@@ -94,7 +101,7 @@ class _Form:
         return self.numbers[v]
 
     def add(self, op: Op) -> None:
-        """One more op, after those that it needs."""
+        """Add an op, after the ops that produce its operands."""
         if op.id in self.added:
             return
         self.added.add(op.id)
@@ -105,7 +112,8 @@ class _Form:
         placement = self.placements.get(op.id)
         placed = None if placement is None else _placed(placement)
         equation = self.equations[op.id]
-        # Classes of control flow are not shared, and nothing reads their rule.
+
+        # Two ops in one class share their factor rule, so the class represents the rule in the form.
         kind = None if op.bodies else self.classes[op.id]
         bodies = tuple(
             [_body(b, e, self.step) for b, e in zip(op.bodies, equation.bodies, strict=True)] if op.bodies else ()
@@ -114,17 +122,18 @@ class _Form:
 
 
 def _params(op: Op, equation: Equation) -> Hashable:
-    """The parameters that lowering reads: of loops and branches their plain ones, as their bodies are looked at."""
+    """Return the parameters that lowering reads. Bodies of known control flow are compared op by op instead."""
     return content(op.params if wiring_of(op) is not None else equation.params)
 
 
 def _placed(placement: OpPlacement) -> Hashable:
+    """Return a hashable form of a placement, nested bodies included."""
     bodies = tuple([tuple([(i, _placed(p)) for i, p in sorted(body.items())]) for body in placement.bodies])
     return placement.factors, placement.partial, placement.results, bodies, placement.body_operands
 
 
 def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hashable:
-    """A body of control flow, whose numbers are its own."""
+    """Return a hashable form of a body of control flow; its value numbers are local, so they need no renumbering."""
     scope = step.bodies.get(graph)
     scoped = None if scope is None else (scope.full_shapes, scope.batch_dims)
     values = tuple([(v.shape, v.dtype, content(v.literal)) for v in graph.values])
@@ -147,7 +156,8 @@ def _body(graph: Graph, equations: Sequence[Equation], step: StepGraph) -> Hasha
 
 
 def content(value: Any) -> Hashable:
-    """Something hashable that is equal for equal content, and only there; numbers of two types are not equal."""
+    """Return a hashable value that is equal only for equal content; numbers of different types are not equal."""
+    # repr and not ==: 0.0 == -0.0 and 1 == True, but they compile to different programs; nan is equal to nan here.
     if isinstance(value, (bool, int, float, complex, np.generic)):
         return type(value), repr(value)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Slicing a step into tasks: the parts that become one executable each, of all ops with the same place (`places`).
+"""Slice a step into tasks: all ops with the same place (`op_places`) become one executable.
 
 Invariant ops and free values are repeated in every task that reads them. Every other op is in exactly one task.
 """
@@ -29,12 +29,15 @@ class TaskSpec:
     """One executable of a stage.
 
     kind          "forward", "backward" (or its parts, "input gradient" and "weight gradient"), "forward+backward",
-                  "update" or "step" (all of it); "forward+backward" holds the first part alone where there are two
+                  "update" or "step" (the whole step); "forward+backward" holds the input gradient only where the
+                  backward pass is split in two
     ops           in order, repeated ones included
     inputs, outputs
-    sums          values of the loop that are added up over micro-batches, as stored
-    resolved      sums that its update reads, of earlier tasks or its own: stored spec → resolved spec
-    buckets       which of these are reduced together, one bucket after the other
+    sums          values of the loop that are added up over micro-batches, in the specs in which they are stored
+    resolved      sums that the update reads, of earlier tasks or its own: value, stored spec, resolved spec
+    buckets       which of the resolved sums are reduced together, one bucket after the other
+    keeps_gathered
+                  whether a parameter stays gathered from the forward pass to the backward pass
     """
 
     stage: int
@@ -50,7 +53,7 @@ class TaskSpec:
 
     @property
     def name(self) -> str:
-        """`stage 1 backward`-like name."""
+        """The name of the task, for example `stage 1 backward`."""
         return f"stage {self.stage} {self.kind}" + (f" {self.wave}" if self.wave else "")
 
 
@@ -58,7 +61,7 @@ class Slicer:
     """Derives the tasks of a plan from the data flow of its step."""
 
     def __init__(self, plan: Plan, step: StepGraph) -> None:
-        """The step must be the one that the plan was made for."""
+        """Prepare the slicing of `step`, which must be the step that the plan was made for."""
         self.plan = plan
         self.step = step
         self.graph: Graph = step.graph
@@ -70,11 +73,12 @@ class Slicer:
         self.places = places_of(plan, step)
 
     def tasks(self) -> tuple[TaskSpec, ...]:
-        """All tasks, in an order that respects their dependencies within one micro-batch."""
+        """Return all tasks, in an order that respects their dependencies within one micro-batch."""
         members: dict[OpPlace, list[int]] = {}
         for op_id, place in enumerate(self.places):
             if place is not None:
                 members.setdefault(place, []).append(op_id)
+        # A stage without ops in the update still needs an update task if it returns or sends a sum: it must resolve it.
         for v in self._sums_to_send():
             members.setdefault(OpPlace(stage=self._stage_of_value(v), kind="update"), [])
         for v in self.graph.outputs:
@@ -91,7 +95,7 @@ class Slicer:
         return place.stage if place else self.homes.get(v, 0)
 
     def place_of_value(self, v: int) -> OpPlace | None:
-        """The place of the op that computes a value; None for inputs and invariant values."""
+        """Return the place of the op that computes a value; None for inputs and invariant values."""
         producer = self.graph.producer[v]
         return None if producer is None else self.places[producer]
 
@@ -100,11 +104,11 @@ class Slicer:
         return producer is not None and self.places[producer] is None
 
     def is_repeated(self, v: int) -> bool:
-        """True for values that every task makes for itself."""
+        """Return True for values that every task computes for itself."""
         return self._is_invariant(v) or v in self.free
 
     def _is_sum(self, v: int) -> bool:
-        """True for values of the loop without a batch dim: they are added up over micro-batches."""
+        """Return True for values of the loop without a batch dim: they are added up over micro-batches."""
         producer = self.graph.producer[v]
         return (
             producer is not None
@@ -114,6 +118,7 @@ class Slicer:
         )
 
     def _sums_to_send(self) -> list[int]:
+        """Return the sums that the update of another stage reads."""
         if self.whole:
             return []
         found: list[int] = []
@@ -126,7 +131,7 @@ class Slicer:
         return found
 
     def home_spec(self, v: int) -> Spec:
-        """The spec in which a value leaves the op that computes it."""
+        """Return the spec in which a value leaves the op that computes it."""
         producer, value = self.graph.producer[v], self.graph.values[v]
         place = self.place_of_value(v)
         if producer is None or place is None:
@@ -137,17 +142,17 @@ class Slicer:
         return placement.results[self.graph.ops[producer].results.index(v)]
 
     def stored_spec(self, v: int) -> Spec:
-        """The spec in which a sum is kept inside the loop."""
+        """Return the spec in which a sum is stored during the loop."""
         stage = self.plan.stages[self._stage_of_value(v)]
         return stage.accumulators[v].stored if v in stage.accumulators else self.home_spec(v)
 
     def resolved_spec(self, v: int) -> Spec:
-        """The spec in which the update reads a sum."""
+        """Return the spec in which the update reads a sum."""
         stage = self.plan.stages[self._stage_of_value(v)]
         return stage.accumulators[v].resolved if v in stage.accumulators else self.home_spec(v)
 
     def output_spec(self, v: int) -> Spec:
-        """The spec in which a graph output is returned: as it was asked for, else state comes back as it went in."""
+        """Return the spec of a graph output: as the caller requested, else state is returned as it was passed in."""
         target = self.step.aliases.get(v)
         stage = self.plan.stages[self.output_stage(v)]
         if v in stage.outputs:
@@ -158,7 +163,7 @@ class Slicer:
         return spec.without_partial()
 
     def output_stage(self, v: int) -> int:
-        """The stage on which a graph output is returned."""
+        """Return the stage on which a graph output is returned."""
         target = self.step.aliases.get(v)
         if target is not None:
             return self.homes[target]
@@ -199,12 +204,15 @@ class Slicer:
         )
 
     def _buckets(self, resolved: Collection[int]) -> tuple[tuple[int, ...], ...]:
-        """The plan's buckets, of the sums that a task resolves."""
+        """Return the plan's buckets, restricted to the sums that a task resolves."""
         mine = (tuple(v for v in bucket if v in resolved) for bucket in self.plan.buckets)
         return tuple(bucket for bucket in mine if bucket)
 
     def _computed_outputs(self, place: OpPlace, computed: Iterable[int]) -> Iterator[Port]:
-        """Values computed by a task that others read; sums of the loop leave here only for other tasks of the loop."""
+        """Yield the values computed by a task that others read.
+
+        Sums leave a task of the loop as outputs only for other tasks of the loop; for the update they leave as `sums`.
+        """
         for v in computed:
             if self._is_sum(v) and place.kind not in ("update", "step"):
                 if self._read_in_loop_elsewhere(v, place):
@@ -213,7 +221,10 @@ class Slicer:
                 yield Port(value=v, spec=self._leaving_spec(v, place))
 
     def _handed_on(self, place: OpPlace, external: Iterable[int], computed: set[int]) -> Iterator[Port]:
-        """Values that an update did not compute but hands on: sums to return or for other updates, repeated outputs."""
+        """Yield values that an update passes on without computing them.
+
+        These are sums to return or for other updates, and repeated values that are returned.
+        """
         if place.kind not in ("update", "step"):
             return
         for v in dict.fromkeys([*external, *self._invariant_outputs(place)]):
@@ -223,7 +234,7 @@ class Slicer:
                 yield Port(value=v, spec=self.resolved_spec(v))
 
     def _extra_needs(self, place: OpPlace) -> list[int]:
-        """Values that a task must read although none of its ops does: sums to return or send, repeated outputs."""
+        """Return values that a task must read though none of its ops does: sums to return or send, repeated outputs."""
         if place.kind == "step":
             return [*self._invariant_outputs(place), *self._free_outputs(place)]
         if place.kind != "update" or place.wave:
@@ -237,7 +248,7 @@ class Slicer:
         return [v for v in dict.fromkeys(self.graph.outputs) if wanted and self._is_invariant(v)]
 
     def _free_outputs(self, place: OpPlace) -> list[int]:
-        """Free values that the caller gets (a dropout mask): made by the task of their op."""
+        """Return the free values that the caller receives (a dropout mask); the task of their op computes them."""
         wanted = (v for v in dict.fromkeys(self.graph.outputs) if v in self.free)
         return [v for v in wanted if self.place_of_value(v) == place]
 
@@ -249,7 +260,9 @@ class Slicer:
         return self._is_sum(v) and self._stage_of_value(v) == place.stage and place.wave == 0
 
     def _with_repeated(self, ops: list[int], needs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The ops of a task with the repeated ones that they read, in order; and the values that come from outside."""
+        """Return the ops of a task with the repeated ones that they read, in order; and the values that come from
+        outside.
+        """
         graph, own = self.graph, set(ops)
         needed, chosen, external = set(needs), list[int](), dict[int, None]()
         made_here = {r for op_id in own for r in graph.ops[op_id].results}
@@ -267,7 +280,9 @@ class Slicer:
         return list(reversed(chosen)), list(external)
 
     def _input_spec(self, place: OpPlace, stage: StagePlan, v: int) -> tuple[Spec, Spec | None]:
-        """The spec in which a value enters a task; for sums also the spec that it is resolved to at once."""
+        """Return the spec in which a value enters a task, and for sums the spec to which the task resolves it, else
+        None.
+        """
         origin = self.place_of_value(v)
         if origin is None or origin.stage != place.stage:
             return stage.inputs.get(v, replicated(self.graph.values[v].rank)), None
@@ -279,19 +294,21 @@ class Slicer:
         return self.home_spec(v), None
 
     def _read_by_wave_zero(self, v: int) -> bool:
+        """Return True if wave 0 of the value's own stage reads, returns or sends the sum: then wave 0 resolves it."""
         stage = self._stage_of_value(v)
         if v in self.graph.outputs or v in self._sums_to_send():
             return True
         return any(self.places[c] == OpPlace(stage=stage, kind="update") for c in self.graph.consumers[v])
 
     def _read_after_loop(self, v: int) -> bool:
+        """Return True if the value is returned or an update reads it."""
         if v in self.graph.outputs or any(self.step.phases[c] is Phase.UPDATE for c in self.graph.consumers[v]):
             return True
         # An update makes free values for itself, and reads what they are made of.
         return any(place.kind == "update" for place in self._real_readers(v))
 
     def _real_readers(self, v: int) -> set[OpPlace]:
-        """Places of the ops that read a value, through repeated ones."""
+        """Return the places of the ops that read a value, directly or through repeated ops."""
         found, queue, seen = set[OpPlace](), [v], {v}
         while queue:
             for c in self.graph.consumers[queue.pop()]:
@@ -313,12 +330,13 @@ class Slicer:
         return v in self.graph.outputs or any(p != place for p in self._real_readers(v))
 
     def _later_readers(self, v: int, place: OpPlace) -> bool:
-        """True when this task is the one that resolves a sum which other update tasks read."""
+        """Return True if this task resolves a sum that other update tasks read."""
         if place.wave or self._stage_of_value(v) != place.stage:
             return False
         return any(p.kind == "update" and p != place for p in self._real_readers(v))
 
     def _leaving_spec(self, v: int, place: OpPlace) -> Spec:
+        """Return the spec of an output of a task: the caller's if only the caller reads it, else the spec of its op."""
         only_returned = v in self.graph.outputs and not any(p != place for p in self._real_readers(v))
         if only_returned and self.output_stage(v) == place.stage:
             return self.output_spec(v)

@@ -1,4 +1,4 @@
-"""Walking the ops of a task phase by phase, on whatever machine: emission and pricing do the same."""
+"""Run the ops of a task phase by phase on any machine; emission and pricing share this order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ A = TypeVar("A")
 
 
 def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]:
-    """Run a task whose inputs the walk knows, and yield each phase of it when it is about to begin.
+    """Run a task whose inputs the walk holds, and yield each phase when it is about to begin.
 
-    Each phase fetches what it needs, as it is priced; a parameter is not held gathered from forward to backward, unless
-    the task keeps them.
+    Each phase fetches what it reads, as it is priced: a parameter gathered for the forward pass is gathered again for
+    the backward pass, unless the task keeps gathered parameters.
     """
     parts = _by_phase(task.ops, step)
     kept = parameters(step) if task.keeps_gathered else frozenset[int]()
@@ -35,7 +35,7 @@ def run_parts(walk: Walk[A], task: TaskSpec, step: StepGraph) -> Iterator[Phase]
 
 
 def _by_phase(ops: Sequence[int], step: StepGraph) -> dict[Phase, list[int]]:
-    """The ops of a task phase by phase; invariant ones go with the first."""
+    """Return the ops of a task by phase, in order; invariant ops belong to the first phase that has any."""
     parts: dict[Phase, list[int]] = {Phase.FORWARD: [], Phase.BACKWARD: [], Phase.UPDATE: []}
     first = next((phase for phase in parts if any(step.phases[i] is phase for i in ops)), Phase.UPDATE)
     for i in ops:

@@ -1,7 +1,6 @@
-"""Programs run on devices, or are simulated on a cost model.
+"""Run programs on devices, or simulate them on a cost model.
 
-Comes in: a program of instructions. Goes out: the results and times of a step, measured (`execute/`) or simulated
-(`simulate`); with it a described cluster (`calibrate/`), a comparison with `jax.jit` (`check/`), saved states
-(`checkpoint/`) and the processes of a job (`job/`).
-Read `execute/execute` first.
+Input: a program of instructions. Output: the results and times of a step, measured (`execute/`) or simulated
+(`simulate`). The package also describes a cluster by measuring it (`calibrate/`), compares a step with `jax.jit`
+(`check/`), saves states (`checkpoint/`) and manages the processes of a job (`job/`). Read `execute/execute` first.
 """

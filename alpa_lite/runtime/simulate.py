@@ -1,15 +1,17 @@
-"""A program on a cost model instead of on devices: when each instruction runs, and what each submesh holds meanwhile.
+"""Simulate a program on a cost model: when each instruction runs, and how much memory each submesh uses meanwhile.
 
-    RUN    start = max(end of the RUN before it on its devices, arrival of what it reads, issued)        `_Clock.run`
-    SEND   start = max(end of what makes it, end of the SEND before it on the same way)                  `_Clock.send`
-    issued: a host starts one program after the other, each in launch_seconds                            `_Clock.issue`
+    RUN    start = max(end of the RUN before it on its devices, arrival of its inputs, issued)           `run`
+    SEND   start = max(end of the instruction that makes its input, end of the SEND before it
+                       between the same two submeshes)                                                   `send`
+    issued: a host starts one program after the other, each in launch_seconds                            `issue`
     seconds of a SEND   its pieces, and the collectives of both meshes           `pricing.transfer_seconds`
 
     seconds of a RUN    its ops, one after the other as they are emitted, on the pricer of its stage     `price_task`
-    exposed             seconds of a RUN beyond its kernels, and waiting for a SEND beyond for its maker `StageUse`
+    exposed             seconds of a RUN beyond its kernels, and the wait for a SEND beyond the wait for
+                        the instruction that made its input                                              `StageUse`
     bubble              waiting for anything else
     peak                state + max over time of buffers between their first writer and their last reader
-                        + what the task at work needs besides                                            `_peaks`
+                        + what the running task needs in addition                                        `_peaks`
 
 The instructions are those that `execute` runs; PLACE, ZEROS and CONCAT take no time here.
 """
@@ -37,7 +39,7 @@ from cost_models.interface import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPrice:
-    """Seconds of one run of a task, and what its kernels alone would take."""
+    """Seconds of one run of a task, and the seconds that its kernels alone would take."""
 
     seconds: float
     compute_seconds: float
@@ -45,14 +47,14 @@ class TaskPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """What the devices of one submesh do in a step; `stages` run on them in turn.
+    """How the devices of one submesh spend a step; `stages` run on them in turn.
 
     Attributes:
-        busy_seconds: at work, collectives included.
-        exposed_seconds: at work on nothing but collectives, and waiting for transfers.
+        busy_seconds: running tasks, collectives included.
+        exposed_seconds: running nothing but collectives, and waiting for transfers.
         bubble_seconds: waiting for other stages.
-        received_bytes: sent to them by other submeshes, in all.
-        peak_bytes: that each device holds at most.
+        received_bytes: total bytes received from other submeshes.
+        peak_bytes: peak memory of each device, in bytes.
     """
 
     stages: tuple[int, ...]
@@ -74,12 +76,12 @@ class SimulatedStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the devices' time that they wait for other stages."""
+        """Fraction of the devices' time spent waiting for other stages."""
         return sum(use.bubble_seconds for use in self.submeshes) / max(self._available, 1e-30)
 
     @property
     def exposed_fraction(self) -> float:
-        """Part of the devices' time in which communication keeps them from work."""
+        """Fraction of the devices' time in which communication blocks computation."""
         return sum(use.exposed_seconds for use in self.submeshes) / max(self._available, 1e-30)
 
     @property
@@ -87,7 +89,7 @@ class SimulatedStep:
         return self.step_seconds * len(self.submeshes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the step as JSON-compatible data."""
         fractions = {"bubble_fraction": self.bubble_fraction, "exposed_fraction": self.exposed_fraction}
         return {**asdict(self), **fractions}
 
@@ -112,10 +114,10 @@ def simulate_program(
     *,
     cost_model_for: Callable[[Cluster], CostModel] = ComposedCostModel,
 ) -> SimulatedStep:
-    """Run a program of a plan on the cost model of its cluster. `step` is the one that the program was built from.
+    """Simulate a plan's program on the cost model of its cluster. `step` is the one that the program was built from.
 
-    State that a step returns takes the place of what came in, as if it were donated. Stacked arguments that do not lie
-    over the devices of their stages as they are (`runtime.leaves`) are put together outside of the program.
+    State that a step returns replaces the state that was passed in, as if it were donated. Stacked arguments that do
+    not lie on the devices of their stages (`runtime.execute.stacked`) are assembled outside of the program.
     """
     pricers = [_pricer(plan, stage, cost_model_for) for stage in range(len(plan.stages))]
     prices = [price_task(task, step, plan.stages[task.stage].ops, pricers[task.stage]) for task in program.tasks]
@@ -143,7 +145,9 @@ def simulate_program(
 
 
 def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer) -> TaskPrice:
-    """One run of a task, with the ops, kernels and collectives that its executable has; one phase after the other."""
+    """Return the price of one run of a task, with the ops, kernels and collectives of its executable, phase after
+    phase.
+    """
 
     def estimator() -> Estimator:
         return Estimator(pricer, stage=task.stage, phase=task.kind, runs=1)
@@ -165,7 +169,7 @@ def price_task(task: TaskSpec, step: StepGraph, placements: Any, pricer: Pricer)
 
 
 def _pricer(plan: Plan, stage: int, cost_model_for: Callable[[Cluster], CostModel]) -> Pricer:
-    """The prices on the devices of a stage, which differ from others' in clusters of several kinds."""
+    """Return the pricer for the devices of a stage, which differ between stages in heterogeneous clusters."""
     cluster, submesh = plan.cluster, plan.stages[stage].submesh
     here = cluster.at(submesh.first_device, submesh.num_devices) if cluster.groups else cluster
     return Pricer(cost_model=cost_model_for(here), submesh=submesh, mesh=plan.stages[stage].mesh_shape)
@@ -193,12 +197,12 @@ class _StepSimulation:
         self.dispatch = dispatch_seconds(self.plan.cluster)
 
     def step(self, instruction: Instruction) -> None:
-        """Give an instruction its time."""
+        """Compute and record the time span of an instruction."""
         if instruction.kind == "RUN":
             start, end = self.run(instruction)
         elif instruction.kind == "SEND":
             start, end = self.send(instruction)
-        elif instruction.kind == "PLACE":  # while the task before the one that reads it is at work
+        elif instruction.kind == "PLACE":  # overlaps with the task before the one that reads it
             start = end = self.free[self.row_of[instruction.stage]]
         else:
             start = end = max((self.ready[b] for b in instruction.reads), default=0.0)
@@ -208,7 +212,7 @@ class _StepSimulation:
         self.times.append(TaskTime.of(self.program, instruction, start, end))
 
     def run(self, instruction: Instruction) -> tuple[float, float]:
-        """A task, as soon as its devices are free and what it reads is there."""
+        """Return the span of a task, which starts when its devices are free and its inputs have arrived."""
         row, price = self.row_of[instruction.stage], self.prices[instruction.task]
         free = max(self.free) if self.plan.cluster.shared_processor else self.free[row]
         could = max([free, self.issue(instruction.stage), *(self.made[b] for b in instruction.reads)])
@@ -221,14 +225,16 @@ class _StepSimulation:
         return start, end
 
     def issue(self, stage: int) -> float:
-        """When the host of a stage has started a program for it: the time at which its devices can begin."""
+        """Return the time at which the host of a stage has launched its next program."""
         host = self.plan.stages[stage].submesh.first_device // self.plan.cluster.devices_per_host
         begins = self.issued.get(host, 0.0)
         self.issued[host] = begins + (0.0 if self.dispatch else self.model.launch_seconds())
         return begins
 
     def send(self, instruction: Instruction) -> tuple[float, float]:
-        """A transfer, one after the other on the same way; none where the array is there already."""
+        """Return the span of a transfer; transfers between the same submeshes run one after the other, local ones take
+        no time.
+        """
         a, b = instruction.source_stage, instruction.stage
         way, transfer, source = (self.row_of[a], self.row_of[b]), instruction.transfer, instruction.reads[0]
         self.made[instruction.writes[0]] = self.made[source]
@@ -243,12 +249,12 @@ class _StepSimulation:
 
 
 def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation) -> list[float]:
-    """By row: the most bytes that a device holds at one time."""
+    """Return for each submesh the peak memory of a device, in bytes."""
     resident = _resident(program, plan, step)
     sizes = _sizes(program, plan, step, resident)
     changes: list[list[tuple[float, float]]] = [[] for _ in plan.stages_together]
     last: dict[Buffer, float] = {}
-    following = (*program.instructions[1:], None)  # one too many where there are none
+    following = (*program.instructions[1:], None)  # one item too long for an empty program
     for instruction, after, time in zip(program.instructions, following, clock.times, strict=False):
         row = clock.row_of[instruction.stage]
         taken_over = _taken_over(program, step, instruction, after)
@@ -267,7 +273,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
     state = [0.0] * len(changes)
     for buffer, size in resident.items():
         state[clock.row_of[buffer.stage]] += size
-    # What ends when something else begins makes room for it.
+    # Ends sort before starts at the same time: memory that is freed is available to what begins then.
     held = (max(accumulate(change for _, change in sorted(found)), default=0.0) for found in changes)
     return [kept + most for kept, most in zip(state, held, strict=True)]
 
@@ -275,7 +281,7 @@ def _peaks(program: Program, plan: Plan, step: StepGraph, clock: _StepSimulation
 def _taken_over(
     program: Program, step: StepGraph, instruction: Instruction, after: Instruction | None
 ) -> frozenset[Buffer]:
-    """What a task writes into the memory of what it is the last to read, of the same form."""
+    """Return the buffers that a task writes into the memory of inputs of the same form that it is the last to read."""
     if instruction.kind != "RUN" or after is None or after.kind != "FREE":
         return frozenset()
     task, values, freed = program.tasks[instruction.task], step.graph.values, frozenset(after.reads)
@@ -291,7 +297,7 @@ def _taken_over(
 
 
 def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[Buffer, float]) -> float:
-    """Bytes that a task needs beside what it reads and writes: where it holds both passes also what is saved."""
+    """Return the bytes that a task needs besides inputs and outputs; a task of both passes also holds residuals."""
     stage, saved = plan.stages[task.stage], 0.0
     if task.kind in ("forward+backward", "step"):
         handed_on = sum(sizes.get(buffer, 0.0) for buffer in instruction.writes[: len(task.outputs)])
@@ -300,7 +306,7 @@ def _work(plan: Plan, instruction: Instruction, task: TaskSpec, sizes: Mapping[B
 
 
 def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, float]:
-    """Bytes per device of state, which is there all the time."""
+    """Return the bytes per device of state, which is in memory all the time."""
     return {
         Buffer(v, home): local_bytes(step.graph.values[v], spec, plan.stages[home].mesh_shape.axis_sizes)
         for v, (home, spec) in program.homes.items()
@@ -309,7 +315,7 @@ def _resident(program: Program, plan: Plan, step: StepGraph) -> dict[Buffer, flo
 
 
 def _sizes(program: Program, plan: Plan, step: StepGraph, resident: Iterable[Buffer]) -> dict[Buffer, float]:
-    """Bytes per device of each buffer; nothing for state, for what takes its place, and for what is there already."""
+    """Return the bytes per device of each buffer: 0 for state, for its replacement, and for arrays already in place."""
     nothing = set(resident)
     for buffer, spec in zip(program.outputs, program.output_specs, strict=True):
         target = step.aliases.get(buffer.value)
@@ -331,7 +337,7 @@ def _same_devices(plan: Plan, instruction: Instruction) -> bool:
 
 
 def _written(program: Program, instruction: Instruction) -> Iterable[tuple[Buffer, Spec]]:
-    """What an instruction writes, with the spec of each."""
+    """Yield the buffers that an instruction writes, each with its spec."""
     if instruction.kind in ("RUN", "ZEROS"):
         task = program.tasks[instruction.task]
         ports = task.sums if instruction.kind == "ZEROS" else (*task.outputs, *task.sums)

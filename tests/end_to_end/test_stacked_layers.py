@@ -12,7 +12,7 @@ import pytest
 
 import alpa_lite as al
 from alpa_lite.planners import Auto, Pipeline
-from alpa_lite.runtime.execute.stacked_runs import STAGE_AXIS
+from alpa_lite.runtime.execute.stacked import STAGE_AXIS
 from tests.end_to_end.cases import MODELS, Training, assert_same, eager_cluster, make_batch, reference, run_both
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")

@@ -1,11 +1,12 @@
-"""One op on one device's blocks: what a local lowering is told, and where the block lies in the whole array.
+"""Describe one op on one device's blocks: the arguments of a local lowering, and the block's position in the whole
+array.
 
 Factors are split over mesh axes; the specs of operands and results say which (LocalOp.factor_axes). The device at
 coordinates c_a holds, of a dim split over axes a1, a2 (major first), block number
 
     c_a1 · |a2| + c_a2                                                     (block_index)
 
-Lowerings register by decorator, keyed on the primitive's name; all other primitives run on blocks as they are.
+Lowerings register by decorator, keyed on the primitive's name; all other primitives run unchanged on blocks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from alpa_lite.sharding.specs import Spec, local_shape
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOp:
-    """One op and how its arrays lie on the mesh.
+    """One op and the shapes and specs of its arrays.
 
-    `params` are the equation's own, for the global shapes. `origins` and `full_shapes` are for ops that make arrays
-    from nothing inside a micro-batch: the position of this program's array inside the full batch's array, and the shape
-    of that; None = the array itself.
+    `params` are the equation's own, for the global shapes. `origins` and `full_shapes` are for ops that create arrays
+    without operands inside a micro-batch: the position of this program's array inside the full batch's array, and the
+    shape of the latter; None where the array is the full one.
     """
 
     primitive: Any
@@ -46,12 +47,15 @@ class LocalOp:
 
     @property
     def name(self) -> str:
-        """Name of the primitive."""
+        """The name of the primitive."""
         return str(self.primitive.name)
 
     @cached_property
     def factor_axes(self) -> dict[int, tuple[str, ...]]:
-        """The mesh axes that split each split factor."""
+        """The mesh axes that split each split factor.
+
+        Raises `VerificationError` if the specs do not come from one assignment of mesh axes to factors.
+        """
         found: dict[int, tuple[str, ...]] = {}
         tensors = zip((*self.rule.operands, *self.rule.results), (*self.operand_specs, *self.result_specs), strict=True)
         for dims, spec in tensors:
@@ -73,23 +77,23 @@ class LocalOp:
         return tuple(axis for axes in reduced for axis in axes)
 
     def local_operand(self, index: int) -> tuple[int, ...]:
-        """Shape of the block of an operand."""
+        """Return the shape of the block of an operand."""
         return local_shape(self.operand_specs[index], self.operand_shapes[index], self.axis_sizes)
 
     def local_result(self, index: int) -> tuple[int, ...]:
-        """Shape of the block of a result."""
+        """Return the shape of the block of a result."""
         return local_shape(self.result_specs[index], self.result_shapes[index], self.axis_sizes)
 
     def operand_offset(self, index: int, dim: int) -> Any:
-        """Position in the whole operand of the block's first element along a dim."""
+        """Return the position of the block's first element along a dim of the whole operand."""
         return self._offset(self.operand_specs[index].dims[dim], self.local_operand(index)[dim])
 
     def result_offset(self, index: int, dim: int) -> Any:
-        """Position in the whole result of the block's first element along a dim."""
+        """Return the position of the block's first element along a dim of the whole result."""
         return self._offset(self.result_specs[index].dims[dim], self.local_result(index)[dim])
 
     def result_start(self, index: int, dim: int) -> Any:
-        """As `result_offset`, counted from the start of the full batch's array."""
+        """Return `result_offset`, counted from the start of the full batch's array."""
         origin = self.origins[index]
         offset = self.result_offset(index, dim)
         return offset if origin is None else origin[dim] + offset
@@ -103,7 +107,7 @@ class LocalOp:
 
 
 def block_index(axes: Sequence[str], sizes: Mapping[str, int]) -> jax.Array:
-    """Number of this device's block along a dim split over `axes`, major first."""
+    """Return the number of this device's block along a dim split over `axes`, major first."""
     index: Any = 0
     for axis in axes:
         index = index * sizes[axis] + lax.axis_index(axis)
@@ -115,7 +119,7 @@ _LOWERINGS: dict[str, LocalLowering] = {}
 
 
 def local_lowering(*primitives: str) -> Callable[[LocalLowering], LocalLowering]:
-    """Register how primitives run on blocks; a second registration of one name is an error."""
+    """Register how primitives run on blocks. Raises `ValueError` for a second registration of one name."""
 
     def register(function: LocalLowering) -> LocalLowering:
         for primitive in primitives:
@@ -128,5 +132,5 @@ def local_lowering(*primitives: str) -> Callable[[LocalLowering], LocalLowering]
 
 
 def lowering_of(primitive: str) -> LocalLowering:
-    """The registered lowering, or the primitive itself with its own parameters."""
+    """Return the registered lowering, or one that binds the primitive with its own parameters."""
     return _LOWERINGS.get(primitive, LocalOp.bind)

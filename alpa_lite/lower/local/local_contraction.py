@@ -1,4 +1,4 @@
-"""Products on blocks."""
+"""Lower matrix products (`dot_general`, `ragged_dot_general`) to blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from alpa_lite.lower.local.block import LocalOp, local_lowering
 
 @local_lowering("dot_general")
 def dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Neighbouring dims that are contracted, or shared, together are one dim of the product.
+    """Fold adjacent dims that are contracted (or shared) together into one dim of the product.
 
     XLA brings every product to three dims by transposing first and folding then. On CPU it writes the transposed dims
-    one element at a time, and what it fuses into that with them: the gradient of a weight of experts took 3 times as
-    long. Folding costs nothing.
+    one element at a time, together with everything that it fuses into the transposition: the gradient of an expert
+    weight took 3 times as long. Folding first costs nothing.
     """
     ((left, right), (left_batch, right_batch)) = op.params["dimension_numbers"]
     contracted, shared = _runs(left, right), _runs(left_batch, right_batch)
@@ -33,7 +33,7 @@ def dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _runs(left: Sequence[int], right: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Pairs of dims, those together that follow each other in both operands."""
+    """Return the pairs of dims, grouped where they are adjacent in both operands."""
     runs: list[list[tuple[int, int]]] = []
     for pair in zip(left, right, strict=True):
         if runs and pair == (runs[-1][-1][0] + 1, runs[-1][-1][1] + 1):
@@ -44,7 +44,7 @@ def _runs(left: Sequence[int], right: Sequence[int]) -> list[list[tuple[int, int
 
 
 def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, ...]]:
-    """The array with each run of its dims as one dim, and where these are then."""
+    """Return the array with each run of its dims reshaped to one dim, and the positions of these dims."""
     gone = {dim for run in runs for dim in run[1:]}
     wide = {run[0]: prod(array.shape[dim] for dim in run) for run in runs}
     kept = [dim for dim in range(array.ndim) if dim not in gone]
@@ -53,7 +53,7 @@ def _folded(array: Any, runs: Sequence[Sequence[int]]) -> tuple[Any, tuple[int, 
 
 @local_lowering("ragged_dot_general")
 def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Rows sorted by group: a device finds, in the whole group sizes, the rows of its block and of its groups."""
+    """Multiply rows sorted by group: each device derives the rows of its block and groups from all group sizes."""
     lhs, rhs, sizes = operands
     numbers = op.params["ragged_dot_dimension_numbers"]
     ((_, rhs_contract), _) = numbers.dot_dimension_numbers
@@ -65,6 +65,7 @@ def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
         if not op.operand_specs[1].dims[groups]:
             return op.bind([lhs, rhs, sizes])
         own, before = _own_groups(sizes, op.operand_offset(1, groups), op.local_operand(1)[groups])
+        # A grouped product starts with group 0 at row 0: roll the rows of the device's first group there, and back.
         (rolled,) = op.bind([jnp.roll(lhs, -before, rows), rhs, own])
         row = jnp.arange(rolled.shape[0])
         # Rows of no group are undefined in a grouped product.
@@ -76,12 +77,12 @@ def ragged_dot_general(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _sizes_within(sizes: Any, offset: Any, num_rows: int) -> Any:
-    """How many of the rows [offset, offset + num_rows) belong to each group."""
+    """Return how many of the rows [offset, offset + num_rows) belong to each group."""
     ends = jnp.cumsum(sizes) - offset
     return jnp.clip(ends, 0, num_rows) - jnp.clip(ends - sizes, 0, num_rows)
 
 
 def _own_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
-    """Sizes of the groups [first, first + count), and the number of rows before them."""
+    """Return the sizes of the groups [first, first + count), and the number of rows before them."""
     before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0))
     return lax.dynamic_slice(sizes, (first,), (count,)), before

@@ -1,7 +1,7 @@
-"""Gather, scatter and dynamic slices on blocks.
+"""Lower gather, scatter and dynamic slices to blocks.
 
-A dim that indices address and that is split: an index i lies on this device when offset ≤ i < offset + block, and is
-i - offset there. What happens to indices out of the *global* bounds is kept for every mode:
+Along a split dim that indices address, an index i lies on this device if offset ≤ i < offset + block, at i - offset.
+Each mode treats indices outside the *global* bounds as on one device:
 
     CLIP                 indices are clipped to the global bounds first
     PROMISE_IN_BOUNDS    any result is right; treated as CLIP by gather, dropped by scatter
@@ -21,13 +21,15 @@ from jax import lax
 
 from alpa_lite.lower.local.block import LocalOp, block_index, local_lowering
 
-#: What leaves the other addend, factor, … unchanged: the operand of a scatter counts on one device only.
+#: The neutral element of each combining scatter: the operand counts on one device only, the others start from this.
 _NEUTRAL = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}
 
 
 @local_lowering("gather")
 def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Window dims get the block's size; a split looked-up dim is looked up where it is held."""
+    """Set full window dims to the block's size; look up a split dim on the device that holds the row, and zero
+    elsewhere.
+    """
     operand, indices = operands
     numbers = op.params["dimension_numbers"]
     sizes = tuple(
@@ -46,6 +48,7 @@ def gather(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
     indices = bounds.signed(indices)
     clipped = bounds.clip(indices)
     here, local = bounds.to_block(op, clipped)
+    # Rows of other devices are masked below, so any index in bounds does; CLIP lets XLA skip the fill.
     mode = type(op.params["mode"]).CLIP
     (rows,) = op.bind([operand, local], slice_sizes=sizes, mode=mode, fill_value=None)
     batch_dims = tuple(d for d in range(rows.ndim) if d not in numbers.offset_dims)
@@ -63,7 +66,7 @@ def _zero(x: Any) -> Any:
 
 
 def _fill_value(fill: Any, dtype: Any) -> Any:
-    """The documented default of `jnp.take`: NaN, the least signed, the largest unsigned integer, or True."""
+    """Return the documented default of `jnp.take`: NaN, the least signed, the largest unsigned integer, or True."""
     if fill is not None:
         return jnp.asarray(fill, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -83,25 +86,31 @@ class _Bounds:
 
     @staticmethod
     def of(op: LocalOp, dims: Sequence[int], window: Sequence[int]) -> _Bounds:
+        """Return the bounds of indices along `dims` for windows of size `window` (one size per operand dim)."""
         last = [op.operand_shapes[0][d] - window[d] for d in dims]
         return _Bounds(dims=tuple(dims), last=jnp.asarray(last, jnp.int32))
 
     @staticmethod
     def signed(indices: Any) -> Any:
-        """Indices in a type that can be shifted below zero; indices beyond its range stay out of bounds."""
+        """Return indices in a signed type, so that subtracting an offset cannot wrap; indices beyond its range stay out
+        of bounds.
+        """
         if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
             indices = jnp.minimum(indices, jnp.asarray(min(jnp.iinfo(indices.dtype).max, 2**31 - 1), indices.dtype))
         return indices.astype(jnp.int64 if indices.dtype == jnp.int64 else jnp.int32)
 
     def clip(self, indices: Any) -> Any:
+        """Return indices clipped to the global bounds."""
         return jnp.clip(indices, 0, self.last.astype(indices.dtype))
 
     def contain(self, indices: Any) -> Any:
-        """For each index vector whether it is in the global bounds."""
+        """Return for each index vector whether it is in the global bounds."""
         return jnp.all((indices >= 0) & (indices <= self.last.astype(indices.dtype)), axis=-1)
 
     def to_block(self, op: LocalOp, indices: Any) -> tuple[Any, Any]:
-        """For each index vector whether this device holds its place, and the vector inside the block (clipped)."""
+        """Return for each index vector whether this device holds its element, and the vector inside the block
+        (clipped).
+        """
         here: Any = True
         columns: list[Any] = []
         for column, dim in enumerate(self.dims):
@@ -116,7 +125,7 @@ class _Bounds:
 
 
 def _addresses_one(op: LocalOp, dim: int) -> bool:
-    """True when indices pick single elements along the dim (a window that takes it whole splits with it)."""
+    """Return True if indices pick single elements along the dim (a window that spans the dim splits with it)."""
     if op.name == "gather":
         return bool(op.params["slice_sizes"][dim] == 1)
     return dim in op.params["dimension_numbers"].inserted_window_dims
@@ -124,7 +133,7 @@ def _addresses_one(op: LocalOp, dim: int) -> bool:
 
 @local_lowering("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Each device applies the updates that it holds to the rows that it holds."""
+    """Apply the updates that each device holds to the rows that it holds."""
     operand, indices, updates = operands
     if any(op.operand_specs[0].dims):
         # A scatter of one update that is dropped writes back what it reads there, for which XLA looks beyond the block
@@ -150,7 +159,7 @@ def scatter(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _update_window(op: LocalOp) -> tuple[int, ...]:
-    """Size of the updated window along every dim of the operand."""
+    """Return the size of the updated window along every dim of the operand."""
     numbers = op.params["dimension_numbers"]
     hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     sizes = iter([op.operand_shapes[2][d] for d in sorted(numbers.update_window_dims)])
@@ -159,13 +168,13 @@ def _update_window(op: LocalOp) -> tuple[int, ...]:
 
 @local_lowering("dynamic_slice")
 def dynamic_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Split dims are taken whole, from their start."""
+    """Slice unsplit dims; a split dim is spanned whole by the window, so its start is 0."""
     operand, *starts = operands
     return op.bind([operand, *_clamped(op, starts, op.result_shapes[0])], slice_sizes=op.local_result(0))
 
 
 def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[Any]:
-    """Starts in the bounds of the whole array; 0 for dims that the window takes whole.
+    """Return the starts clamped to the bounds of the whole array, 0 for dims that the window spans.
 
     XLA would clamp them too, but where the block was itself just sliced out of a larger array it merges the two slices
     and forgets the inner bounds.
@@ -181,7 +190,7 @@ def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[
 
 @local_lowering("dynamic_update_slice")
 def dynamic_update_slice(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Dims split under a partial update: the update is spread over the block and chosen where it hits."""
+    """Update split dims by spreading the update over the block and selecting it where it overlaps."""
     operand, update, *starts = operands
     shape, window = op.operand_shapes[0], op.operand_shapes[1]
     starts = _clamped(op, starts, window)

@@ -1,9 +1,8 @@
-"""Layout ops on blocks: parameters that name sizes are given the block's.
+"""Lower layout ops to blocks, by replacing parameters that name global sizes, and element-wise ops that XLA cannot
+split.
 
-Element-wise ops that need other words on several devices.
-
-The upper half of a product has an operation in XLA that programs for several devices cannot hold yet, so it is computed
-from products of half-words: with x = x1 · 2^h + x0, y = y1 · 2^h + y0 and words of 2h bits
+The upper half of an integer product is an operation that XLA cannot yet compile for several devices, so it is computed
+from products of half-words (`mulhi`): with x = x1 · 2^h + x0, y = y1 · 2^h + y0 and words of 2h bits
 
     x · y >> 2h  =  x1 · y1 + (m >> h) + (n >> h),    m = x1 · y0 + (x0 · y0 >> h),  n = x0 · y1 + (m mod 2^h)
 
@@ -23,7 +22,7 @@ from alpa_lite.lower.local.block import LocalOp, local_lowering
 
 @local_lowering("mulhi")
 def mulhi(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Upper half of the product of integers."""
+    """Return the upper half of the product of integers."""
     x, y = jnp.broadcast_arrays(*operands)
     bits = 8 * x.dtype.itemsize
     word = jnp.dtype(f"uint{bits}")
@@ -41,19 +40,19 @@ def mulhi(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("reshape")
 def reshape(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """A split factor is major on both sides, so blocks reshape to blocks."""
+    """Reshape blocks to blocks: a split factor is the major one on both sides."""
     return op.bind(operands, new_sizes=op.local_result(0))
 
 
 @local_lowering("broadcast_in_dim", "empty")
 def broadcast_in_dim(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """The block's shape."""
+    """Broadcast to the block's shape."""
     return op.bind(operands, shape=op.local_result(0))
 
 
 @local_lowering("iota")
 def iota(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Counts from where the block starts."""
+    """Count from the start of the block."""
     dim = op.params["dimension"]
     start = op.result_start(0, dim)
     if isinstance(start, int) and start == 0:
@@ -65,7 +64,7 @@ def iota(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("slice")
 def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Split dims are taken whole."""
+    """Slice unsplit dims; a split dim is spanned whole, up to the block's size."""
     limits = tuple(
         local if axes else limit
         for limit, local, axes in zip(
@@ -77,7 +76,7 @@ def slice_(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("tile")
 def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Each device makes its share of the repetitions."""
+    """Repeat the block as often as the device's share of the result needs."""
     columns = zip(op.params["reps"], op.local_result(0), op.local_operand(0), strict=True)
     reps = tuple(local // n if n else rep for rep, local, n in columns)
     return op.bind(operands, reps=reps)
@@ -85,5 +84,5 @@ def tile(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("sharding_constraint", "device_put", "layout_constraint")
 def identity(_: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """The plan has decided where values lie; these ask for another place and compute nothing."""
+    """Return the operands: these ops only request a placement, which the plan has decided."""
     return list(operands)

@@ -1,11 +1,11 @@
-"""Random bits on blocks: each device draws exactly its part of the full array.
+"""Lower random bits to blocks: each device draws exactly its part of the full array.
 
 Element n (in row-major order) of a threefry draw is the cipher of the 64-bit counter n under the key
 
     bits(n) = threefry2x32(key, (n >> 32, n mod 2^32))       64 bits: both words; 32: their xor; fewer: its low bits
 
-so a block needs the counters of its elements only (block_counters). Any other generator draws the full array, and the
-block is cut out of it. The full array is that of the full batch when micro-batches draw.
+so a block needs the counters of its elements only (block_counters). For any other generator each device draws the full
+array and cuts out its block. The full array is that of the full batch when micro-batches draw.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = 2**32
 
 
 def block_counters(block: Sequence[int], starts: Sequence[Any], full: Sequence[int]) -> tuple[Any, Any]:
-    """(high, low) 32-bit words of the row-major positions, in an array of shape `full`, of a block's elements.
+    """Return the (high, low) 32-bit words of the row-major positions of a block's elements in an array of shape `full`.
 
     The block of shape `block` starts at the position `starts` (integers, traced or not) of the full array.
     """
@@ -44,7 +44,7 @@ def block_counters(block: Sequence[int], starts: Sequence[Any], full: Sequence[i
 
 
 def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
-    """(high, low) words of x · factor for 32-bit x and a factor of up to 64 bits, modulo 2^64."""
+    """Return the (high, low) words of x · factor for 32-bit x and a factor of up to 64 bits, modulo 2^64."""
     low = x * jnp.uint32(factor % _WORD)
     x0, x1 = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
     f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32((factor >> 16) & 0xFFFF)
@@ -58,7 +58,9 @@ def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
 
 @local_lowering("random_bits")
 def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """The block's counters under each key of the block; other generators draw all and keep the block."""
+    """Encrypt the block's counters under each key of the block; other generators draw the full array and cut out the
+    block.
+    """
     (keys,) = operands
     if _draws_all(op, 0, keys.ndim):
         return op.bind(operands)
@@ -84,6 +86,7 @@ def random_bits(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _of_width(first: Any, second: Any, bit_width: int) -> Any:
+    """Return random words of `bit_width` bits, from the two words of the cipher, as JAX combines them."""
     if bit_width == 64:
         return (first.astype(jnp.uint64) << jnp.uint64(32)) | second.astype(jnp.uint64)
     return (first ^ second).astype(f"uint{bit_width}")
@@ -91,7 +94,7 @@ def _of_width(first: Any, second: Any, bit_width: int) -> Any:
 
 @local_lowering("random_split")
 def random_split(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Keys are few: every device makes all of them and keeps its own."""
+    """Split keys on every device, since they are few, and return the device's own."""
     (keys,) = operands
     if _draws_all(op, 0, keys.ndim):
         return op.bind(operands)
@@ -100,7 +103,7 @@ def random_split(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("rng_bit_generator")
 def rng_bit_generator(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """The next key depends on how much is drawn, so all is drawn."""
+    """Draw the full array and cut out the block: the next key depends on how much is drawn."""
     if _draws_all(op, 1, 0):
         return op.bind(operands)
     key, bits = op.bind(operands, shape=_full_shape(op, 1))
@@ -108,7 +111,7 @@ def rng_bit_generator(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _draws_all(op: LocalOp, index: int, first_drawn: int) -> bool:
-    """True when the dims drawn are whole and not part of a larger array."""
+    """Return True if the dims that are drawn are not split and not part of a larger array."""
     return op.origins[index] is None and not any(op.result_specs[index].dims[first_drawn:])
 
 
@@ -117,7 +120,7 @@ def _full_shape(op: LocalOp, index: int) -> tuple[int, ...]:
 
 
 def _own_block(op: LocalOp, index: int, full: Any, first_drawn: int) -> Any:
-    """The block cut out of the full array; leading dims (a batch of keys) are local already."""
+    """Return the block cut out of the full array; leading dims (a batch of keys) are local already."""
     shape = op.local_result(index)
     starts = [op.result_start(index, d) if d >= first_drawn else 0 for d in range(len(shape))]
     return lax.dynamic_slice(full, [jnp.asarray(s, jnp.int32) for s in starts], shape)

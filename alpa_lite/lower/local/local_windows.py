@@ -1,7 +1,7 @@
-"""Convolutions and pooling on blocks: neighbours send each other the halos of `Rule.halos`, dim by dim.
+"""Lower convolutions and pooling to blocks: neighbouring devices exchange the halos of `Rule.halos`, dim by dim.
 
-A dim that was grown by its halo holds the padding too: the devices at its ends have it for a halo (_grown). What is
-left to pad is what lies between dilated inputs (Window.padding).
+A dim that was extended by its halo includes the padding: the devices at its ends fill the halo with it (_grown). The
+remaining padding lies between dilated inputs (Window.padding).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from alpa_lite.rules.windows import windows_of
 
 
 def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[Any]:
-    """The operands with the halos that they need; beyond the whole array lies the operand's fill."""
+    """Return the operands extended by their halos; beyond the ends of the whole array the halo holds the operand's
+    fill.
+    """
     grown = list(operands)
     for halo in op.rule.halos:
         axes = op.factor_axes.get(halo.factor, ())
@@ -44,7 +46,7 @@ def _grown(op: LocalOp, operands: Sequence[Any], fills: Sequence[Any]) -> list[A
 
 
 def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], list[int]]:
-    """Mesh axes as `ppermute` numbers devices along them (the order of the mesh), and the device of each block."""
+    """Return mesh axes in the order in which `ppermute` numbers devices (the mesh's), and the device of each block."""
     names = tuple(a for a in sizes if a in axes)
     numbers = np.arange(prod(sizes[a] for a in names)).reshape([sizes[a] for a in names])
     return names, numbers.transpose([names.index(a) for a in axes]).ravel().tolist()
@@ -52,7 +54,7 @@ def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[tuple[st
 
 @local_lowering("conv_general_dilated")
 def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """A device convolves the groups, and along spatial dims the windows, of its block."""
+    """Convolve the groups of the block and, along spatial dims, its windows."""
     numbers = op.params["dimension_numbers"]
     features, batch = op.params["feature_group_count"], op.params["batch_group_count"]
     if features > 1:
@@ -73,7 +75,9 @@ def conv_general_dilated(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _fills(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Of each operand what windows beyond the array read: what changes no sum and loses every comparison."""
+    """Return for each operand the value that windows beyond the array read: it changes no sum and loses every
+    comparison.
+    """
     if op.name == "reduce_window":
         inits = operands[len(operands) // 2 :]
         return [*inits, *inits]
@@ -85,6 +89,7 @@ def _fills(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 
 def _loser(dtype: Any, *, largest: bool) -> Any:
+    """Return the value of a dtype that loses every comparison for the largest (or smallest) element."""
     if dtype == jnp.bool_:
         return not largest
     if jnp.issubdtype(dtype, jnp.integer):
@@ -94,7 +99,7 @@ def _loser(dtype: Any, *, largest: bool) -> Any:
 
 @local_lowering("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add", "reduce_window")
 def reduce_window(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Pooling of the block grown by its halo; windows beyond the block's last are dropped."""
+    """Pool the block extended by its halo, and drop the windows beyond the block's last."""
     grown = _grown(op, operands, _fills(op, operands))
     shape, local = op.operand_shapes[0], op.local_result(0)
     padding = list(op.params["padding"])
@@ -109,7 +114,7 @@ def reduce_window(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
 
 @local_lowering("select_and_scatter_add")
 def select_and_scatter_add(op: LocalOp, operands: Sequence[Any]) -> list[Any]:
-    """Windows of other blocks that reach into this one choose again; what they choose elsewhere is cut off."""
+    """Select again in windows of other blocks that overlap this one, and cut off what they select elsewhere."""
     split = [bool(axes) for axes in op.result_specs[0].dims]
     padding = [(0, 0) if on else pad for on, pad in zip(split, op.params["padding"], strict=True)]
     (result,) = op.bind(_grown(op, operands, _fills(op, operands)), padding=tuple(padding))

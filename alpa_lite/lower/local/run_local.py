@@ -1,18 +1,17 @@
-"""Runs one op of a graph on local blocks, inside `shard_map`.
+"""Run one op of a graph on local blocks, inside `shard_map`.
 
-The rule of an op promises that any of its shardable factors can be split; here the promise is kept: parameters that
-speak of global shapes are made local (local_layout, local_contraction), indices are shifted to the block
-(local_indexing), windows get what they read of other blocks (local_windows), and sources produce their block of the
-whole array (local_random). Sums over a split factor stay partial; other reductions are combined at once (combine).
-
-Combining what the devices hold of a reduction, by the collective over mesh axes that `spmd.combination` names.
+The rule of an op promises that any of its shardable factors can be split. This package implements the promise:
+parameters that name global sizes are made local (local_layout, local_contraction), indices are shifted to the block
+(local_indexing), windows receive what they read of other blocks (local_windows), and sources produce their block of the
+whole array (local_random). Sums over a split factor stay partial; other reductions are combined at once (combine), by
+the collective over mesh axes that `walk.combination` names:
 
     sum          psum                             max, min     pmax, pmin on ordered integers
-    and, or      pmin, pmax of truth values       prod, xor and bitwise and, or: all_gather, then reduce
+    and, or      pmin, pmax of booleans           prod, xor and bitwise and, or: all_gather, then reduce
 
-A maximum over devices must keep NaN, as a maximum on one device does, but the collectives of CPUs and GPUs drop it.
-Floats are therefore compared as integers in the same order, with NaN beyond infinity (ordered_integers): as many bytes,
-and -0 < +0.
+A maximum over devices must propagate NaN, as a maximum on one device does, but the collectives of CPUs and GPUs drop
+it. Floats are therefore compared as integers in the same order, with NaN beyond infinity (ordered_integers): the same
+number of bytes, and -0 < +0.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _GATHERED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The reduction `kind` (sum, max, min, prod, and, or, xor) of `x` over the devices along mesh axes."""
+    """Return the reduction `kind` (sum, max, min, prod, and, or, xor) of `x` over the devices along mesh axes."""
     names = tuple(axes)
     if not names:
         return x
@@ -60,6 +59,7 @@ def combine(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: bool) -> jax.Array:
+    """Return the largest (or smallest) element over devices, propagating NaN in floats."""
     collective = lax.pmax if largest else lax.pmin
     if x.dtype == jnp.bool_:
         return collective(x.astype(jnp.uint8), axes).astype(jnp.bool_)
@@ -72,7 +72,7 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], item_bytes: int, *, largest: b
 
 
 def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
-    """Integers of the width of the floats `x`, in the same order; NaN beyond infinity, above or below all else."""
+    """Return integers of the width of the floats `x`, in the same order; NaN lies beyond all other numbers."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(integer)
     bits = lax.bitcast_convert_type(x, integer)
@@ -82,19 +82,20 @@ def ordered_integers(x: jax.Array, *, nan_is_largest: bool) -> jax.Array:
 
 
 def floats_in_order(ordered: jax.Array, dtype: Any) -> jax.Array:
-    """Inverse of `ordered_integers`: its own inverse on the bits; the extreme integers are NaN."""
+    """Invert `ordered_integers`, which is its own inverse on the bits; the extreme integers are NaN."""
     largest = ordered.dtype.type(jnp.iinfo(ordered.dtype).max)
     return lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ largest, ordered), dtype)
 
 
 LOWERING_MODULES = (local_contraction, local_indexing, local_layout, local_random, local_windows)
-"""The modules that register local lowerings, so that a reader finds them all."""
+"""The modules that register local lowerings; the list also keeps their imports in use."""
 
 
 def bind_local(op: LocalOp, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The blocks of the op's results, from the blocks of its operands.
+    """Return the blocks of the op's results, from the blocks of its operands.
 
-    Results are partial sums over `op.reduced_axes` when the rule reduces by sum, else already combined.
+    Results are partial sums over `op.reduced_axes` if the rule reduces by sum, else already combined. Raises
+    `VerificationError` if a lowering returns a block of another shape than the result's spec demands.
     """
     reduced_axes = op.reduced_axes
     results = lowering_of(op.name)(op, operands)

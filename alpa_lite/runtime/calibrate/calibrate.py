@@ -1,12 +1,12 @@
-"""Devices described by measuring them: the programs of `probes`, timed by `timing`, explained by `fit`.
+"""Describe devices by measuring them: the programs of `probes`, timed by `timing`, explained by `fit`.
 
     dispatch_seconds = median time of a program that does next to nothing, awaited
-    device_share     = seconds of a block divided over all devices / seconds of the whole of it on one, on a shared
+    device_share     = seconds of a block divided over all devices / seconds of the whole block on one, on a shared
                        processor only
-    the rest         = the constants under which the cost model says what was measured            (fit.fit_cluster)
+    the rest         = the constants under which the cost model predicts the measurements          (fit.fit_cluster)
 
-Where several processes make up the job, all of them take part and the first one's times count, so that all describe the
-same cluster.
+In a job of several processes, all of them take part and the first one's times count, so that all describe the same
+cluster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from alpa_lite.runtime.job.processes import host_rows
 from cost_models.cluster import Cluster, Device, Link
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many steps are done and how many there are."""
+"""Callback: the current activity, the number of steps done and the number of steps."""
 
 _QUICK_STOPWATCH = Stopwatch(run_seconds=0.005, num_rounds=5, limit_seconds=2.0)
 _GUESSED_FLOPS = 1e11
@@ -52,12 +52,12 @@ _TILES: dict[str, tuple[tuple[int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A cluster with what it was concluded from.
+    """A cluster and the measurements that it was fitted to.
 
     Attributes:
         cluster: as fitted.
         measurements: products, passes and collectives, as timed.
-        dispatch, alone, together: of a program that does nothing; of a block on one device, and divided over all.
+        dispatch, alone, together: times of an empty program; of a block on one device, and divided over all.
         fingerprint: of the devices.
         date: of the measurement, as YYYY-MM-DD.
     """
@@ -71,16 +71,16 @@ class Calibration:
     date: str
 
     def ratio(self, measurement: Measurement) -> float:
-        """Predicted over measured seconds."""
+        """Return predicted over measured seconds."""
         return predicted_seconds(measurement, self.cluster) / measurement.seconds
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """How far each prediction is off, as a factor of at least 1; sorted."""
+        """The error of each prediction, as a factor of at least 1; sorted."""
         return tuple(sorted(max(r, 1 / r) for r in map(self.ratio, self.measurements)))
 
     def to_json(self) -> dict[str, Any]:
-        """The cluster as `Cluster.from_json` reads it, with the origin of each value and the fit in words."""
+        """Return the cluster as `Cluster.from_json` reads it, with the origin of each value and a fit summary."""
         kind, count = self.cluster.device.name, min(m.num_samples for m in self.measurements)
         origin = f"measured on {self.date}, {kind}, median of {count} or more"
         data = self.cluster.to_json()
@@ -98,7 +98,7 @@ class Calibration:
         return {**data, "sources": sources, "notes": notes}
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the cluster file; None: where `local_cluster` looks. Of several processes, the first one writes.
+        """Write the cluster file; None: where `local_cluster` looks. Of several processes, only the first one writes.
 
         Raises:
             ExecutionError: the file cannot be written.
@@ -146,7 +146,7 @@ def calibrate(
 
 
 def quick_cluster(devices: Sequence[Any]) -> Cluster:
-    """These devices, measured in about three seconds."""
+    """Return a cluster for these devices, measured in about three seconds."""
     found = tuple(devices)
     guess = _guess(found)
     probes = [*device_probes(found, QUICK), *link_probes(found, QUICK)]
@@ -166,10 +166,10 @@ def conclude(
     devices_fingerprint: str,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
-    """Time all of these and find the cluster like `guess` that explains them.
+    """Time the programs and return the cluster like `guess` that explains them.
 
-    `dispatch_and_blocks`: a program that does nothing and, for a shared processor, a block on one device of each host
-    and divided over all devices.
+    `dispatch_and_blocks`: an empty program and, for a shared processor, a block on one device of each host and divided
+    over all devices.
     """
     programs = [*dispatch_and_blocks, *[probe.program for probe in probes]]
     total, done = num_samples(len(programs), stopwatch), 0
@@ -211,12 +211,12 @@ def _measurement(probe: Probe, timing: Timing) -> Measurement:
 
 
 def _device_share(alone_seconds: float, together_seconds: float, num_devices: int) -> float:
-    """What one device alone gets done of some work, against all of them together."""
+    """Return the throughput of one device on its own, as a fraction of that of all devices together."""
     return min(1.0, max(1.0 / num_devices, together_seconds / alone_seconds))
 
 
 def _guess(devices: tuple[Any, ...]) -> Cluster:
-    """Where the fit begins; only counts and the memory are right."""
+    """Return the start of the fit; only counts and the memory are right."""
     rows, first = host_rows(devices), devices[0]
     if len({len(row) for row in rows}) > 1:
         raise ExecutionError(
@@ -237,7 +237,7 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
             num_units=_num_units(first),
             tiles=_TILES.get(first.platform, ((128, 128),)),
             fill_depth=8.0,
-            # The fitted rates are what is reached, not what a data sheet says.
+            # The fitted rates are achieved rates, not those of a data sheet, so no further efficiency applies.
             matrix_efficiency=1.0,
             convolution_efficiency=0.5,
             memory_efficiency=1.0,
@@ -251,12 +251,12 @@ def _guess(devices: tuple[Any, ...]) -> Cluster:
 
 
 def _peaks(dtypes: Sequence[str] | dict[str, Any], device: Device) -> dict[str, float]:
-    """A rate of its own for each dtype that is timed, float32 products having that of tensorfloat32."""
+    """Return separate peak rates (flops per second) for each timed dtype; float32 products have tensorfloat32's."""
     return {dtype: device.peak("float32") for dtype in dtypes if dtype != "float32"}
 
 
 def _num_units(device: Any) -> int:
-    """Streaming multiprocessors of a GPU; 1 where the device does not say."""
+    """Return the streaming multiprocessors of a GPU; 1 for a device that does not report them."""
     return int(getattr(device, "core_count", None) or 1) if device.platform == "gpu" else 1
 
 

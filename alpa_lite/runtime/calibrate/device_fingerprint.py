@@ -1,4 +1,4 @@
-"""Which devices a measurement belongs to, and where it is kept for them."""
+"""Identify the devices of a measurement, and the file in which it is stored for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _VERSION = 1
 
 
 def fingerprint(devices: Sequence[Any]) -> str:
-    """Kinds and number of devices and hosts, and what else decides about their times; equal text, equal times.
+    """Return the kinds and numbers of devices and hosts, and everything else that affects times; equal text, equal
+    times.
 
     CPU devices of all machines look the same to JAX, so the machine's name and its number of processors count there.
     """
@@ -31,7 +32,7 @@ def fingerprint(devices: Sequence[Any]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where the user's programs keep what they can make again."""
+    """Return the folder for the user's caches."""
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "alpa_lite"
@@ -41,13 +42,13 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, and those above it, for this user alone. One that is there stays as it is."""
+    """Create a folder, and missing ones above it, readable by this user only. An existing folder stays as it is."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def path_for(devices_fingerprint: str) -> Path:
-    """The file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
+    """Return the file that `alpa-lite calibrate` writes and `local_cluster` reads for devices with this fingerprint."""
     digest = hashlib.sha256(devices_fingerprint.encode()).hexdigest()[:16]
     return cache_folder() / f"{digest}.json"

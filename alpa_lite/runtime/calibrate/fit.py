@@ -1,13 +1,13 @@
-"""The constants of a cluster under which the cost model says what was measured.
+"""Fit the constants of a cluster, so that the cost model predicts the measurements.
 
     minimise over θ   Σ_i ρ(log(predicted_i(θ) / measured_i)),   ρ(r) = 2 (sqrt(1 + r²) - 1)            (fit_cluster)
-    predicted_i       = what a ComposedCostModel of the cluster θ says of the parts of i, added up   (predicted_seconds)
+    predicted_i       = price of the parts of i by a ComposedCostModel of the cluster θ, added up    (predicted_seconds)
     measured_i        is first made non-decreasing in the size within each series                (monotone)
 
 θ are the logarithms of the rates, the launch time and the links, so that each stays above 0 and more bytes are never
-predicted to be faster. The cost model itself is asked, whatever its formulas are. ρ is the soft L1 loss, which grows
-with |r| only: a few bad timings do not turn the rest (Huber, Annals of Mathematical Statistics 35(1), 1964).
-Non-decreasing: isotonic least squares on the logarithms (scipy.optimize.isotonic_regression).
+predicted to be faster. The fit calls the cost model itself, whatever its formulas are. ρ is the soft L1 loss, which
+grows only linearly with |r|: a few bad timings do not spoil the rest (Huber, Annals of Mathematical Statistics 35(1),
+1964). Non-decreasing: isotonic least squares on the logarithms (scipy.optimize.isotonic_regression).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _CONVOLUTION = "device.convolution_efficiency"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was timed, as the cost model sees it.
+    """A timing and the work that it corresponds to in the cost model.
 
     Attributes:
-        name: for people.
+        name: for display.
         series: measurements of one series differ in their size only.
-        size: of what, within the series.
-        parts: work and collectives that follow one another, together `seconds`.
+        size: position within the series.
+        parts: work and collectives that run one after the other, together `seconds`.
         num_active_devices: how many devices do this at the same time.
         seconds: measured.
-        num_samples: that `seconds` is the median of.
+        num_samples: number of samples of which `seconds` is the median.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Measurement:
 
 
 def predicted_seconds(measurement: Measurement, cluster: Cluster) -> float:
-    """What the cost model of a cluster says of a measurement."""
+    """Return the time of a measurement as the cost model of a cluster predicts it, in seconds."""
     model, active = ComposedCostModel(cluster), measurement.num_active_devices
     return sum(
         model.compute_seconds(part, num_active_devices=active)
@@ -62,7 +62,7 @@ def predicted_seconds(measurement: Measurement, cluster: Cluster) -> float:
 
 
 def monotone(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The same measurements, with seconds that never fall while the size grows; sorted by series and size."""
+    """Return the measurements with seconds that never fall while the size grows; sorted by series and size."""
     series: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         series.setdefault(measurement.series, []).append(measurement)
@@ -75,7 +75,7 @@ def monotone(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
-    """The cluster like `guess` whose constants say best what was measured.
+    """Return the cluster like `guess` whose constants best explain the measurements.
 
     Constants that no measurement depends on stay as in `guess`.
     """
@@ -84,14 +84,14 @@ def fit_cluster(guess: Cluster, measurements: Sequence[Measurement]) -> Cluster:
     cluster = _fit(guess, _device_constants(guess), of_devices)
     of_links = [m for m in raised if any(isinstance(part, Collective) for part in m.parts)]
     for link in ("intra_host", "inter_host"):
-        # A group across hosts uses both links, so that inside a host is known first.
+        # A group across hosts uses both links, so the link inside a host is fitted first.
         mine = [m for m in of_links if _crosses_hosts(m) == (link == "inter_host")]
         cluster = _fit(cluster, (f"{link}.bandwidth_bytes_per_second", f"{link}.latency_seconds"), mine)
     return cluster
 
 
 def measured_constants(cluster: Cluster, measurements: Sequence[Measurement]) -> frozenset[str]:
-    """Which constants of a cluster `fit_cluster` takes from measurements, as `part.field`."""
+    """Return the constants of a cluster that `fit_cluster` takes from measurements, as `part.field`."""
     links = {
         "inter_host" if _crosses_hosts(m) else "intra_host"
         for m in measurements
@@ -102,7 +102,7 @@ def measured_constants(cluster: Cluster, measurements: Sequence[Measurement]) ->
 
 
 def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measurement]) -> Cluster:
-    """The best values of the constants `names`, the others standing still."""
+    """Return the cluster with the best values of the constants `names`, the others fixed."""
     if not measurements:
         return guess
     measured = np.log([m.seconds for m in measurements])
@@ -110,7 +110,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
     def residuals(shifts: np.ndarray) -> np.ndarray:
         cluster = _shifted(guess, dict(zip(names, np.exp(shifts), strict=True)))
         predicted = np.log([max(predicted_seconds(m, cluster), 1e-15) for m in measurements])
-        # The last terms pull, very gently, towards the guess: they settle what nothing measured depends on.
+        # The last terms pull very weakly towards the guess: they determine constants that no measurement depends on.
         return np.concatenate([predicted - measured, 1e-2 * shifts])
 
     found = min(
@@ -121,7 +121,7 @@ def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measuremen
 
 
 def _starts(num_constants: int) -> list[np.ndarray]:
-    """Where to begin: minima and maxima in the formulas leave flat stretches, where a start sees no slope."""
+    """Return several starting points: minima and maxima in the formulas have flat regions without a gradient."""
     if num_constants == 2:
         return [np.array(pair) for pair in product((-3.0, 0.0, 3.0), repeat=2)]
     return [np.full(num_constants, shift) for shift in (-1.5, 0.0, 1.5)]
@@ -137,7 +137,7 @@ def _device_constants(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _shifted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """A cluster with some constants multiplied."""
+    """Return a cluster with some constants multiplied by factors."""
 
     def of(part: str) -> dict[str, float]:
         owner = getattr(cluster, part)

@@ -1,13 +1,13 @@
-"""This process's devices as a `Cluster`.
+"""Describe this process's devices as a `Cluster`.
 
-    1. the file that is given, if one is;
-    2. else what `alpa-lite calibrate` wrote for devices like these (`fingerprint.path_for`), unless it is damaged;
-    3. else measured on the spot, in about three seconds, once per process.
+    1. the file that the caller names, if any;
+    2. else the one that `alpa-lite calibrate` wrote for such devices (`device_fingerprint.path_for`), unless damaged;
+    3. else measured now, in about three seconds, once per process.
 
-Of a job of several processes, the first one's files count, so that all describe the same cluster.
+In a job of several processes, the first one's files count, so that all describe the same cluster.
 
-Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their work adds up in
-time instead of running side by side.
+Virtual CPU devices share one processor and are described as such (`Cluster.shared_processor`): their times add up
+instead of overlapping.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from cost_models.errors import ClusterError
 
 
 def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | None = None) -> Cluster:
-    """The devices of this process as a cluster.
+    """Return the devices of this process as a cluster.
 
     Args:
         path: a file from `alpa-lite calibrate --out`, or written by hand; None looks for the one that
-            `alpa-lite calibrate` keeps for these devices, and measures quickly where there is none.
+            `alpa-lite calibrate` stored for these devices, and measures quickly if there is none.
         devices: default `jax.devices()`.
 
     Raises:
-        ExecutionError: the file that was given was measured on other devices, or describes another number of them.
-        ClusterError: the file that was given cannot be read.
+        ExecutionError: the given file was measured on other devices, or describes another number of them.
+        ClusterError: the given file cannot be read.
     """
     found = tuple(jax.devices() if devices is None else devices)
     several = jax.process_count() > 1
@@ -49,7 +49,7 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
 
 
 def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Cluster | None:
-    """`_described` on the first process of the job; the others, whose files may differ, take its answer."""
+    """Return `_described` of the first process of the job on all processes, whose own files may differ."""
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
@@ -64,11 +64,11 @@ def _of_first_process(path: str | Path | None, devices: tuple[Any, ...]) -> Clus
 
 
 def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | None:
-    """The cluster of a file, if one is given, or kept and usable.
+    """Return the cluster of the given file, or of the stored one if it is usable; else None.
 
     Raises:
         ExecutionError: see `local_cluster`.
-        ClusterError: the file that was given cannot be read.
+        ClusterError: the given file cannot be read.
     """
     if path is not None:
         return _checked(load_cluster(str(path)), path, found)
@@ -87,7 +87,7 @@ def _described(path: str | Path | None, found: tuple[Any, ...]) -> Cluster | Non
 
 
 def _checked(cluster: Cluster, path: str | Path, devices: tuple[Any, ...]) -> Cluster:
-    """The cluster, if it describes these devices."""
+    """Return the cluster if it describes these devices, else raise `ExecutionError`."""
     belongs_to = cluster_sources(str(path)).get("fingerprint")
     here = fingerprint(devices)
     if belongs_to is not None and belongs_to != here:

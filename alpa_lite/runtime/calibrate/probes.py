@@ -1,18 +1,18 @@
-"""The programs that are timed to describe devices, and what each is to the cost model.
+"""Build the programs that are timed to describe devices, each with its price in the cost model.
 
-Every program does one thing again and again, mostly in a loop whose number of trips is an argument, on all devices at
-the same time unless it says otherwise. Passes work on arrays that no cache holds, since in a train step most operands
-come from memory.
+Every program repeats one operation, mostly in a loop whose number of trips is an argument, on all devices at the same
+time unless stated otherwise. Passes use arrays larger than any cache, since in a train step most operands come from
+memory.
 
     product            y @ w, square, by dtype and side                              Work "matmul"
     convolution        3 × 3 with its gradients, by stride and channels              Work "convolution"
-    tiny product       8 × 8, which is all launch                                    Work "matmul"
+    tiny product       8 × 8, dominated by the launch                                Work "matmul"
     pass               an element-wise pass, by size                                 Work "elementwise", bytes
     arithmetic         exp and tanh, which memory does not limit                     Work "elementwise", flops
     all_reduce, all_gather after reduce_scatter, all_to_all, permute,
                        by group size and bytes                                       Collective
 
-Groups lie inside a host; where there are several hosts, others have one device of each host, and one has them all.
+Groups lie inside a host; with several hosts there are also groups of one device per host, and one of all devices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the rest."""
+    """A program, and the parts whose prices add up to one trip of it; see `fit.Measurement` for the other fields."""
 
     program: TimedProgram
     series: str
@@ -58,7 +58,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSizes:
-    """Which sizes are timed.
+    """The sizes to time.
 
     Attributes:
         sides: of square products, per dtype name.
@@ -85,7 +85,7 @@ QUICK = ProbeSizes(
 
 
 def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
-    """Sizes for devices with this memory and about this rate of products: none that runs for more than 0.05 s."""
+    """Return sizes for devices with this memory and about this rate of products: none runs for more than 0.05 s."""
     sides = tuple(n for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if 2.0 * n**3 <= 0.05 * matrix_flops)
     return ProbeSizes(
         sides={"float32": sides, "bfloat16": sides[:-1], "float16": sides[:-1]},
@@ -97,7 +97,7 @@ def thorough_sizes(memory_bytes: float, matrix_flops: float) -> ProbeSizes:
 
 
 def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
-    """Products and passes, on all devices at the same time."""
+    """Return products and passes, on all devices at the same time."""
     found: list[Probe] = []
 
     def add(series: str, function: _Step, shape: tuple[int, ...], work: Work) -> None:
@@ -125,7 +125,9 @@ def device_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
 
 
 def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Probe:
-    """Called again and again from outside: XLA compiles convolutions in loops to something else on CPU."""
+    """Return a convolution that is called repeatedly from outside: XLA compiles convolutions in loops differently on
+    CPU.
+    """
     mesh, spec = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
     mapped = jax.shard_map(
         lambda y, w: _convolution(stride, y[0], w[0])[None], mesh=mesh, in_specs=(spec, spec), out_specs=spec
@@ -143,7 +145,9 @@ def _convolution_probe(devices: Sequence[Any], stride: int, channels: int) -> Pr
 
 
 def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
-    """A chain of products, softmax and norm on the first device of each host, and the same work divided over all."""
+    """Return a chain of products, softmax and norm on the first device of each host, and the same work divided over
+    all.
+    """
     rows = host_rows(devices)
     return [
         _everywhere("block on one device", _block, [row[0] for row in rows], (_ROWS * len(rows[0]), _WIDTH)),
@@ -152,7 +156,7 @@ def share_programs(devices: Sequence[Any]) -> list[TimedProgram]:
 
 
 def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
-    """A program that does nothing much to a task's usual number of arrays."""
+    """Return a nearly empty program on a task's usual number of arrays."""
     mesh = Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     arrays = [_filled((len(devices),), "float32", sharding) for _ in range(_ARRAYS_PER_TASK)]
@@ -161,7 +165,7 @@ def dispatch_program(devices: Sequence[Any]) -> TimedProgram:
 
 
 def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
-    """Collectives in groups inside a host, and across hosts."""
+    """Return collectives in groups inside a host, and across hosts."""
     rows = host_rows(devices)
     if len(devices) == 1:
         return []
@@ -175,7 +179,7 @@ def link_probes(devices: Sequence[Any], sizes: ProbeSizes) -> list[Probe]:
 
 
 def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray, Group]]:
-    """Arrays of devices [siblings, members], with what one row is to the cost model."""
+    """Return arrays of devices [siblings, members], each with the cost model's group for one row."""
     hosts, per_host = len(rows), len(rows[0])
     inside = [g for g in range(2, per_host + 1) if per_host % g == 0 and g & (g - 1) == 0]
     inside = sorted({*inside, per_host} - {1}) if every else [per_host][: per_host > 1]
@@ -191,7 +195,7 @@ def probe_groups(rows: list[list[Any]], *, every: bool) -> list[tuple[np.ndarray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """A collective as a function of an array [elements] and the group size; the kinds it is made of."""
+    """A collective as a function of an array [elements] and the group size, and the kinds that it consists of."""
 
     name: str
     run: Callable[[jax.Array, int], jax.Array]
@@ -243,7 +247,7 @@ def _product(y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _pass(y: jax.Array, z: jax.Array) -> jax.Array:
-    """Two arrays in, one out, as most chains of element-wise work."""
+    """Return an element-wise function of two arrays, as most chains of element-wise ops are."""
     return jnp.maximum(y * 0.9 + z, 0.5)
 
 
@@ -258,7 +262,7 @@ def _pass_work(elements: int) -> Work:
 
 
 def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:
-    """A convolution and the two that are its gradients, as a train step runs them."""
+    """Run a convolution and its two gradients, as a train step does."""
     channels = y.shape[-1]
 
     def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -271,7 +275,7 @@ def _convolution(stride: int, y: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _convolution_work(stride: int, channels: int) -> Work:
-    """All three of them."""
+    """Return the work of a convolution and its two gradients."""
     rows = _IMAGES * (_SIDE // stride) ** 2
     product = Product(rows=rows, columns=channels, depth=9 * channels)
     moved = _ITEM_BYTES * (rows * channels + _IMAGES * _SIDE**2 * channels + 9.0 * channels**2)
@@ -294,16 +298,16 @@ def _everywhere(
 
 
 def _on_mesh(name: str, function: _Step, mesh: Mesh, shape: tuple[int, ...], dtype: str) -> TimedProgram:
-    """y = function(y, w) for arrays of each device's own, again and again, in place."""
+    """Return a program that repeats y = function(y, w) in place, on separate arrays of each device."""
     spec = PartitionSpec(mesh.axis_names)
 
     def loop(trips: jax.Array, rows: jax.Array, constants: jax.Array) -> jax.Array:
         return lax.fori_loop(0, trips, lambda _, y: function(y, constants[0]), rows[0])[None]
 
-    # Unchecked: the loop carries what is the same on all members of a group as if it were not.
+    # check_vma=False: the loop carries values that are replicated in a group as if they varied.
     mapped = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
     sharding, full = NamedSharding(mesh, spec), (mesh.devices.size, *shape)
-    # Zeros stay finite under everything, and ordinary under sums; y @ w with all entries of w 1/n keeps ones.
+    # Zeros stay finite (and never denormal) under repeated ops and sums; y @ w with all entries of w 1/n keeps ones.
     fill = 1.0 if len(shape) == 2 else 0.0
     rows, constants = _filled(full, dtype, sharding, fill), _filled(full, dtype, sharding, 1.0 / shape[-1])
     return _looped(name, jax.jit(mapped), rows, constants)
@@ -322,7 +326,7 @@ def _looped(name: str, program: Any, *arrays: jax.Array) -> TimedProgram:
 
 
 def _called(name: str, compiled: Any, *arrays: jax.Array) -> TimedProgram:
-    """A trip is a call that is awaited."""
+    """Return a program whose trip is one awaited call."""
 
     def run(trips: int) -> None:
         for _ in range(trips):
@@ -332,7 +336,7 @@ def _called(name: str, compiled: Any, *arrays: jax.Array) -> TimedProgram:
 
 
 def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding, value: float = 1.0) -> jax.Array:
-    """An array of one value, each process making its own part."""
+    """Return an array of one value, each process making its own part."""
 
     def part(index: Any) -> np.ndarray:
         extent = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]

@@ -1,8 +1,8 @@
-"""Times of programs on a machine that others use too.
+"""Time programs on a machine that others use too.
 
 trips      chosen for each program so that one run takes about run_seconds                     (_choose_trips)
-rounds     in every round each program runs once, so that a slow minute meets all of them alike (time_programs)
-seconds    median of the samples, of which those further than 3 · 1.4826 · MAD from the median of all are left out
+rounds     in every round each program runs once, so that a slow minute affects all of them alike (time_programs)
+seconds    median of the samples, without those further than 3 · 1.4826 · MAD from the median of all
            (MAD: median absolute deviation; Rousseeuw, Croux, JASA 88(424), 1993)               (typical_seconds)
 """
 
@@ -21,7 +21,7 @@ _OUTLIER = 3 * 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedProgram:
-    """Something to time: `run(trips)` does it `trips` times and returns when all is done."""
+    """A program to time: `run(trips)` repeats it `trips` times and returns when all is done."""
 
     name: str
     run: Callable[[int], None]
@@ -32,9 +32,9 @@ class Timing:
     """Seconds of one trip of a program.
 
     Attributes:
-        seconds: median of the samples that count.
-        num_samples: how many count; `num_rejected`: how many do not.
-        spread: largest relative difference of a sample that counts from the median.
+        seconds: median of the accepted samples.
+        num_samples: number of accepted samples; `num_rejected`: number of outliers.
+        spread: largest relative difference of an accepted sample from the median.
     """
 
     seconds: float
@@ -45,14 +45,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """How to time.
+    """Settings of a measurement.
 
     Attributes:
-        run_seconds: how long one run of a program should take.
+        run_seconds: target duration of one run of a program.
         num_rounds: samples of each program.
-        limit_seconds: after this no new round begins, when each program has 3 samples.
-        clock: seconds since some time.
-        agree: what several processes that time together make of their numbers, the same on all of them.
+        limit_seconds: after this no new round begins, once each program has 3 samples.
+        clock: returns the current time in seconds.
+        agree: combines the numbers of several processes that measure together into one, the same on all of them.
     """
 
     run_seconds: float = 0.01
@@ -65,7 +65,7 @@ class Stopwatch:
 def time_programs(
     programs: Sequence[TimedProgram], stopwatch: Stopwatch, progress: Callable[[str], None] = lambda _: None
 ) -> list[Timing]:
-    """Seconds of one trip of each program; `progress` is called with a program's name before each of its samples."""
+    """Return the timing of each program; `progress` is called with a program's name before each of its samples."""
     began = stopwatch.clock()
     trips: list[int] = []
     for program in programs:
@@ -76,7 +76,7 @@ def time_programs(
         late = stopwatch.agree(float(stopwatch.clock() - began > stopwatch.limit_seconds))
         if late and number >= _MIN_ROUNDS:
             break
-        # Every other round runs backwards: what one program leaves in the caches meets different neighbours.
+        # Every other round runs backwards, so that a program is not always timed with the same program's caches.
         for index in range(len(programs))[:: 1 if number % 2 == 0 else -1]:
             progress(programs[index].name)
             samples[index].append(_run_seconds(programs[index], trips[index], stopwatch) / trips[index])
@@ -85,12 +85,12 @@ def time_programs(
 
 
 def num_samples(num_programs: int, stopwatch: Stopwatch) -> int:
-    """How often `time_programs` calls `progress` when the time suffices."""
+    """Return how often `time_programs` calls `progress` if the time limit is not reached."""
     return num_programs * (stopwatch.num_rounds + 1)
 
 
 def typical_seconds(samples: Sequence[float]) -> Timing:
-    """The median without outliers."""
+    """Return the median without outliers."""
     times = np.asarray(samples)
     middle = float(np.median(times))
     reach = _OUTLIER * float(np.median(np.abs(times - middle)))
@@ -105,7 +105,7 @@ def typical_seconds(samples: Sequence[float]) -> Timing:
 
 
 def _choose_trips(program: TimedProgram, stopwatch: Stopwatch) -> int:
-    """The first run also pays for fresh memory, so it does not count."""
+    """Return the number of trips for one run; the first run also pays for page faults, so it does not count."""
     program.run(1)
     trips = 1
     while trips < _MAX_TRIPS:

@@ -1,6 +1,5 @@
-"""A parallel step is compared with `jax.jit` of the same function.
+"""Compare a parallel step with `jax.jit` of the same function.
 
-Comes in: a compiled step and arguments, the caller's or drawn ones (`trial_arguments`). Goes out: for each leaf of the
-results how far both are apart, in units of what rounding explains (`compare`, `check_report`).
-Read `compare` first.
+Input: a compiled step and arguments, the caller's or random ones (`trial_arguments`). Output: for each leaf of the
+results the difference, in units of what rounding explains (`compare`, `check_report`). Read `compare` first.
 """

@@ -1,4 +1,4 @@
-"""What a comparison of a parallel step with `jax.jit` found, leaf by leaf, as data that prints itself as a table."""
+"""The result of comparing a parallel step with `jax.jit`, leaf by leaf, as data that prints itself as a table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.text import Text
 from alpa_lite.plan.plan import Plan
 
 MAX_STEPS = 32.0
-"""So many rounding steps a leaf may differ from `jax.jit`: long sums add up the rounding of their terms.
+"""Number of rounding steps by which a leaf may differ from `jax.jit`: long sums add up the rounding of their terms.
 
 Correct plans of the programs in `tests/zoo` stay below a third of it.
 """
 
 MAX_LOW_STEPS = 8.0
-"""The same in float16, bfloat16 and below: one step is a large part of a number, and long sums are kept in float32."""
+"""The same for float16, bfloat16 and below: one step is a large part of a number, and long sums are kept in float32."""
 
 _WIDTH = 120
 _NAMED = 3
@@ -56,18 +56,18 @@ class CheckedLeaf:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is not finite is null."""
+        """Return JSON-compatible data; numbers that are not finite are null."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: _plain(value) for name, value in found.items()}
 
     @property
     def share(self) -> float:
-        """The difference as a part of what is allowed."""
+        """The difference as a fraction of what is allowed."""
         return self.rounding_steps / self.allowed_steps
 
     @property
     def sentence(self) -> str:
-        """The leaf and how far it is off, as part of a sentence."""
+        """Return the leaf and its difference as part of a sentence."""
         what = f"{self.name or 'the output'} ({self.dtype}{list(self.shape)})"
         if not math.isfinite(self.error):
             return f"{what} is not finite in the same places"
@@ -81,13 +81,13 @@ class CheckedLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """A step by a plan, compared with `jax.jit` of the same step.
+    """The comparison of a step under a plan with `jax.jit` of the same step.
 
     Attributes:
         function: name of the step.
-        plan: by which it ran.
+        plan: the plan under which it ran.
         leaves: its outputs, in order.
-        drawn: whether arguments were drawn, because only their shapes were given.
+        drawn: whether random arguments were used, because only shapes were given.
     """
 
     function: str
@@ -97,16 +97,16 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all leaves are fine."""
+        """Whether all leaves are within their limits."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property
     def worst(self) -> tuple[CheckedLeaf, ...]:
-        """The leaves, those first that are not fine, by the part of the allowed rounding that they take."""
+        """The leaves, failed ones first, by the fraction of the allowed rounding that they use."""
         return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.share)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return JSON-compatible data."""
         return {
             "function": self.function,
             "plan": self.plan.name,
@@ -120,7 +120,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence."""
+        """The result as a sentence."""
         plan = self.plan
         where = (
             f"{self.function} by the plan {plan.name!r} on {_count(plan.cluster.num_devices, 'device')}, in "

@@ -1,4 +1,4 @@
-"""A compiled step against `jax.jit` of the same function, leaf by leaf, measured in what rounding alone does.
+"""Compare a compiled step with `jax.jit` of the same function, leaf by leaf, in units of rounding.
 
     want      jax.jit(step)(arguments), on one device
     noise     how far jax.jit moves when each float input moves up or down by one unit in the last place: the most of
@@ -6,10 +6,10 @@
     step      max(noise, one unit in the last place of the leaf's largest number)
     fine      |got - want| <= allowed_steps · step in every element; integers, booleans and keys equal
 
-A step that computes in lower precision than its inputs have (float32 weights that are cast to bfloat16) rounds more
-than the last place of its inputs tells: inputs are then moved by units of the lowest precision on the way to a leaf.
-That would drown an updated weight, which follows its old value: for leaves that take the place of an input the change
-of their difference from it counts, where that is less.
+A step that computes in lower precision than its inputs have (float32 weights cast to bfloat16) rounds more than the
+last place of its inputs suggests: inputs are then moved by units of the lowest precision on the path to a leaf. That
+would hide errors in an updated weight, which follows its old value: for leaves that replace an input, the change of
+their difference from it counts, if that is less.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from alpa_lite.runtime.check.trial_arguments import copied, held, is_drawn, is_i
 from alpa_lite.runtime.execute.function import CompiledFunction, flatten_arguments
 
 NUM_DRAWS = 4
-"""How often signs are drawn for changes of the inputs by one unit in the last place."""
+"""Number of random sign draws for changes of the inputs by one unit in the last place."""
 
 _SEED = 0
 _LOW = 1e-5
-"""Relative units in the last place above this are those of float16, bfloat16 and below."""
+"""Relative units in the last place above this belong to float16, bfloat16 and below."""
 
 
 def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CheckReport:
     """Run a compiled step and `jax.jit` of its function on copies of these arguments, and compare.
 
-    Arguments that are `jax.ShapeDtypeStruct`s are drawn. The step runs once, `jax.jit` once and then a few times on
-    perturbed arguments.
+    Arguments that are `jax.ShapeDtypeStruct`s are replaced by random ones. The step runs once, `jax.jit` once and then
+    a few times on perturbed arguments.
 
     Raises:
         CheckError: they differ by more than rounding; it carries the report.
@@ -55,7 +55,7 @@ def check_compiled(compiled: CompiledFunction, args: Sequence[Any], kwargs: Mapp
 
 
 def check_one_process() -> None:
-    """Raise `ExecutionError` in a job of several processes, none of which sees all of an output."""
+    """Raise `ExecutionError` in a job of several processes, none of which holds all of an output."""
     if jax.process_count() > 1:
         raise ExecutionError(
             f"A check compares on the devices of one process, but this is one of {jax.process_count()}. Check the step "
@@ -77,7 +77,7 @@ def _advice(compiled: CompiledFunction) -> str:
 
 @dataclass(kw_only=True)
 class _StepComparison:
-    """One comparison; `seed` is that of drawn arguments and of the signs of perturbations."""
+    """One comparison; `seed` is that of random arguments and of the signs of perturbations."""
 
     compiled: CompiledFunction
     args: tuple[Any, ...]
@@ -119,9 +119,9 @@ class _StepComparison:
         return CheckReport(function=traced.name, plan=self.compiled.plan, leaves=tuple(found), drawn=drawn)
 
     def _held(self, given: Sequence[Any]) -> Any:
-        """Fill `leaves`; returns what `jax.jit` makes of them.
+        """Fill `leaves`; return the results of `jax.jit` for them.
 
-        Where drawn arguments make it give numbers that are not finite, absolute values of them may do better.
+        If random arguments give numbers that are not finite, their absolute values are tried.
         """
         device = jax.devices()[0]
         self.leaves = held(given, device, self.seed)
@@ -134,7 +134,9 @@ class _StepComparison:
         return want
 
     def _perturbed(self, unit: float) -> list[tuple[list[Any], list[Any]]]:
-        """Perturbed arguments and what `jax.jit` makes of them, by draw; the last is of all units that are allowed."""
+        """Return perturbed arguments with the results of `jax.jit`, by draw; the last moves by all units that are
+        allowed.
+        """
         if unit not in self._noisy:
             rng, found = np.random.default_rng(self.seed + 1), list[tuple[list[Any], list[Any]]]()
             for ulps in (*[1.0] * NUM_DRAWS, allowed_steps(unit)):
@@ -144,7 +146,7 @@ class _StepComparison:
         return self._noisy[unit]
 
     def _compared(self, number: int, got: Any, want: Any, unit: float) -> CheckedLeaf:
-        """One leaf."""
+        """Return the comparison of one leaf."""
         name = self.compiled.traced.out_names[number]
         shape, dtype = tuple(jnp.shape(want)), str(want.dtype)
         if (tuple(jnp.shape(got)), str(got.dtype)) != (shape, dtype):
@@ -177,12 +179,12 @@ class _StepComparison:
         )
 
     def _step(self, number: int, want: Any, scale: float, unit: float) -> float:
-        """One rounding step of a leaf, absolute; of others than floats the share of elements."""
+        """Return one absolute rounding step of a leaf; for leaves without floats a share of elements."""
         own = float(jnp.finfo(self.compiled.traced.out_leaves[number].dtype).eps) if is_inexact(want) else 0.0
         return max(own * scale, self._noise(number, want, unit))
 
     def _noise(self, number: int, want: Any, unit: float) -> float:
-        """How far `jax.jit` moves a leaf when its inputs move by one unit in the last place."""
+        """Return how far `jax.jit` moves a leaf when its inputs move by one unit in the last place."""
         follows = self.compiled.traced.aliases.get(number)
         before = _on_host(jnp.asarray(self.leaves[follows])) if follows is not None and is_inexact(want) else None
         noise = 0.0
@@ -196,19 +198,21 @@ class _StepComparison:
 
 
 def allowed_steps(unit: float) -> float:
-    """The rounding steps that are allowed where numbers have a relative unit in the last place."""
+    """Return the number of rounding steps allowed for numbers with a relative unit in the last place."""
     return MAX_LOW_STEPS if unit > _LOW else MAX_STEPS
 
 
 def _quotient(difference: float, unit: float) -> float:
-    """How many units a difference is; where the unit is infinite, as `jax.jit` itself is not always finite, none."""
+    """Return the difference in units; 0 if the unit is infinite, as `jax.jit` itself is not always finite."""
     if difference == 0 or unit == np.inf:
         return 0.0
     return float(difference / unit) if unit else float("inf")
 
 
 def coarsest_units(jaxpr: Any) -> list[float]:
-    """The relative unit in the last place of the lowest precision on the way to each output of a jaxpr; 0 for none."""
+    """Return the relative unit in the last place of the lowest precision on the path to each output of a jaxpr; 0 for
+    none.
+    """
     known: dict[Any, float] = {}
 
     def of(atom: Any) -> float:
@@ -233,7 +237,7 @@ def _unit(atom: Any) -> float:
 
 
 def change(a: Any, b: Any) -> float:
-    """The largest difference between two host arrays; of others than floats the share of elements that differ."""
+    """Return the largest difference between two host arrays; without floats the share of elements that differ."""
     if a.size == 0:
         return 0.0
     same = (a == b) | ((a != a) & (b != b))
@@ -252,7 +256,7 @@ def _scale(want: Any) -> float:
 
 
 def _on_host(leaf: Any) -> Any:
-    """A leaf as a NumPy array: floats in float64, keys as their words."""
+    """Return a leaf as a NumPy array: floats in float64, keys as their words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
@@ -262,7 +266,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _num_lost(outputs: Any) -> int:
-    """Numbers among some outputs that are not finite."""
+    """Return the count of numbers in some outputs that are not finite."""
     return sum(int(np.sum(~np.isfinite(_on_host(x)))) for x in jax.tree.leaves(outputs) if is_inexact(x))
 
 

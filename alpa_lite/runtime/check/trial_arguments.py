@@ -1,8 +1,9 @@
-"""Arguments to try a step on: copies of the caller's, drawn ones where only shapes are given, and perturbed ones.
+"""Prepare arguments for a trial step: copies of the caller's, random ones where only shapes are given, and perturbed
+ones.
 
-Nothing here touches what the caller holds. Drawn arguments depend on the seed alone:
+The caller's arrays are never changed. Random arguments depend on the seed alone:
 
-    floats, complex   normal, 0.1 wide, as weights and normalised data are (or their absolute values: see `draw`)
+    floats, complex   normal with deviation 0.1, like weights and normalised data (or absolute values: see `draw`)
     integers          0 or 1: indices and labels that are in range wherever there are two rows or classes
     booleans          either
     keys              proper keys, typed or as pairs of uint32
@@ -24,17 +25,19 @@ _WIDTH = 0.1
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf holds floats or complex numbers."""
+    """Return True if a leaf holds floats or complex numbers."""
     return isinstance(leaf, (float, complex)) or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def is_drawn(leaf: Any) -> bool:
-    """Whether a leaf is a shape alone, for which values have to be drawn."""
+    """Return True if a leaf is a shape alone, for which values have to be drawn."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: bool) -> Any:
-    """An array for a shape. `positive`: absolute values of floats, for steps that take roots of their arguments."""
+    """Return a random array for a shape. `positive`: absolute values of floats, for steps that take roots of their
+    arguments.
+    """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         key = jax.random.key(int(rng.integers(2**31)), impl=_jax.key_implementation(str(shape.dtype)))
         return jax.random.split(key, shape.shape)
@@ -52,16 +55,16 @@ def draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, *, positive: boo
 
 
 def held(leaves: Sequence[Any], device: Any, seed: int, *, positive: bool = False) -> list[Any]:
-    """The leaves with values, on one device: of arrays those that they have, of shapes drawn ones."""
+    """Return the leaves with values, on one device: copies of arrays, random values for shapes."""
     rng = np.random.default_rng(seed)
     return [draw(leaf, rng, positive=positive) if is_drawn(leaf) else _on_one(leaf, device) for leaf in leaves]
 
 
 def _on_one(leaf: Any, device: Any) -> Any:
-    """A leaf on one device; what is no array of JAX is as good where it is."""
+    """Return a leaf on one device; a leaf that is no JAX array is returned as it is."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    if len(leaf.sharding.device_set) > 1:  # through the host: the type of an array may name the axes that split it
+    if len(leaf.sharding.device_set) > 1:  # through the host: the array's type may name mesh axes
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             words = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
             return jax.random.wrap_key_data(words, impl=_jax.key_implementation(str(leaf.dtype)))
@@ -70,15 +73,15 @@ def _on_one(leaf: Any, device: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """An array of its own with the values of a leaf, which may be given away."""
+    """Return a copy of a leaf, which may be donated."""
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> Any:
-    """A leaf of floats whose every number is moved up or down by `ulps` units in the last place.
+    """Return a leaf of floats with every number moved up or down by `ulps` units in the last place.
 
-    The last place is that of numbers of relative precision `unit`, or of the leaf's own where that is coarser. Others
-    than floats stay as they are, and so do zeros and what is not finite.
+    The last place is that of numbers of relative precision `unit`, or of the leaf's own where that is coarser. Leaves
+    without floats, zeros and numbers that are not finite stay as they are.
     """
     if not is_inexact(leaf):
         return leaf
@@ -99,7 +102,7 @@ def perturbed(leaf: Any, unit: float, ulps: float, rng: np.random.Generator) -> 
 
 
 def _moved(values: Any, relative: float, rng: np.random.Generator) -> Any:
-    """Real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
+    """Return real numbers, each moved by a multiple of the last place: 2^exponent · relative precision."""
     values = np.asarray(values)
     with np.errstate(invalid="ignore"):
         exponents = np.frexp(values)[1]

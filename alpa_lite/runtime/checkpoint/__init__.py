@@ -1,7 +1,6 @@
-"""Checkpoints: a state, a pytree of arrays that lie anywhere, goes to a folder and comes back in any other places.
+"""Save a state, a pytree of arrays in any shardings, to a folder, and restore it in any other shardings.
 
-In comes the state of a running job with its step and plan; out come folders that survive crashes, second writers and
-hostile hands, and the state of the newest one that is undamaged.
-Read `checkpoints.py` first, then `folder.py` (which steps count), `saved_arrays.py` (what is in one) and `lease.py`
-(who may write).
+Input: the state of a running job with its step and plan. Output: folders that survive crashes, concurrent writers and
+hostile changes, and the state of the newest undamaged one. Read `checkpoints.py` first, then `checkpoint_folder.py`
+(which steps count), `saved_arrays.py` (the content of one) and `lease.py` (who may write).
 """

@@ -1,15 +1,15 @@
-"""Which steps a folder of checkpoints holds, and every change to them: by the owner of its lease alone.
+"""Manage the steps in a folder of checkpoints; only the owner of its lease changes it.
 
     <step>                         a checkpoint; it counts when it has our list of checksums
     <step>.unfinished-<owner>      one that is being written
-    <step>.replaced                one whose step was saved again, until the new one has its name for good
+    <step>.replaced                one whose step was saved again, until the new one has its final name
     <step>.removed                 one that is being removed
-    <step>.aside, <step>.damaged   no longer counted, never removed: of an abandoned branch; found to be damaged
+    <step>.aside, <step>.damaged   no longer counted, never removed: of an abandoned branch; or damaged
 
 Only folders with our own mark (`record.py`, or the first line of our list of checksums) are counted, renamed or
-removed, and of these only the files that we write are removed. A step is on an abandoned branch when a lower one was
-saved after it: that is known from the records, so that the last renaming of a save (`publish`) makes the new branch the
-current one, whole, whatever happens before or after. Nothing older goes before that renaming is on the disk.
+removed, and of these only the files that we write are removed. A step is on an abandoned branch if a lower one was
+saved after it. The records tell, so the last rename of a save (`publish`) makes the new branch the current one
+atomically, whatever happens before or after. Nothing older is removed before that rename is on disk.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _logger = logging.getLogger("alpa_lite")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """A checkpoint that is there: its folder, and its record where that can be read.
+    """A checkpoint that exists: its folder, and its record if that can be read.
 
-    is_old: it was written before there were records: before all those that have one.
+    is_old: it was written before records were introduced: before all those that have one.
     """
 
     number: int
@@ -52,7 +52,7 @@ class SavedStep:
 
     @property
     def save(self) -> int | None:
-        """How many saves there were when it was saved; None where that is not known."""
+        """The number of saves when it was saved; None if unknown."""
         if self.record is None or self.record.step != self.number:
             return 0 if self.is_old else None
         return self.record.save
@@ -62,23 +62,23 @@ class Folder:
     """The steps in a folder."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read or written, but for the lease, which is looked at."""
+        """Open the folder without reading or writing, except that the lease is read."""
         self.path = path
         self.lease = Lease(path)
 
     def branch(self) -> dict[int, SavedStep]:
-        """The steps of the current branch by their numbers, rising; damaged or not."""
+        """Return the steps of the current branch by number, rising; damaged or not."""
         there = self._there()
         abandoned = _abandoned(there)
         return {number: step for number, step in there.items() if number not in abandoned}
 
     def set_aside(self) -> tuple[Path, ...]:
-        """The folders that no longer count: of abandoned branches, or found to be damaged."""
+        """Return the folders that no longer count: of abandoned branches, or damaged."""
         found = [path for path, kind in self._named() if kind in (_ASIDE, _DAMAGED) and _is_marked(path)]
         return tuple(sorted([*found, *(step.path for step in _abandoned(self._there()).values())]))
 
     def prepare(self, number: int, parent: int | None, damaged: Iterable[int]) -> Path:
-        """Put right what an earlier run left, and make the folder to write a step into.
+        """Clean up after an earlier run, and make the folder to write a step into.
 
         damaged: steps that are not to count any more.
         """
@@ -100,13 +100,15 @@ class Folder:
         self.lease.check()
         disk.make_folder(unfinished)
         disk.create(unfinished / RECORD, Record(step=number, parent=parent, save=save).to_bytes())
-        # Whatever else is in it after a loss of power, the mark is there, so that it can be removed.
+        # The mark is written first: after a loss of power the folder is recognised as ours and can be removed.
         disk.sync(unfinished / RECORD)
         disk.sync(unfinished)
         return unfinished
 
     def publish(self, unfinished: Path, number: int) -> None:
-        """Give a checkpoint whose files are on the disk its name; it counts from then on, and is on the disk itself."""
+        """Rename a checkpoint whose files are on disk to its final name; it counts from then on, and the rename is
+        synced.
+        """
         place, replaced = self.path / f"{number}", None
         if _exists(place):
             replaced = self._rename(place, f"{number}.{_REPLACED}")
@@ -121,10 +123,10 @@ class Folder:
         disk.sync(self.path)
 
     def settle(self, number: int, keep: int | None, but: set[int]) -> None:
-        """After a save: set aside what it has abandoned, and remove what is no longer to be kept.
+        """Clean up after a save: set aside abandoned steps, and remove those beyond the number to keep.
 
-        but: steps that do not count, as they are damaged; they stay. What cannot be done is told, and tried again after
-        the next save: the new checkpoint is there.
+        but: steps that do not count, as they are damaged; they stay. Failures are reported, and tried again after the
+        next save: the new checkpoint exists.
         """
         try:
             self._set_abandoned_aside()
@@ -135,7 +137,7 @@ class Folder:
             _logger.warning("Old checkpoints in %s could not be removed: %s", shown(self.path, 300), error)
 
     def give_up(self, unfinished: Path) -> None:
-        """Remove what a save that failed has written, and bring back what it was to replace."""
+        """Remove the files of a failed save, and restore the step that it was to replace."""
         self._remove([unfinished])
         self._bring_back()
 
@@ -154,7 +156,7 @@ class Folder:
         self._set_abandoned_aside()
 
     def _bring_back(self) -> None:
-        """What was to be replaced, unless it was."""
+        """Restore steps that were to be replaced but were not."""
         for path, kind in self._named():
             if kind == _REPLACED and _is_complete(path) and not _exists(self.path / f"{_number(path)}"):
                 self._rename(path, f"{_number(path)}")
@@ -174,7 +176,7 @@ class Folder:
             )
 
     def _rename(self, path: Path, name: str) -> Path:
-        """Another name for a checkpoint of ours, or that name with a number where it is taken."""
+        """Rename a checkpoint of ours, with a number appended if the name is taken."""
         self.lease.check()
         if not _is_marked(path):
             raise CheckpointError(f"{shown(path, 300)} is no checkpoint of alpa_lite any more, and is not touched.")
@@ -184,7 +186,7 @@ class Folder:
         return new
 
     def _remove(self, paths: Iterable[Path]) -> None:
-        """Remove checkpoints of ours; those that hold something else are set aside, others are left alone."""
+        """Remove checkpoints of ours; those that contain foreign files are set aside, others are left alone."""
         doomed = list[Path]()
         for path in paths:
             if _is_empty(path):
@@ -218,7 +220,7 @@ class Folder:
                 yield self.path / name, int(name)
 
     def _named(self) -> list[tuple[Path, str]]:
-        """The folders whose names say what became of a step, and what that is."""
+        """Return the folders whose names state what became of a step, with that state."""
         matches = ((name, _NAMED.fullmatch(name)) for name in self._names())
         return [(self.path / name, match[2]) for name, match in matches if match is not None]
 
@@ -230,7 +232,7 @@ class Folder:
 
 
 def _abandoned(there: Mapping[int, SavedStep]) -> dict[int, SavedStep]:
-    """The steps, of some in rising order, after which a lower one was saved."""
+    """Return those of the steps, in rising order, after which a lower one was saved."""
     abandoned, newest = dict[int, SavedStep](), -1
     for number, step in there.items():
         if step.save is not None and step.save < newest:
@@ -252,7 +254,7 @@ def _exists(path: Path) -> bool:
 
 
 def _is_marked(path: Path) -> bool:
-    """Whether a folder carries our mark. Asked again before each change to it."""
+    """Return True if a folder carries our mark; checked again before each change to it."""
     return path.is_dir() and ((path / RECORD).is_file() or bool(list_kind(path)))
 
 
@@ -265,7 +267,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _foreign(path: Path) -> str:
-    """What of a folder is not ours, in words; empty where all is."""
+    """Return the foreign content of a folder, in words; empty if there is none."""
     if path.is_symlink():
         return "it is a link to a folder"
     try:
@@ -279,7 +281,7 @@ def _foreign(path: Path) -> str:
 
 
 def _wipe(path: Path) -> None:
-    """Remove the files that are ours and the folders that are empty then; the mark when that is on the disk."""
+    """Remove the files that are ours and the folders that become empty; the mark last, after a sync."""
     if _foreign(path):
         return
     files = sorted(files_of(path), key=lambda name: (name == RECORD, name == LIST))

@@ -4,8 +4,8 @@
         checkpoints.save(step, state, plan=train_step.last_plan)          returns when the state may be overwritten
         step, state = checkpoints.restore(compiled)                       the newest that is undamaged
 
-What is in a checkpoint: `saved_arrays`. Which ones a folder holds, and what becomes of them: `folder`. Who may write:
-`lease`.
+`saved_arrays` defines the content of a checkpoint, `checkpoint_folder` which ones a folder holds, and `lease` who may
+write.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ Argument = int | str
 class Checkpoints:
     """The checkpoints in a folder that all processes of a job see; all of them make the same calls.
 
-    Nothing is written or removed before the first `save`, so that others may read along. From then on until `close` the
-    folder is written by this job alone: another one's `save` is refused.
+    Nothing is written or removed before the first `save`, so that others may read concurrently. From then on until
+    `close` only this job writes to the folder: another one's `save` is refused.
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = 3, asynchronous: bool = True) -> None:
-        """Checkpoints in `folder`.
+        """Open the checkpoints in `folder`.
 
-        keep           how many are kept; None for all
+        keep           number of checkpoints to keep; None for all
         asynchronous   whether `save` returns as soon as the state may be overwritten, and writes while training goes on
         """
         if "://" in str(folder):
@@ -86,11 +86,11 @@ class Checkpoints:
         self._stopping = Stopping()
 
     def __enter__(self) -> Checkpoints:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __exit__(self, kind: object, exception: BaseException | None, *rest: object) -> None:
-        """`close`. Where the block failed, a save that failed too is told in a warning."""
+        """Close the checkpoints. If the block failed, a failed save is reported as a warning."""
         if exception is None:
             self.close()
             return
@@ -102,25 +102,30 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are there, rising; without those that were found to be damaged, and those of branches that
-        were left: when a step was saved, those above it that had been saved before count no longer (`set_aside`)."""
+        """Return the saved steps, rising, without damaged ones and those of abandoned branches.
+
+        When a step is saved, later steps that had been saved before count no longer (`set_aside`).
+        """
         return tuple(step for step in self._files.branch() if step not in self._damaged)
 
     @property
     def latest(self) -> int | None:
-        """The newest step that is there; None where there is none yet."""
+        """Return the newest step; None if there is none yet."""
         return max(self.steps, default=None)
 
     @property
     def set_aside(self) -> tuple[Path, ...]:
-        """The folders of checkpoints that no longer count: of branches that were left (`3000.aside`), or found to be
-        damaged (`3000.damaged`). They are never removed; one counts again when it is renamed to its step and `steps`
-        holds no lower one that was saved later."""
+        """Return the folders of checkpoints that no longer count: of abandoned branches (`3000.aside`), or damaged ones
+        (`3000.damaged`).
+
+        They are never removed. One counts again when it is renamed to its step and `steps` holds no lower one that was
+        saved later.
+        """
         return self._files.set_aside()
 
     def parent(self, step: int) -> int | None:
-        """The step that the run which saved `step` had restored or saved before; None where there was none, or where
-        that is not known.
+        """Return the step that the run which saved `step` had restored or saved before; None if there was none, or
+        unknown.
 
         Raises:
             CheckpointError: there is no such step.
@@ -131,10 +136,10 @@ class Checkpoints:
         return None if found.record is None else found.record.parent
 
     def save(self, step: int, state: Any, *, plan: Plan | None = None) -> None:
-        """Save a state, a pytree of arrays and numbers; `plan` is kept beside it.
+        """Save a state, a pytree of arrays and numbers, together with its `plan`.
 
-        One of the same step is replaced; those of later steps are set aside once this one is complete. A save that is
-        still running is waited for, and raises here if it fails.
+        A checkpoint of the same step is replaced; those of later steps are set aside once this one is complete. A save
+        that is still running is waited for, and raises here if it fails.
 
         Raises:
             CheckpointError: the state holds something else, or could not be written, or another job saves into the
@@ -169,12 +174,12 @@ class Checkpoints:
         partial: bool = False,
         verify: bool = True,
     ) -> tuple[int, Any]:
-        """A step and its state, each array in its place; devices get the parts that they need, whoever saved them.
+        """Return a step and its state, each array in its sharding; every device reads the blocks that it needs.
 
         Args:
             like: a compiled step, whose `argument` (or several: then a tuple of them) the state is; or a pytree like
                 the state, of arrays and `jax.ShapeDtypeStruct`s, with shardings or without.
-            step: which one; default: the newest. Then one that is damaged is passed over, with a warning.
+            step: which step; default: the newest. Then a damaged one is skipped, with a warning.
             argument: see `like`.
             partial: whether `like` may be a part of the state that was saved.
             verify: whether all checksums are compared first, which reads every file once.
@@ -204,9 +209,9 @@ class Checkpoints:
         raise CheckpointError(f"{_some(refused)} {left}.")
 
     def plan(self, step: int | None = None) -> Plan | None:
-        """The plan under which a step was saved; None where none was given.
+        """Return the plan under which a step was saved; None if none was given.
 
-        step: default: the newest. Then a plan that cannot be read is passed over, with a warning.
+        step: default: the newest. Then a plan that cannot be read is skipped, with a warning.
 
         Raises:
             CheckpointError: there is no such step, or the plan cannot be read.
@@ -228,7 +233,7 @@ class Checkpoints:
         raise CheckpointError(_some(refused))
 
     def wait(self) -> None:
-        """Wait for a save that is running: it is on the disk then, and no loss of power takes it away.
+        """Wait for a running save: it is on disk then, and survives a loss of power.
 
         Raises:
             CheckpointError: it failed; earlier checkpoints stay.
@@ -246,14 +251,15 @@ class Checkpoints:
         self._on_first(lambda: self._files.settle(step, self._keep, self._damaged))
 
     def stop_requested(self, step: int) -> bool:
-        """Whether the job was told by SIGTERM to end, after `step`; the same on all processes.
+        """Return True if SIGTERM told the job to end after `step`; the same on all processes.
 
-        From the first call on the signal no longer ends the process. Ask once per step; save and leave when it is true.
+        From the first call on the signal no longer ends the process. Call this once per step; save and exit when it is
+        true.
         """
         return self._stopping.requested(step)
 
     def close(self) -> None:
-        """Wait for a save that is running, end what runs in the background, and let other jobs save here."""
+        """Wait for a running save, end the background threads, and let other jobs save here."""
         self._stopping.close()
         try:
             self.wait()
@@ -286,7 +292,7 @@ class Checkpoints:
         return state
 
     def _problem(self, step: int, *, verify: bool) -> str:
-        """What is wrong with a checkpoint; the same on all processes, each of which looks at a part."""
+        """Return the damage of a checkpoint in words; the same on all processes, each of which checks a part."""
         with busy("checking a checkpoint"):
             mine = self._damage(step, verify)
         found = [*dict.fromkeys(problem for part in everywhere(mine) for problem in part)]
@@ -294,7 +300,9 @@ class Checkpoints:
         return ", ".join(found[:_SHOWN]) + more
 
     def _damage(self, step: int, verify: bool) -> list[str]:
-        """What this process finds. Sizes come before contents, which it might take days to read."""
+        """Return the damage in this process's part. Sizes are checked before contents, which it might take days to
+        read.
+        """
         there = self._files.branch().get(step)
         if there is None:
             return ["it is no longer there"]
@@ -322,23 +330,23 @@ class Checkpoints:
         )
 
     def _raise_if_failed(self, step: int, problem: Exception | None) -> None:
-        """Raise on all processes what went wrong with a save on any of them."""
+        """Raise on all processes an error that a save had on any of them."""
         if trouble := agreed_trouble(problem):
             raise CheckpointError(f"{self._failed(step, trouble.reason)} {trouble.advice}") from problem
 
     def _failed(self, step: int, reason: str) -> str:
-        """What to say when a save failed. What it wrote is removed, since the disk may be full."""
+        """Return the message of a failed save. Its files are removed, since the disk may be full."""
         self._pending = None
-        with suppress(Exception):  # what it says is what went wrong before
+        with suppress(Exception):  # it repeats the error that is being handled
             self._drop_writer()
-        with suppress(Exception):  # it is tried again before the next save
+        with suppress(Exception):  # retried before the next save
             if jax.process_index() == 0:
                 self._files.give_up(self._unfinished)
         kept = f"The newest one is of step {self.latest}" if self.latest is not None else "There is no earlier one"
         return f"The checkpoint of step {step} in {self._where} could not be written: {reason}. {kept}."
 
     def _make_way(self, step: int) -> Path:
-        """Put right what an earlier run left, and make the folder to write a step into."""
+        """Clean up after an earlier run, and make the folder to write a step into."""
         parent = (
             self._last if self._last is not None else max((each for each in self.steps if each < step), default=None)
         )
@@ -348,7 +356,7 @@ class Checkpoints:
         return Path(made.value)
 
     def _on_first(self, action: Callable[[], Any]) -> _Done:
-        """Do something on the first process. What it says must not be done is raised on all of them."""
+        """Run an action on the first process. Its refusal (`CheckpointError`) is raised on all of them."""
         value, refused, problem = None, None, None
         if jax.process_index() == 0:
             try:
@@ -370,14 +378,14 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """What the first process has said, and what went wrong on this one."""
+    """The result of the first process, and the error of this one."""
 
     value: Any
     problem: Exception | None
 
 
 def _plan(path: Path) -> Plan | None:
-    """The plan in a file, if there is one. Raises OSError or ValueError for what is not even opened as a plan."""
+    """Return the plan in a file, if it exists. Raises OSError or ValueError if the file is unsafe to open as a plan."""
     if not os.path.lexists(path):
         return None
     check_size(path, MAX_BYTES)
@@ -400,7 +408,7 @@ def _whole(step: Any) -> int:
 
 
 def _wanted(like: Any, argument: Argument | Sequence[Argument]) -> tuple[list[Wanted], Any]:
-    """The leaves to restore, and the pytree that they make up."""
+    """Return the leaves to restore, and the structure of their pytree."""
     if not isinstance(like, CompiledFunction):
         return wanted(like), jax.tree.structure(like)
     traced = like.traced
@@ -428,7 +436,7 @@ def _argument(tree: Any, which: Argument) -> Any:
 
 
 def _store() -> ModuleType:
-    """`saved_arrays`, which needs Orbax."""
+    """Return the module `saved_arrays`, which needs Orbax."""
     try:
         from alpa_lite.runtime.checkpoint import saved_arrays
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Checksums of all files of a checkpoint, in a file of the form that `sha256sum -c` reads.
+"""Checksums of all files of a checkpoint, in a file that `sha256sum -c` reads.
 
     write   digests of the files, the last thing that a folder gets before it counts as complete    `write_checksums`
-    check   what is missing, cut off or changed, in sentences                                       `damage`
+    check   missing, truncated or changed files, in sentences                                       `damage`
 
 Several processes share the work: each writes a part of the list for files of its own, and checks every n-th file. The
-first line is the digest of the rest, in words that no other program writes: by it a checkpoint is told from a folder
-with an ordinary list (`list_kind`).
+first line is the digest of the rest, in a wording that no other program writes: it distinguishes a checkpoint from a
+folder with an ordinary list (`list_kind`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIST = "SHA256SUMS"
 """The file with the digests; those of a subfolder are in `SHA256SUMS.<its name>` until the whole list is written."""
 
 OLD, NEW = "old", "new"
-"""What `list_kind` says of lists without and with the record of a checkpoint (`record.py`)."""
+"""Results of `list_kind` for lists without and with the record of a checkpoint (`record.py`)."""
 
 _FIRST_LINES = {NEW: "# alpa_lite checkpoint, sha256 of the lines below: ", OLD: "# sha256 of the lines below: "}
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
@@ -36,7 +36,7 @@ _MOST_LETTERS = 1024
 def write_checksums(folder: Path) -> None:
     """Write the list of a folder.
 
-    Digests that were written before, of subfolders (`write_part`), are taken into the list, and their own lists go.
+    Digests of subfolders that were written before (`write_part`) are merged into the list, and their own lists removed.
     """
     parts = sorted(folder.rglob(f"{LIST}.*"))
     known = {
@@ -51,7 +51,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def write_part(folder: Path, part: str) -> None:
-    """Write the digests of a subfolder, of which no file will change; all of it is on the disk then."""
+    """Write the digests of a subfolder whose files are final, and sync all of it to disk."""
     names = [f"{part}/{name}" for name in _files(folder / part)]
     if names:
         disk.sync_tree(folder / part)
@@ -59,7 +59,7 @@ def write_part(folder: Path, part: str) -> None:
 
 
 def list_kind(folder: Path) -> str:
-    """Whether a folder has a list of ours: `NEW`, `OLD` (without a record), or empty for none."""
+    """Return the kind of a folder's list, if it is ours: `NEW`, `OLD` (without a record), or empty for none."""
     try:
         with open_regular(folder / LIST) as file:
             line = file.read(200).partition(b"\n")[0]
@@ -71,7 +71,7 @@ def list_kind(folder: Path) -> str:
 
 
 def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence[str] | None = None) -> list[str]:
-    """What is wrong with a folder, a sentence each; of every `num_shares`-th file, from number `share` on.
+    """Return a sentence for each damaged file of a folder; checks every `num_shares`-th file, from number `share` on.
 
     names: of these files only.
     """
@@ -86,8 +86,10 @@ def damage(folder: Path, *, share: int = 0, num_shares: int = 1, names: Sequence
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """The digest of each file by its name in the folder. Raises ValueError for a list that was cut off or changed, or
-    names anything outside."""
+    """Return the digest of each file by its name in the folder.
+
+    Raises ValueError for a list that was truncated or changed, or names a file outside.
+    """
     first, _, lines = read_bounded(path, _MOST_BYTES).decode("utf-8").partition("\n")
     if first not in {start + _of_text(lines) for start in _FIRST_LINES.values()}:
         raise ValueError("it was cut off or changed")
@@ -101,7 +103,7 @@ def read_list(path: Path) -> dict[str, str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is a plain path downwards."""
+    """Return True if a name is a relative path that stays inside the folder."""
     plain = name.isprintable() and "\\" not in name and len(name) <= _MOST_LETTERS
     return plain and all(part not in ("", ".", "..") for part in name.split("/"))
 
@@ -113,7 +115,7 @@ def _problem(folder: Path, name: str, digest: str) -> str:
         return "" if _digest(folder / name) == digest else f"{shown(name)} is not what was written"
     except FileNotFoundError:
         return f"{shown(name)} is missing"
-    except (OSError, RuntimeError) as error:  # of links that lead in a circle, `resolve` raises RuntimeError
+    except (OSError, RuntimeError) as error:  # `resolve` raises RuntimeError for cyclic links
         return f"{shown(name)} cannot be read ({shown(_reason(error))})"
 
 
@@ -141,7 +143,7 @@ def _is_list(name: str) -> bool:
 
 
 def _write(path: Path, digests: dict[str, str]) -> None:
-    """On the disk before this returns: a list that is there vouches for the files, also after a loss of power."""
+    """Write and sync a list: an existing list vouches for the files, also after a loss of power."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     disk.write(path, f"{_FIRST_LINES[NEW]}{_of_text(lines)}\n{lines}".encode())
     disk.sync(path)

@@ -1,7 +1,7 @@
-"""Every change that checkpoints make to a file system, apart from the arrays that Orbax writes.
+"""All changes that checkpoints make to a file system, apart from the arrays that Orbax writes.
 
-All of them go through these functions, so that tests can let each one fail, and can record them to compute what is left
-after a loss of power. A name that was made, changed or removed is on the disk once its folder was synced (`sync`).
+All of them go through these functions, so that tests can make each one fail, and can record them to compute the state
+after a loss of power. A name that was made, changed or removed is on disk once its folder was synced (`sync`).
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 
 _MAX_THREADS = 8
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems say that cannot sync a folder, and need not: buckets that are mounted."""
+"""Error numbers of file systems that cannot sync a folder, and need not: mounted buckets."""
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in one that is there. Raises FileExistsError."""
+    """Make a folder in an existing one. Raises FileExistsError."""
     path.mkdir()
 
 
 def create(path: Path, data: bytes) -> None:
-    """Write a file that is not there yet. Raises FileExistsError: of two that do this at once, one succeeds."""
+    """Write a new file. Raises FileExistsError: of two simultaneous calls, one succeeds."""
     with path.open("xb") as file:
         file.write(data)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file, new or in place of what it held."""
+    """Write a file, new or replacing its content."""
     with path.open("wb") as file:
         file.write(data)
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -47,7 +47,7 @@ def sync(path: Path) -> None:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Give a folder another name, which nothing else has."""
+    """Rename a folder to a name that nothing else has."""
     path.rename(new)
 
 
@@ -57,7 +57,7 @@ def unlink(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove an empty folder. Raises OSError for one that is not."""
+    """Remove an empty folder. Raises OSError if it is not empty."""
     path.rmdir()
 
 
@@ -72,13 +72,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing; all of them are on the disk when this returns."""
+    """Make a folder and missing ones above it; all of them are on disk when this returns."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         try:
             make_folder(each)
         except FileExistsError:
-            continue  # somebody else was faster
+            continue  # another process made it first
         sync(each.parent)
 
 

@@ -1,9 +1,9 @@
-"""Checks of a checkpoint's files before anything of them is read, for folders that somebody else has made or changed.
+"""Check a checkpoint's files before reading them, for folders that somebody else has made or changed.
 
     check_files      all are regular files in the folder, and none is larger than its arrays can make it
-    check_headers    each array is stored in the shape and dtype that are asked for, in chunks no larger than itself
+    check_headers    each array is stored in the requested shape and dtype, in chunks no larger than itself
 
-TensorStore allocates what the headers and sizes say. What is found is raised as `ValueError`, in a sentence.
+TensorStore allocates as much as the headers and sizes say. Problems are raised as `ValueError`, with a sentence.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from cost_models.text import parse_json
 
 _SPARE_BYTES = 64 * 2**20
-_SPARE_BYTES_PER_LEAF = 2**20  # for what its chunks are listed with
+_SPARE_BYTES_PER_LEAF = 2**20  # for the index of its chunks
 _HEADER_BYTES = 2**16
 _MOST_DIMS = 64
-_KEY_BYTES = 256  # more than any key has
+_KEY_BYTES = 256  # upper bound for any kind of key
 _ORBAX_VALUES_PER_LEAF = 40
 _ORBAX_FILE = "_METADATA"
 _AT_ONCE = 256
 
 
 def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
-    """Raise ValueError unless the files of a checkpoint are regular, and of a size that fits to its arrays."""
+    """Raise ValueError unless the files of a checkpoint are regular, and of plausible sizes for its arrays."""
     room = 2 * sum(_bytes(leaf) for leaf in saved.values()) + _SPARE_BYTES + _SPARE_BYTES_PER_LEAF * len(saved)
     largest = room - _SPARE_BYTES_PER_LEAF * len(saved)
     root = folder.resolve()
@@ -46,13 +46,13 @@ def check_files(folder: Path, saved: Mapping[str, Leaf]) -> None:
         text = read_bounded(folder / _ORBAX_FILE, _SPARE_BYTES)
         parse_json(text, any_text=True, max_values=_ORBAX_VALUES_PER_LEAF * (len(saved) + 4), max_depth=16)
     except FileNotFoundError:
-        return  # there may be no arrays; which files there should be is in the list of checksums
+        return  # there may be no arrays; the list of checksums says which files must exist
     except (OSError, ValueError) as error:
         raise ValueError(f"{_ORBAX_FILE} cannot be read ({shown(error)})") from error
 
 
 def check_headers(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> None:
-    """Raise ValueError unless the arrays that are wanted are stored as what they are."""
+    """Raise ValueError unless the requested arrays are stored in their shapes and dtypes."""
     store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
     names = [each.name for each in wanted if not each.leaf.is_empty]
     for start in range(0, len(names), _AT_ONCE):
@@ -93,7 +93,7 @@ def _fits(chunk: Any, size: int) -> bool:
 def _is_dtype(text: Any, dtype: Any) -> bool:
     try:
         return isinstance(text, str) and len(text) < 40 and jnp.dtype(text) == dtype
-    except (TypeError, ValueError, SyntaxError):  # NumPy reads names of dtypes as expressions
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses names of dtypes as expressions
         return False
 
 
@@ -103,7 +103,7 @@ def _bytes(leaf: Leaf) -> int:
 
 
 def _size(path: Path, root: Path, own: bool) -> int:
-    """In bytes, of a file of ours; those of others are not looked at, but links must not lead out."""
+    """Return the size in bytes of a file of ours; 0 for others, whose links must still not lead out of the folder."""
     try:
         found = path.lstat()
         if stat.S_ISLNK(found.st_mode):

@@ -1,12 +1,12 @@
-"""Who may write into a folder of checkpoints: one process of one job, as long as it shows that it is alive.
+"""Decide who may write into a folder of checkpoints: one process of one job, as long as it shows that it is alive.
 
-    alpa_lite_writer.<n>.json   who the owner is, and a number that it raises every `BEAT_SECONDS`: the one with the
-                                largest n is the lease; who takes it over makes the file n + 1, which only one can
+    alpa_lite_writer.<n>.json   the owner, and a number that it raises every `BEAT_SECONDS`: the file with the largest n
+                                is the lease; taking it over means creating file n + 1, which only one process can
 
-It is taken over from an owner that is dead: at once where that is seen (its process ran here and is gone), else when
-its number has not changed for `EXPIRY_SECONDS`, as this process saw it. Clocks are not compared, nothing is locked: all
-that is needed of a file system is that of two that create the same file one fails. An owner looks before each change to
-the folder whether the lease is still its own (`Lease.check`): one that slept for long must not go on.
+A lease is taken over from a dead owner: at once if the death is visible (its process ran here and is gone), else when
+its number has not changed for `EXPIRY_SECONDS` of this process's clock. Clocks are not compared, nothing is locked: the
+file system only has to guarantee that of two that create the same file one fails. An owner checks before each change to
+the folder whether the lease is still its own (`Lease.check`): one that was suspended for long must not go on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from cost_models.text import parse_json
 
 BEAT_SECONDS = 10.0
-"""Between two signs of life of an owner."""
+"""Seconds between two signs of life of an owner."""
 
 EXPIRY_SECONDS = 120.0
-"""Without a sign of life for so long an owner on another host is taken for dead."""
+"""Seconds without a sign of life after which an owner on another host counts as dead."""
 
 _LOOK_SECONDS = 0.5
 _QUIET_SECONDS = 5.0
@@ -46,19 +46,19 @@ _NAME = re.compile(r"alpa_lite_writer\.([1-9][0-9]{0,17})\.json")
 _logger = logging.getLogger("alpa_lite")
 
 _open_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
-"""The leases of this process by their tokens. What one of its own that is gone had left may be taken over."""
+"""The leases of this process by their tokens. A lease of this process that is not listed may be taken over."""
 
 
 class Lease:
     """The right of this process to write into a folder, once it `hold`s it."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is written; but the time that an owner is silent counts from now on."""
+        """Prepare without writing; the time that an owner is silent counts from now on."""
         self.folder = folder
         self.token = uuid.uuid4().hex[:12]
         self._held: _Held | None = None
         self._seen: tuple[int, bytes, float] | None = None
-        with suppress(OSError):  # `hold` tells
+        with suppress(OSError):  # `hold` reports the error
             self._look()
 
     def hold(self) -> None:
@@ -91,14 +91,14 @@ class Lease:
         )
 
     def give_back(self) -> None:
-        """Others may write from now on."""
+        """Release the lease: others may write from now on."""
         held, self._held = self._held, None
         _open_here.pop(self.token, None)
         if held is not None:
             held.end()
 
     def _look(self) -> int | None:
-        """The number of the newest lease; when it was first seen as it is, is noted."""
+        """Return the number of the newest lease, and note when it was first seen in its present state."""
         newest = _newest(self.folder)
         if newest is None:
             self._seen = None
@@ -109,7 +109,7 @@ class Lease:
         return newest
 
     def _alive(self, number: int) -> Mapping[str, Any] | None:
-        """The owner of a lease, once it is known to be alive; None once it is known to be dead."""
+        """Return the owner of a lease, once it is known to be alive; None once it is known to be dead."""
         first, told = self._seen, False
         while (seen := self._seen) is not None and first is not None and seen[0] == number:
             owner, silent = _owner(seen[1]), time.monotonic() - seen[2]
@@ -129,19 +129,19 @@ class Lease:
                 )
             time.sleep(_LOOK_SECONDS)
             self._look()
-        return None  # it is gone, or another has taken it: look again
+        return None  # it is gone, or another process has taken it: look again
 
     def _take(self, number: int) -> bool:
-        """Become the owner; false where another one was faster."""
+        """Take over the lease; return False if another process was faster."""
         path = _path(self.folder, number)
         me = _myself(self.token)
-        _open_here[self.token] = self  # before others can see it
+        _open_here[self.token] = self  # registered before others can see the file
         try:
             disk.create(path, json.dumps(me).encode())
         except FileExistsError:
             return False
         held = _Held(path=path, number=number, me=me, process=os.getpid())
-        if not held.is_mine():  # there is a newer one: what was known of the folder was out of date
+        if not held.is_mine():  # a newer lease exists: this process's view of the folder was out of date
             with suppress(OSError):
                 disk.unlink(path)
             return False
@@ -156,7 +156,7 @@ class Lease:
 
 @dataclass(kw_only=True)
 class _Held:
-    """A lease that was taken; the thread that renews it knows only this, so that a forgotten `Lease` ends it."""
+    """A lease that was taken; the thread that renews it refers only to this, so that dropping the `Lease` ends it."""
 
     path: Path
     number: int
@@ -166,20 +166,20 @@ class _Held:
     over: threading.Event = field(default_factory=threading.Event)
 
     def is_mine(self) -> bool:
-        """Whether it is the newest lease of the folder, and still that of this process."""
+        """Return True if it is the newest lease of the folder, and still that of this process."""
         if _newest(self.path.parent) != self.number:
             return False
         return _owner(_content(self.path.parent, self.number)).get("token") == self.me["token"]
 
     def renew(self) -> None:
-        """A sign of life, in the file that is there: one that was removed is not made again."""
+        """Write a sign of life into the existing file: a removed one is not made again."""
         self.beats += 1
         self.me |= {"beat": _beat_text(self.beats), "heard": _now()}
         with self.path.open("r+b") as file:
             file.write(json.dumps(self.me).encode())
 
     def end(self) -> None:
-        """Remove it, unless another one has taken it over; also called when it was removed before."""
+        """Remove the lease file, unless another process has taken it over; may be called twice."""
         if self.over.is_set() or self.process != os.getpid():
             return
         self.over.set()
@@ -190,14 +190,14 @@ class _Held:
 
 def _beat(held: _Held) -> None:
     while not held.over.wait(BEAT_SECONDS):
-        with suppress(OSError):  # it is tried again; who waits for a sign of life waits much longer
+        with suppress(OSError):  # retried at the next beat; others wait much longer for a sign of life
             if not held.is_mine():
                 return
             held.renew()
 
 
 def _beat_text(number: int) -> str:
-    """Always of the same length, as the whole lease is: a reader that comes in the middle of a change can read it."""
+    """Return the number in a fixed width, so that a reader in the middle of a change can parse the lease."""
     return f"{number:015d}"
 
 
@@ -217,7 +217,7 @@ def _newest(folder: Path) -> int | None:
 
 
 def _content(folder: Path, number: int) -> bytes:
-    """As it is now; nothing of a file that is gone or is no lease."""
+    """Return the content of a lease file; empty if the file is gone or is no lease."""
     try:
         return read_bounded(_path(folder, number), _MOST_BYTES)
     except (FileNotFoundError, ValueError):
@@ -225,7 +225,7 @@ def _content(folder: Path, number: int) -> bytes:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    """What a lease says; nothing where that cannot be read, as while it is being written."""
+    """Return the owner that a lease names; empty if it cannot be parsed, as while it is being written."""
     try:
         data = parse_json(content, any_text=True, max_values=32, max_depth=1)
     except ValueError:
@@ -267,19 +267,21 @@ def _link(path: str) -> str:
 
 
 def _place(owner: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Where process numbers mean the same: in one namespace of one running kernel; None where that is not known."""
+    """Return a key of the process namespace (of one running kernel); None if unknown."""
     place = owner.get("kernel"), owner.get("namespace")
     return place if all(isinstance(part, str) and part for part in place) else None
 
 
 def _is_here(owner: Mapping[str, Any]) -> bool:
-    """Whether the number of its process means the same to this one."""
+    """Return True if the owner's process id is valid in this process's namespace."""
     return (place := _place(owner)) is not None and place == _place(_myself(""))
 
 
 def _began(process: int) -> str:
-    """When a process was started, in ticks of its kernel; empty where there is none, "over" for one that is none more
-    but for its exit code, "hidden" for one that is another user's."""
+    """Return when a process was started, in ticks of its kernel.
+
+    Empty if there is none, "over" for a zombie, "hidden" for a process of another user.
+    """
     state, *rest = _text(f"/proc/{process}/stat").rpartition(") ")[2].split() or [""]
     if state:
         return "over" if state in "ZX" else rest[18]
@@ -293,13 +295,13 @@ def _began(process: int) -> str:
 
 
 def _runs(owner: Mapping[str, Any]) -> bool:
-    """Whether a process that was started on this machine is there; of this one, whether what holds the lease is."""
+    """Return True if a process on this machine is alive; for this process, if the holder of the lease exists."""
     process = owner.get("process")
     if type(process) is not int or not 0 < process < 2**31 or _began(process) not in (owner.get("began"), "hidden"):
         return False
     if process != os.getpid():
         return True
-    gc.collect()  # one that nobody can use any more may wait for this
+    gc.collect()  # an unreachable lease may still await collection
     return owner.get("token") in _open_here
 
 

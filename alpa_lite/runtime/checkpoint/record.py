@@ -1,10 +1,10 @@
-"""What a checkpoint says of itself, in a file that is there from its first moment on: the mark of a folder of ours.
+"""The record of a checkpoint, in a file that exists from its first moment on: the mark of our folders.
 
-    step     its number, so that a folder that was renamed is found out
+    step     its number, which reveals a folder that was renamed
     parent   the step that its run had saved or restored before
-    save     how many saves there were in the folder: which of two branches is the newer one
+    save     how many saves there were in the folder: it tells which of two branches is newer
 
-The file holds its own digest, as it is read long before all the other checksums are compared.
+The file contains its own digest, as it is read long before all other checksums are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from alpa_lite.runtime.checkpoint.untrusted import read_bounded
 from cost_models.text import parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
-"""The name of the file."""
+"""Name of the file."""
 
 _OWN = re.compile(
     rf"SHA256SUMS(\..+)?|{re.escape(RECORD)}|leaves\.json|plan\.json|_METADATA|_CHECKPOINT_METADATA|commit_success\.txt"
@@ -33,20 +33,20 @@ _LARGEST = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """See the module; `parent` is None where nothing was saved or restored before."""
+    """The content of a record; see the module. `parent` is None if nothing was saved or restored before."""
 
     step: int
     parent: int | None
     save: int
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         data = asdict(self)
         return json.dumps({**data, "sha256": _digest(data)}).encode()
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record of a checkpoint; None where it is missing, damaged, or of a later version."""
+    """Return the record of a checkpoint; None if it is missing, damaged, or of a later version."""
     try:
         data = parse_json(read_bounded(folder / RECORD, _MOST_BYTES), any_text=True, max_values=16, max_depth=1)
         digest = data.pop("sha256")
@@ -59,12 +59,12 @@ def read_record(folder: Path) -> Record | None:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of a checkpoint, by its path in the folder, is one that alpa_lite or Orbax writes."""
+    """Return True if a file of a checkpoint, by its path in the folder, is one that alpa_lite or Orbax writes."""
     return _OWN.fullmatch(name) is not None
 
 
 def files_of(folder: Path) -> list[str]:
-    """All that is in a folder and no folder itself, by its path there; links are not followed."""
+    """Return the paths of all files in a folder and its subfolders; links are not followed."""
     found = list[str]()
     for place, folders, names in os.walk(folder):
         links = [name for name in folders if Path(place, name).is_symlink()]

@@ -1,16 +1,16 @@
-"""Checkpoints on disk, through Orbax. The only module that imports it, and imported only where checkpoints are used.
+"""Checkpoints on disk, through Orbax. The only module that imports it, itself imported only where checkpoints are used.
 
-    folder/<step>/alpa_lite_checkpoint.json             the record, which is there first (`record.py`)
+    folder/<step>/alpa_lite_checkpoint.json             the record, which is written first (`record.py`)
                   manifest.ocdbt, d, ocdbt.process_*    the arrays by name, in chunks of at most 16 MiB (Orbax)
-                  leaves.json                           what they are (`saved_leaves.py`)
-                  plan.json                             how they were placed; `Plan.load` reads it
+                  leaves.json                           their shapes and dtypes (`saved_leaves.py`)
+                  plan.json                             how they were sharded; `Plan.load` reads it
                   SHA256SUMS                            of all files, written last (`checksums.py`)
 
 Every process writes the shards that it has, waits until they are on its disk, and reads what its devices need. The
-first process has all files on the disk before it writes the list of checksums, and gives the folder its name then.
+first process syncs all files before it writes the list of checksums, and gives the folder its name then.
 
-What goes wrong on one process is kept until all have come to the end of a save (`_Careful`): one that gave up early
-would leave the others waiting for it. A checkpoint that is not whole gets no list of checksums and no name.
+An error on one process is stored until all have come to the end of a save (`_Careful`): a process that gave up early
+would leave the others waiting for it. An incomplete checkpoint gets no list of checksums and no name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from alpa_lite.runtime.checkpoint.file_checks import check_headers
 from alpa_lite.runtime.checkpoint.saved_leaves import Leaf, Wanted
 from alpa_lite.runtime.checkpoint.shared_errors import ConsequenceError
 
-_CHUNK_BYTES = 16 * 2**20  # the most that is read to get at a small part of a large array
-_REPLICAS_SHARE_FROM = 2**20  # bytes from which on processes that hold the same shard write a part of it each
+_CHUNK_BYTES = 16 * 2**20  # upper bound on the bytes read for a small part of a large array
+_REPLICAS_SHARE_FROM = 2**20  # size in bytes from which replicas of a shard each write a part of it
 _READ_AT_ONCE_GB = 16
 _LONGEST_SAVE_SECONDS = 3600
 
 
 class _Local:
-    """An array whose devices all belong to this process, of several: to Orbax it must not look like a `jax.Array`,
-    of which it expects every process to have a part."""
+    """An array whose devices all belong to this process, in a job of several.
+
+    It must not look like a `jax.Array` to Orbax, which expects every process to have a part of those.
+    """
 
     def __init__(self, array: jax.Array) -> None:
         self._array = array
@@ -49,12 +51,14 @@ class _Local:
 
 
 class ShardHandler(ocp.type_handlers.ArrayHandler):
-    """Arrays of which a process has all shards, some or none: those of pipeline stages live on some processes only."""
+    """Writes arrays of which a process has all shards, some or none: those of pipeline stages live on some processes
+    only.
+    """
 
     def __init__(self) -> None:
-        """Keys and shardings are told elsewhere."""
+        """Set up without keys and shardings, which are passed elsewhere."""
         super().__init__(
-            primary_host=None,  # whoever has a part of an array also writes what the array is
+            primary_host=None,  # every process with a part of an array also writes its metadata
             use_replica_parallel=jax.process_count() > 1,
             min_slice_bytes_for_replica_parallel=_REPLICAS_SHARE_FROM,
             enable_write_sharding_file=False,
@@ -72,7 +76,7 @@ class ShardHandler(ocp.type_handlers.ArrayHandler):
         return await super().serialize(arrays, [infos[i] for i in here], [args[i] for i in here])
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        """Read what this process's devices need."""
+        """Read the shards that this process's devices need."""
         here = [i for i, arg in enumerate(args) if arg.sharding.addressable_devices]
         read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
         arrays = dict(zip(here, read, strict=True))
@@ -91,12 +95,12 @@ def _arrays_handler() -> Any:
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry,
         restore_concurrent_gb=_READ_AT_ONCE_GB,
-        use_compression=False,  # takes longer than the twelfth of the bytes that it saves of weights
+        use_compression=False,  # saves 1/12 of the bytes of weights, and takes longer than writing these
     )
 
 
 class _Careful(ocp.AsyncCheckpointHandler):
-    """Writes a checkpoint; `problem` is what went wrong on this process."""
+    """Writes a checkpoint; `problem` stores the error of this process."""
 
     def __init__(self) -> None:
         self._arrays = _arrays_handler()
@@ -106,7 +110,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
         self.problem: Exception | None = None
 
     async def async_save(self, directory: Any, args: Content) -> list[Any]:
-        # Not the arrays themselves, which would stay on the devices.
+        # Do not store the arrays themselves: their device memory would stay in use.
         self._beside, self._has_arrays, self.problem = args.beside, bool(args.arrays), None
         self._publish = args.publish
         written: list[Any] = []
@@ -126,7 +130,7 @@ class _Careful(ocp.AsyncCheckpointHandler):
         raise NotImplementedError
 
     def finalize(self, directory: Any) -> None:
-        """On the first process, when all have written what they could."""
+        """Complete the checkpoint on the first process, when all have written what they could."""
         folder, publish, self._publish = Path(directory), self._publish, _nothing
         try:
             if self.problem is None:
@@ -152,9 +156,9 @@ class _Careful(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(_Careful, for_save=True, for_restore=True)
 @dataclass
 class Content(ocp.args.CheckpointArgs):
-    """What a checkpoint gets: arrays by name, and other files by theirs.
+    """The content of a checkpoint: arrays by name, and other files by name.
 
-    publish: what the first process calls when all of it is on the disk.
+    publish: called by the first process when all of it is on disk.
     """
 
     arrays: Mapping[str, Any]
@@ -167,7 +171,7 @@ def _nothing() -> None:
 
 
 class _CheckpointPath:
-    """The folder of a checkpoint as Orbax asks for it: made before, and given its name by `Content.publish`."""
+    """The folder of a checkpoint in the form that Orbax expects: made before, and renamed by `Content.publish`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = epath.Path(folder)
@@ -176,7 +180,7 @@ class _CheckpointPath:
         return self._folder
 
     def get_final(self) -> epath.Path:
-        return self._folder / "none"  # Orbax demands that there is nothing there yet
+        return self._folder / "none"  # Orbax requires a path that does not exist
 
     async def create(self) -> epath.Path:
         return self._folder
@@ -186,7 +190,7 @@ class _CheckpointPath:
 
 
 class _Places:
-    """Makes the places that Orbax writes to; what it says of where, when and by which options is passed over."""
+    """Makes the paths that Orbax writes to; its requests for other paths, times and options are ignored."""
 
     folder = Path()
 
@@ -196,7 +200,7 @@ class _Places:
 
 
 class _PendingWrite:
-    """Of one process: ends when what was begun is on disk, with its digests."""
+    """The pending write of one process: done when the data and its digests are on disk."""
 
     def __init__(self, futures: Sequence[Any], folder: Path, handler: _Careful) -> None:
         self._futures, self._folder, self._handler = futures, folder, handler
@@ -212,12 +216,12 @@ class _PendingWrite:
 
 
 def _part(process: int) -> str:
-    """The subfolder that a process writes its arrays into."""
+    """Return the subfolder that a process writes its arrays into."""
     return f"ocdbt.process_{process}"
 
 
 class _NoMetadata:
-    """Where Orbax would note when it wrote what: the list of checksums could not hold a file that changes after it."""
+    """Drops Orbax's notes on when it wrote what: they change after the list of checksums is written."""
 
     def write(self, file_path: Any, metadata: Any) -> None:
         pass
@@ -233,10 +237,10 @@ class _NoMetadata:
 
 
 class Writer:
-    """Writes checkpoints, one at a time. All processes call it alike."""
+    """Writes checkpoints, one at a time. All processes must make the same calls."""
 
     def __init__(self) -> None:
-        """Nothing is written yet."""
+        """Start without a pending write."""
         self._handler = _Careful()
         self._places: Any = _Places()
         self._checkpointer = ocp.AsyncCheckpointer(
@@ -247,24 +251,26 @@ class Writer:
         )
 
     def start(self, folder: Path, content: Content) -> None:
-        """Begin to write into an empty folder; returns when the arrays may be overwritten."""
+        """Begin to write into an empty folder; return when the arrays may be overwritten."""
         self._places.folder = folder
         self._checkpointer.save(folder, args=content)
 
     def finish(self) -> None:
-        """Wait until it is complete. Raises what went wrong on this process."""
+        """Wait until the checkpoint is complete. Raises the error of this process, if any."""
         self._checkpointer.wait_until_finished()
         if self._handler.problem is not None:
             raise self._handler.problem
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End the background threads."""
         self._checkpointer.close()
 
 
 def read_arrays(folder: Path, wanted: Sequence[Wanted], saved: Mapping[str, Leaf]) -> dict[str, Any]:
-    """The arrays of a checkpoint by name, as they are stored: in their places, or on the host. Raises ValueError for
-    arrays that are stored as something else than `saved` says."""
+    """Return the arrays of a checkpoint by name, as they are stored: in their shardings, or on the host.
+
+    Raises ValueError for arrays that are stored in another form than `saved` says.
+    """
     how = {each.name: _restore_args(each, saved[each.name]) for each in wanted if not each.leaf.is_empty}
     if not how:
         return {}

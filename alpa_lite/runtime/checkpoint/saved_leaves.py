@@ -1,11 +1,11 @@
 """A state as arrays by name, as a checkpoint holds it; independent of the pytrees that it is taken from and put into.
 
     saved     shape and dtype of each leaf by its name, and the arrays to write            `stored`
-    wanted    the same of a state to be restored, and where each leaf goes                 `wanted`, `check_fit`
-    back      leaves of the wanted kind, of the arrays that were read                      `Wanted.restored`
+    wanted    the same of a state to be restored, and the sharding of each leaf            `wanted`, `check_fit`
+    back      leaves of the requested kind, made of the arrays that were read              `Wanted.restored`
 
-Names are the paths in the state, as `params/0/w`. What storage cannot hold is written in another form: typed keys as
-their data, integers of 4 bits and less as 8 bits; arrays without elements are not written at all.
+Names are the paths in the state, as `params/0/w`. Types that storage cannot hold are converted: typed keys are written
+as their data, integers of 4 bits and less as 8 bits; arrays without elements are not written at all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from alpa_lite.trace.trace import unique
 from cost_models.text import parse_json
 
 FORMAT = 1
-"""Version of what a checkpoint says of its arrays."""
+"""Version of the description of the arrays in a checkpoint."""
 
 _WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
-"""Dtypes that are stored as others, which hold the same numbers."""
+"""Dtypes that are stored as wider ones, which hold the same numbers."""
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _LARGEST_BYTES = {"c": 16}
@@ -45,14 +45,14 @@ _MOST_BYTES = 64 * 2**20
 _VALUES_PER_LEAF = 8 + 4
 _DEPTH = 4
 _SHOWN = 3
-"""How many names a message lists."""
+"""Number of names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """What a checkpoint says of one leaf. Keys have the dtype `key<...>` and the shape without their data.
+    """The description of one leaf. Keys have the dtype `key<...>` and the shape without their data.
 
-    `is_number`: it was a number of Python's, which has no dtype of its own.
+    `is_number`: it was a Python number, which has no dtype of its own.
     """
 
     shape: tuple[int, ...]
@@ -78,22 +78,22 @@ class Leaf:
 
     @property
     def kind(self) -> object:
-        """Whole numbers, fractions, or what else it holds."""
+        """The category of dtypes that it belongs to: integers, floats, or another."""
         return self.dtype if self.is_key else next(kind for kind in _KINDS if jnp.issubdtype(self.dtype, kind))
 
     def fits(self, other: Leaf) -> bool:
-        """Whether one can be restored as the other."""
+        """Return True if one can be restored as the other."""
         alike = self.kind == other.kind if self.is_number or other.is_number else self.dtype == other.dtype
         return alike and self.shape == other.shape
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return JSON-compatible data."""
         data: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         return {**data, "is_number": True} if self.is_number else data
 
     @staticmethod
     def from_json(data: Any) -> Leaf:
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the leaf that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
         shape, dtype = data["shape"], data["dtype"]
         if not (isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_is_size, shape))):
             raise ValueError(f"{shown(shape)} is no shape")
@@ -109,14 +109,16 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A state to be written: what each leaf is, and the arrays with elements, in the form that storage holds."""
+    """A state to be written: the description of each leaf, and the arrays with elements, in the form that storage
+    holds.
+    """
 
     leaves: Mapping[str, Leaf]
     arrays: Mapping[str, Any]
 
 
 def stored(state: Any) -> Stored:
-    """A state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
+    """Return a state as it is written. Raises `CheckpointError` for a leaf that is no array and no number."""
     leaves: dict[str, Leaf] = {}
     arrays: dict[str, Any] = {}
     for name, value in _named(state):
@@ -139,7 +141,9 @@ def _storable(value: Any, leaf: Leaf) -> Any:
 
 
 def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
-    """The content of the file that says what the leaves are. Raises `CheckpointError` for more than can be read."""
+    """Return the content of the file that describes the leaves. Raises `CheckpointError` if it is too large to read
+    back.
+    """
     data = {"format": FORMAT, "leaves": {name: leaf.to_json() for name, leaf in leaves.items()}}
     text = json.dumps(data, allow_nan=False).encode()
     if len(leaves) > _MOST_LEAVES or len(text) > _MOST_BYTES:
@@ -151,7 +155,7 @@ def write_leaves(leaves: Mapping[str, Leaf]) -> bytes:
 
 
 def read_leaves(path: Path) -> dict[str, Leaf]:
-    """What `write_leaves` wrote. Raises `CheckpointError` for anything else."""
+    """Return the leaves that `write_leaves` wrote. Raises `CheckpointError` for anything else."""
     try:
         text = read_bounded(path, _MOST_BYTES)
         data = parse_json(text, any_text=True, max_values=_VALUES_PER_LEAF * _MOST_LEAVES, max_depth=_DEPTH)
@@ -173,8 +177,8 @@ def _is_size(size: Any) -> bool:
 class Wanted:
     """One leaf of a state to be restored.
 
-    sharding   where its array goes; None: it is NumPy's, or a number
-    number     what a number is to be: `int`, `np.float32`
+    sharding   the sharding of its array; None: it is NumPy's, or a number
+    number     type of a number: `int`, `np.float32`
     """
 
     name: str
@@ -184,14 +188,14 @@ class Wanted:
 
     @property
     def stored_sharding(self) -> Sharding | None:
-        """Of the array as it is stored: that of keys has a dim more."""
+        """The sharding of the array as it is stored: that of keys has one more dim."""
         if not self.leaf.is_key or not isinstance(self.sharding, NamedSharding):
             return self.sharding
         spec = PartitionSpec(*self.sharding.spec[: len(self.leaf.shape)])
         return NamedSharding(self.sharding.mesh, spec, memory_kind=self.sharding.memory_kind)
 
     def restored(self, array: Any) -> Any:
-        """The leaf, of what was read: an array in its place, or NumPy's (None of an array without elements)."""
+        """Return the leaf, made of the array that was read (None for an array without elements)."""
         form = self.leaf.as_stored
         array = np.zeros(form.shape, form.dtype) if array is None else array
         if self.number is not None:
@@ -214,7 +218,7 @@ def _keys(data: Any, implementation: str) -> Any:
 
 
 def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-    """An array of the host's, which every process has; each puts its own parts in their places."""
+    """Return an array in a sharding, made from one that every process has on its host; each puts its own blocks."""
     converted = np.asarray(array).astype(form.dtype)
     if jnp.issubdtype(form.dtype, np.integer) and (converted != array).any():
         raise CheckpointError(f"it holds {shown(array)} for {shown(name)}, which is too large for {form.dtype}")
@@ -222,10 +226,9 @@ def _placed(name: str, array: Any, form: jax.ShapeDtypeStruct, sharding: Any) ->
 
 
 def wanted(like: Any, shardings: Sequence[Sharding] | None = None) -> list[Wanted]:
-    """The leaves of a pytree like the state to be restored: arrays, `jax.ShapeDtypeStruct`s, numbers.
+    """Return the leaves of a pytree like the state to be restored: arrays, `jax.ShapeDtypeStruct`s, numbers.
 
-    shardings: where each goes; None: where the arrays are, or as the structs say; those that do not say so go to the
-        first device.
+    shardings: of each leaf; None: those of the arrays or structs; leaves without one go to the first device.
     """
     named = _named(like)
     places = shardings if shardings is not None else [_place(value) for _, value in named]
@@ -247,7 +250,7 @@ def _place(value: Any) -> Sharding | None:
 
 
 def check_fit(wanted: Sequence[Wanted], saved: Mapping[str, Leaf], *, partial: bool) -> None:
-    """Raise `CheckpointError` unless a checkpoint has the leaves that are wanted, and (unless `partial`) no others."""
+    """Raise `CheckpointError` unless a checkpoint has the requested leaves, and (unless `partial`) no others."""
     names = {each.name for each in wanted}
     missing = [name for name in names if name not in saved]
     extra = [] if partial else [name for name in saved if name not in names]
@@ -272,7 +275,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves by their paths; of paths that read alike the later ones are numbered."""
+    """Return the leaves by their paths; of paths that read alike the later ones are numbered."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = unique(jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths)
     return [(name, value) for name, (_, value) in zip(names, paths, strict=True)]

@@ -1,6 +1,7 @@
-"""What went wrong on some processes of a job, in the same words on all of them.
+"""Report errors on some processes of a job in the same words on all of them.
 
-A process that is lost breaks the connections of the others, and what they see of it is not the cause: it is looked for.
+A lost process breaks the connections of the others, and the errors that they see are not the cause: it is determined
+here.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from dataclasses import dataclass
 
 from alpa_lite.runtime.checkpoint.untrusted import shown
 from alpa_lite.runtime.job.consensus import everywhere
-from alpa_lite.runtime.job.shutdown import processes, roll
+from alpa_lite.runtime.job.shutdown import processes, roll_call
 
 _MOST_LETTERS = 1000
 
 
 class ConsequenceError(OSError):
-    """What went wrong because something else did, on another process maybe."""
+    """An error that follows from another one, possibly on another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What went wrong with a checkpoint, without a full stop; and a sentence on what to do."""
+    """The reason of an error with a checkpoint, without a full stop; and a sentence of advice."""
 
     reason: str
     advice: str
 
 
 def agreed_trouble(problem: Exception | None) -> Trouble | None:
-    """What went wrong on any process, of what did on this one; all call it. None: nothing did."""
-    if problem is not None and (here := roll()) is not None and (lost := here.silent()):
+    """Return the error of any process, given that of this one; collective. None: there was none."""
+    if problem is not None and (here := roll_call()) is not None and (lost := here.silent()):
         return Trouble(
             reason=f"there is no word from {processes(lost)} ({reason_of(problem)})",
             advice="Start the job again to go on from there.",
@@ -43,7 +44,7 @@ def agreed_trouble(problem: Exception | None) -> Trouble | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The innermost cause, in one line, without the description of all files that TensorStore adds."""
+    """Return the innermost cause, in one line, without the description of all files that TensorStore adds."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).partition("[tensorstore_spec")[0].split()) or type(error).__name__
@@ -51,7 +52,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def in_words(reasons: Sequence[str | None]) -> str:
-    """What each process says; which one, where they do not say the same."""
+    """Return what each process reports, with their numbers unless all report the same."""
     if len({*reasons}) == 1:
         return reasons[0] or ""
     found: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Reading files that may be damaged or hostile: bounded before anything is allocated, and shown without harm.
+"""Read files that may be damaged or hostile: sizes are bounded before allocation, and text is shown without harm.
 
-open_regular     a file that is a regular one: opening neither waits (a FIFO) nor does anything (a device)
-read_bounded     the content of such a file that is not too large
-shown            text from a file as a message may hold it: short, and without control characters
+open_regular     a regular file: opening it neither blocks (a FIFO) nor has an effect (a device)
+read_bounded     the content of such a file, if it is not too large
+shown            text from a file, fit for a message: short, and without control characters
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SHOWN_LETTERS = 80
 
 
 class TooLargeError(ValueError):
-    """A file that is larger than any that is written."""
+    """A file that is larger than any that alpa_lite writes."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError, also (as a sentence) for what is no regular file."""
+    """Open a file for reading. Raises OSError, with a sentence if it is not a regular file."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -33,7 +33,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of a file of at most `most` bytes. Raises OSError, or `TooLargeError`."""
+    """Return the content of a file of at most `most` bytes. Raises OSError, or `TooLargeError`."""
     with open_regular(path) as file:
         _check_size(file, most)
         return file.read(most)
@@ -51,7 +51,7 @@ def _check_size(file: BufferedReader, most: int) -> None:
 
 
 def shown(text: object, most: int = _SHOWN_LETTERS) -> str:
-    """Text in one line, cut to so many letters, with escapes for what could act on a terminal or be no text."""
+    """Return text in one line, cut to `most` characters, with escapes for control characters and undecodable bytes."""
     cut = str(text)
     cut = cut if len(cut) <= most else f"{cut[:most]}…"
     return printable(cut)

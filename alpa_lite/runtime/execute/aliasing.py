@@ -1,20 +1,21 @@
-"""Arguments and results of a step have memory of their own where a buffer is given away.
+"""Decide which buffers of a step are donated, and copy arrays that must not share a donated buffer.
 
-    arguments   XLA must not be given a buffer twice, or one that is given away and read as well; on several devices it
-                ends the process. What comes twice is copied                                          `Apart`
-    results     an array that a program hands on, from an argument that the caller keeps or to two results, is copied,
-                as `jax.jit` does                                                                     `shared_results`
+    arguments   XLA must not be passed a buffer twice if it is donated: on several devices it ends the process. The
+                repeated ones are copied                                                              `Apart`
+    results     an array that a program passes through, from an argument that is not donated or to two results, is
+                copied, as `jax.jit` does                                                             `shared_results`
 
-Arrays that the step before returned are apart, and are recognised by identity. The buffers of others are compared.
+Arrays that the previous step returned share no buffers, and are recognised by identity. The buffers of other arrays are
+compared.
 
-Which inputs of a task are given away to it, so that results take over their memory.
+Inputs of a task are donated to it, so that results reuse their memory (`donations`):
 
     arguments      that the caller donates, to the update that is the last to read them
     intermediates  of a micro-batch, to the task that is the last to read them, in every micro-batch
 
-An argument that the caller keeps is never given away, whatever it is called inside: placing or sending an array that is
-where it should be hands on the array itself. So only what a task made, or what was sent to other devices, counts as an
-intermediate.
+An argument that the caller keeps is never donated, under any buffer name: placing or sending an array that is already
+in place returns the array itself. So only arrays that a task made, or that were sent to other devices, count as
+intermediates.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from alpa_lite.program.phases import StepGraph
 
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Arrays in the same places and in memory of their own. Other processes have no part in it."""
+    """Return copies of arrays in the same shardings. Only devices of this process take part."""
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(list(arrays), [array.sharding for array in arrays], may_alias=False)
     return [_copy_of_blocks(array) for array in arrays]
@@ -47,7 +48,7 @@ def _copy_of_blocks(array: jax.Array) -> jax.Array:
 
 
 class Apart:
-    """Copies the arguments of a step that share a buffer with another one, where one of them is given away."""
+    """Copies the arguments of a step that share a buffer with another one, where one of the two is donated."""
 
     def __init__(
         self,
@@ -56,14 +57,14 @@ class Apart:
         donated: Sequence[bool],
         next_of: Mapping[int, int],
     ) -> None:
-        """Of each argument its shape, where it lives, and whether it is given away.
+        """Prepare for arguments with the given shapes, shardings and donation flags.
 
-        `next_of`: the number of the result that takes the place of an argument in the next step.
+        `next_of`: for an argument, the number of the result that replaces it in the next step.
         """
         self._donated = donated
         self._groups = [group for group in _alike(leaves, shardings) if any(donated[i] for i in group)]
         watched = [i for group in self._groups for i in group]
-        # First those that results replace, then what the caller keeps, which may come back as a result too.
+        # First the arguments that results replace, then those that the caller keeps, which may be returned too.
         self._replaced = [i for i in watched if donated[i] and i in next_of]
         self._kept = [i for i in watched if not donated[i]]
         self._watched = [*self._replaced, *self._kept, *(i for i in watched if donated[i] and i not in next_of)]
@@ -73,7 +74,7 @@ class Apart:
         self._returned: list[tuple[int, Callable[[], Any]]] = []
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arguments, with copies among them where that is needed."""
+        """Return the arguments, with copies where needed."""
         fresh = [i for i, expected in zip(self._watched, self._expected, strict=True) if expected() is not leaves[i]]
         if not fresh:
             return leaves
@@ -82,7 +83,7 @@ class Apart:
         return self._with_copies(leaves, arrays) if arrays else leaves
 
     def note(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Remember, after a step, the arrays that are known to be apart: its results, and what the caller keeps."""
+        """Remember, after a step, arrays that share no buffers: its results, and arguments that were not donated."""
         if self._watched:
             self._expected = [
                 *[weakref.ref(outputs[i]) for i in self._results],
@@ -101,7 +102,7 @@ class Apart:
         return found
 
     def _repeated(self, group: Sequence[int], leaves: Sequence[Any]) -> list[int]:
-        """The members of a group to be copied: never what the caller keeps."""
+        """Return the members of a group to copy: never arguments that the caller keeps."""
         taken, found = set[Hashable](), list[int]()
         for i in sorted(group, key=lambda i: self._donated[i]):
             if isinstance(leaves[i], jax.Array):
@@ -113,7 +114,7 @@ class Apart:
 
 
 def _nothing() -> None:
-    """Stands for an array that is gone."""
+    """Return None, in place of a weak reference to an array that no longer exists."""
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -121,7 +122,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[list[int]]:
-    """The arguments in groups, so that arrays in two groups have no buffer of the same shape and dtype."""
+    """Return the arguments in groups, so that arrays of two groups cannot share a buffer of one shape and dtype."""
     groups: list[tuple[set[Hashable], list[int]]] = []
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         forms: set[Hashable] = {(leaf.shape, leaf.dtype), (sharding.shard_shape(leaf.shape), leaf.dtype)}
@@ -134,7 +135,7 @@ def _alike(leaves: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 
 
 def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of a program's outputs that are the array of another one, or of an argument that the caller keeps."""
+    """Return the numbers of outputs that are the same array as another output, or as a kept argument."""
     same = sent_in_place(program, plan)
     placed = {b: b.value for i in program.instructions if i.kind == "PLACE" for b in i.writes}
     leaf = {v: part.leaf for v, part in zip(step.graph.inputs, step.input_parts, strict=True)}
@@ -150,7 +151,7 @@ def shared_results(program: Program, plan: Plan, step: StepGraph, donated: Seque
 
 
 def with_copies(results: list[Any], numbers: Sequence[int]) -> list[Any]:
-    """The outputs of a program with copies of some; those of other processes are None."""
+    """Return the outputs of a program with those at `numbers` copied; outputs on other processes are None."""
     here = [number for number in numbers if results[number] is not None]
     if not here:
         return results
@@ -161,7 +162,9 @@ def with_copies(results: list[Any], numbers: Sequence[int]) -> list[Any]:
 
 
 def donations(program: Program, plan: Plan, step: StepGraph, donated: Sequence[bool]) -> dict[int, tuple[int, ...]]:
-    """For each task the numbers of the inputs that it may overwrite. `donated[i]`: the caller gives argument i away."""
+    """Return for each task the numbers of the inputs that it may overwrite. `donated[i]`: the caller donates argument
+    i.
+    """
     facts = _Facts(program, plan, step, donated)
     kept: dict[int, set[int]] = {}
     for number, instruction in enumerate(program.instructions):
@@ -189,7 +192,7 @@ class _Facts:
                     self.times[number, self.same.get(buffer, buffer)] += 1
 
     def is_free(self, number: int, instruction: Instruction, position: int) -> bool:
-        """True when nobody needs an input of this instruction any more, and it is ours to overwrite."""
+        """Return True if nothing reads an input of this instruction later, and the runtime owns its buffer."""
         buffer = instruction.reads[position]
         if buffer in self.returned or self.last.get(buffer) != (number, position) or self.times[number, buffer] > 1:
             return False
@@ -198,11 +201,11 @@ class _Facts:
             return buffer in self.made and buffer not in self.shared
         given = leaf < len(self.donated) and self.donated[leaf]
         at_home = self.program.homes[buffer.value][0] == buffer.stage
-        # Without a task that returns the argument's next value, nothing would take it over.
+        # Without a task that returns the argument's next value, no result would reuse its buffer.
         return given and at_home and self.program.tasks[instruction.task].kind in ("update", "step")
 
     def _made(self) -> set[Buffer]:
-        """Arrays that the program made itself, or copied to devices of which the source has none."""
+        """Return the buffers that the program made itself, or copied to devices on which the source has no block."""
         found: set[Buffer] = set()
         for instruction in self.program.instructions:
             if instruction.kind == "RUN":
@@ -217,7 +220,10 @@ class _Facts:
 
 
 def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
-    """What stages send to others on devices they share: it may be the very array that was sent. Copy → original."""
+    """Return the transfers between stages that share devices, as copy → original.
+
+    The copy may be the very same array, as JAX does not move an array that is in place.
+    """
     same: dict[Buffer, Buffer] = {}
     for instruction in program.instructions:
         if instruction.kind == "SEND":
@@ -229,7 +235,7 @@ def sent_in_place(program: Program, plan: Plan) -> dict[Buffer, Buffer]:
 
 
 def _reusable(task: TaskSpec, positions: Sequence[int], step: StepGraph) -> tuple[int, ...]:
-    """Of some inputs of a task those whose buffer an output can take over: same shape, dtype and spec."""
+    """Return those inputs of a task whose buffer an output can reuse: same shape, dtype and spec."""
 
     def layout(port: Port) -> object:
         value = step.graph.values[port.value]

@@ -1,10 +1,10 @@
-"""What XLA allocates for a compiled step: its program walked with the sizes of its buffers and of its executables.
+"""Compute the memory that XLA allocates for a compiled step, from the sizes of its buffers and executables.
 
     resident   = buffers alive on the devices of a stage, arguments of the running executable included
     allocated  = max over instructions of resident + outputs that overwrite no argument + temporaries   `allocated`
 
-Outputs and temporaries are what XLA says of each executable (`memory_analysis`). Nothing runs. What the process holds
-besides, and how the allocator of the devices cuts its memory into pieces, is not counted.
+Outputs and temporaries are what XLA reports for each executable (`memory_analysis`). Nothing runs. Other memory of the
+process and fragmentation by the device allocator are not counted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from alpa_lite.sharding.specs import Spec, replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """Bytes of one device of a stage at the moment when most is allocated there, for other stages on it too.
+    """Bytes on one device of a stage at its peak, including those of other stages on the same device.
 
     Attributes:
-        resident_bytes: buffers that are alive, arguments of the task at work included.
-        output_bytes: results of the task at work that overwrite no argument.
-        temporary_bytes: what the task at work needs besides.
+        resident_bytes: live buffers, arguments of the running task included.
+        output_bytes: results of the running task that overwrite no argument.
+        temporary_bytes: temporaries of the running task.
     """
 
     resident_bytes: float
@@ -34,12 +34,12 @@ class Allocated:
 
     @property
     def peak_bytes(self) -> float:
-        """All of it."""
+        """The sum of all three, in bytes."""
         return self.resident_bytes + self.output_bytes + self.temporary_bytes
 
 
 def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
-    """For each stage the moment at which most is allocated on its devices."""
+    """Return for each stage the allocation at the peak of its devices."""
     walk = _BufferWalk(executor, plan)
     for instruction in executor.program.instructions:
         walk.take(instruction)
@@ -47,7 +47,7 @@ def allocated(executor: Executor, plan: Plan) -> tuple[Allocated, ...]:
 
 
 class _BufferWalk:
-    """Keeps account of the buffers on each group of devices, by the number of the first stage on it."""
+    """Tracks the live buffers on each group of devices, by the number of the first stage on it."""
 
     def __init__(self, executor: Executor, plan: Plan) -> None:
         self.executor, self.program, self.plan = executor, executor.program, plan
@@ -56,13 +56,13 @@ class _BufferWalk:
         self.most: dict[int, Allocated] = {}
 
     def size(self, buffer: Buffer, spec: Spec | None) -> float:
-        """Bytes per device of a buffer."""
+        """Return the bytes per device of a buffer."""
         value = self.executor.step.graph.values[buffer.value]
         sizes = dict(self.plan.stages[buffer.stage].mesh_shape.axis_sizes)
         return local_bytes(value, spec if spec is not None else replicated(value.rank), sizes)
 
     def take(self, instruction: Instruction) -> None:
-        """The effect of one instruction."""
+        """Apply the effect of one instruction."""
         if instruction.kind == "FREE":
             for live in self.live.values():
                 for buffer in instruction.reads:

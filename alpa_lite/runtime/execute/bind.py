@@ -1,16 +1,16 @@
-"""Instructions as functions with everything looked up: what runs in a step is one loop over a list (`Bound.run`).
+"""Bind instructions to functions with all look-ups done, so that a step is one loop over a list (`Bound.run`).
 
-Each buffer has a slot, a place in a list. The arguments of the step come first; the function of an instruction reads
-and writes slots by number. What an instruction is the last to read leaves its slot right after it.
+Each buffer has a slot, an index into a list. The arguments of the step come first; the function of an instruction reads
+and writes slots by index. A slot is cleared right after the last instruction that reads it.
 
     PLACE    `Binder._place`     an argument, or the rows of a micro-batch, onto the devices of a stage
     RUN      `Binder._run`       an executable, whose token goes to the `Flight`
     SEND     `Binder._send`      a transfer
     ZEROS    `Binder._zeros`
     CONCAT   `Binder._concat`
-    FREE     no function: the slots that the instruction before gives up
+    FREE     no function: the slots that the preceding instruction clears
 
-In a job of several processes, what a process has no device for has no function there either: its slots stay empty.
+In a job of several processes, an instruction without devices of this process has no function, and its slots stay empty.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Action = Callable[[Slots], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A program ready to run.
+    """A program that is ready to run.
 
-    actions      function and slots that are free after it, of each instruction but FREE
+    actions      function and slots to clear after it, of each instruction but FREE
     instructions number in the program of each action
     slot         of each buffer; the inputs of the step have the first ones
     outputs      slots of the results
@@ -54,11 +54,11 @@ class Bound:
     outputs: tuple[int, ...]
 
     def slots(self, inputs: Sequence[Any]) -> Slots:
-        """For one step on these inputs."""
+        """Return the slots for one step on these inputs."""
         return [*inputs, *[None] * (self.num_slots - len(inputs))]
 
     def run(self, slots: Slots) -> None:
-        """Launch everything."""
+        """Launch all instructions."""
         for action, free in self.actions:
             action(slots)
             for i in free:
@@ -67,16 +67,16 @@ class Bound:
 
 @dataclass(kw_only=True, eq=False)
 class Binder:
-    """Looks everything up that a program needs.
+    """Performs all look-ups that a program needs.
 
-    zeros     per task, what makes its accumulators
-    concats   per buffer, what puts the micro-batches of an output together
-    transfers per buffer, what brings it from another stage, where this process takes part
+    zeros     per task, the function that makes its accumulators
+    concats   per buffer, the function that concatenates the micro-batches of an output
+    transfers per buffer, the transfer from another stage, where this process takes part
     is_here   per stage, whether this process has a device of it
-    indices   per stage, the numbers of the micro-batches on its devices
+    indices   per stage, the indices of the micro-batches on its devices
     groups    per stage, the group of devices whose launches `flight` counts together
-    sharding  of a spec on a stage
-    placing   puts arguments there
+    sharding  maps a stage and a spec to a sharding
+    placing   moves arguments to their shardings
     """
 
     program: Program
@@ -99,7 +99,7 @@ class Binder:
         self.staged: dict[object, int] = {}
 
     def bound(self) -> Bound:
-        """The program with everything looked up."""
+        """Return the program with all look-ups done."""
         kinds: dict[str, Callable[[int, Instruction], Action]] = {
             "PLACE": self._place,
             "RUN": self._run,
@@ -126,6 +126,7 @@ class Binder:
             if instruction.kind == "PLACE":
                 last_place[self.input_slot[instruction.writes[0].value]] = actions[-1][1]
                 last_place.update({slot: actions[-1][1] for slot in self._staged_by(instruction)})
+        # An argument has no FREE: its slot is cleared after the last PLACE that reads it.
         for slot, free in last_place.items():
             free.append(slot)
         return Bound(
@@ -137,7 +138,9 @@ class Binder:
         )
 
     def _runs_here(self, instruction: Instruction) -> bool:
-        """Whether this process does anything for it: any may have to give a part of an argument."""
+        """Return True if this process takes part in an instruction: any process may hold a part of an argument to
+        place.
+        """
         if instruction.kind == "SEND":
             return instruction.writes[0] in self.transfers
         return instruction.kind == "PLACE" or self.is_here[instruction.stage]
@@ -163,7 +166,7 @@ class Binder:
         return run
 
     def _send(self, number: int, instruction: Instruction) -> Action:
-        """A transfer to another stage; what it launches on the way counts as launched on its devices."""
+        """Return the action of a transfer; the programs that it launches count as launches on their devices."""
         transfer, launched = self.transfers[instruction.writes[0]], self.flight.launched
         source, target = self.slot[instruction.reads[0]], self.slot[instruction.writes[0]]
         group, other = self.groups[instruction.stage], self.groups[instruction.source_stage]
@@ -234,7 +237,7 @@ class Binder:
 
 
 def _taker(slots: Sequence[int]) -> Callable[[Slots], Sequence[Any]]:
-    """What reads these slots at once."""
+    """Return a function that reads these slots at once."""
     if len(slots) > 1:
         return itemgetter(*slots)
     return (lambda values: (values[slots[0]],)) if slots else (lambda values: ())

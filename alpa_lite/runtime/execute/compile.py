@@ -1,16 +1,16 @@
-"""Compiles all that a step will run before its first step: equal units once, and as many at a time as there are cores.
+"""Compile all executables of a step before it first runs: equal units once, and one compilation per core at a time.
 
     group     units of one form (lower.same_task) are traced and lowered once                   `precompile`
     compile   one executable per group, for the devices of its first unit                       `_compile_first`
     load      the same executable on the devices of the others, without XLA compiling it again  `_load_or_compile`
 
-Where JAX's compilation cache is on, executables for other devices come from there, or are compiled for it, instead of
+With JAX's compilation cache, executables for other devices come from the cache, or are compiled for it, instead of
 being loaded from the first: each has an entry of its own on CPU.
 
 Chunks of an interleaved pipeline that lie on the same devices share one executable. Tracing is Python and stays in the
-calling thread, with the user's JAX settings; XLA compiles in others meanwhile, and does not hold Python's lock.
+calling thread, with the user's JAX settings; XLA compiles in other threads meanwhile, and does not hold Python's lock.
 
-What a program needs compiled: its tasks, what makes their accumulators, and what joins the parts of an output.
+A program needs executables for its tasks, for initialising accumulators, and for joining the parts of outputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def task_units(
     meshes: Sequence[Mesh],
     donated: Mapping[int, Sequence[int]],
 ) -> list[CompileUnit]:
-    """The tasks of a program, in order. `donated`: per task the inputs that are given away."""
+    """Return the tasks of a program, in order. `donated`: per task the inputs that are donated."""
     units: list[CompileUnit] = []
     for number, task in enumerate(program.tasks):
         mesh, placements, given = meshes[task.stage], plan.stages[task.stage].ops, donated.get(number, ())
@@ -60,7 +60,7 @@ def _emit_task(task: Any, step: Any, equations: Any, placements: Any, mesh: Any,
 
 
 def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[int, CompileUnit]:
-    """What makes the accumulators of each task that has some, by its number."""
+    """Return the units that make the accumulators of tasks, by task number."""
     units: dict[int, CompileUnit] = {}
     for number in dict.fromkeys(i.task for i in program.instructions if i.kind == "ZEROS"):
         task = program.tasks[number]
@@ -76,14 +76,16 @@ def zeros_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> di
 
 
 def _zeros(layout: BoundaryArray) -> jax.Array:
-    if layout.dtype.startswith("key<"):  # a micro-batch hands the key of the whole step on, and adds nothing to it
+    if layout.dtype.startswith(
+        "key<"
+    ):  # every micro-batch returns the key of the whole step, so nothing is added to it
         key = jax.random.key(0, impl=_jax.key_implementation(layout.dtype))
         return jax.numpy.broadcast_to(key, layout.shape)
     return jax.numpy.zeros(layout.shape, layout.dtype)
 
 
 def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> dict[Buffer, CompileUnit]:
-    """What puts together the micro-batches of each output that has a batch dim, by its buffer."""
+    """Return the units that concatenate the micro-batches of each output with a batch dim, by its buffer."""
     specs: dict[Buffer, PartitionSpec] = {}
     for instruction in program.instructions:
         if instruction.kind == "RUN":
@@ -108,7 +110,7 @@ def concat_units(program: Program, step: StepGraph, meshes: Sequence[Mesh]) -> d
 
 
 def _join(dim: int, runs: int, *parts: Any) -> jax.Array:
-    """The samples of all micro-batches; of several runs one after the other those of each."""
+    """Concatenate the samples of all micro-batches; with several runs of rows, run by run."""
     if runs == 1:
         return jax.numpy.concatenate(parts, dim)
     shape = parts[0].shape
@@ -134,14 +136,14 @@ def _emit(function: Callable[..., Any], mesh: Mesh, ins: tuple[BoundaryArray, ..
 
 
 Tell = Callable[[str, int, int], None]
-"""What is compiled now, how many units are done, and how many there are."""
+"""Callback: the name of the unit being compiled, the number of units done, and the number of units."""
 
 Devices = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileUnit:
-    """Something to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
+    """A program to compile for a mesh. Units of equal forms are the same program; `emit` makes it, under a name."""
 
     name: str
     mesh: Mesh
@@ -150,13 +152,13 @@ class CompileUnit:
 
     @property
     def devices(self) -> Devices:
-        """In the order of the mesh."""
+        """The devices of the mesh, in its order."""
         return tuple(self.mesh.devices.flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much work sharing left: units, and how many were lowered, compiled by XLA, and loaded on other devices."""
+    """The number of units, and how many were lowered, compiled by XLA, and loaded on other devices."""
 
     units: int
     lowered: int
@@ -164,7 +166,7 @@ class Counts:
     loaded: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the counts in one line."""
         shared = self.units - self.compiled - self.loaded
         return (
             f"{self.units} executables: {self.lowered} traced and lowered, {self.compiled} compiled, "
@@ -174,7 +176,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precompiled:
-    """The program and the executable of each unit, in order; no executable where a unit has no device here."""
+    """The program and the executable of each unit, in order; None for a unit without devices of this process."""
 
     emitted: tuple[Emitted, ...]
     compiled: tuple[Any, ...]
@@ -185,7 +187,7 @@ class Precompiled:
 class _EqualUnits:
     """Units of one form.
 
-    `meshes` and `uses` tell, by devices, the mesh and how many units are on it; `on` holds the executables, `packed`
+    By devices, `meshes` and `uses` hold the mesh and the number of units on it; `on` holds the executables, `packed`
     the first of them as bytes.
     """
 
@@ -203,7 +205,7 @@ class _EqualUnits:
 def precompile(
     units: Sequence[CompileUnit], tell: Tell | None = None, *, num_threads: int | None = None
 ) -> Precompiled:
-    """The executables of all units with a device of this process; `num_threads`: default as many as there are cores.
+    """Compile all units with a device of this process. `num_threads`: default one per core.
 
     Raises:
         ExecutionError: XLA could not compile a unit; its name is in the message.
@@ -241,14 +243,14 @@ def _group(alike: Sequence[CompileUnit]) -> _EqualUnits:
 
 
 class _Precompiler:
-    """Hands lowered groups to threads, and what they give to the units that wait for it."""
+    """Passes lowered groups to threads, and their executables to the units that wait for them."""
 
     def __init__(self, num_units: int, tell: Tell) -> None:
         self.num_units, self.tell, self.done = num_units, tell, 0
         self.waiting: dict[Future[tuple[Any, int]], tuple[_EqualUnits, Devices]] = {}
 
     def run(self, groups: Sequence[_EqualUnits], num_threads: int) -> None:
-        """Compile everything; this thread alone tells about it."""
+        """Compile all groups; only this thread calls the progress callback."""
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="alpa_lite compiles")
         try:
             for group in groups:
@@ -258,13 +260,13 @@ class _Precompiler:
             while self.waiting:
                 self._take(pool, timeout=None)
         finally:
-            # What XLA has begun cannot be stopped; when an error leaves here, nothing waits for it.
+            # Running compilations cannot be cancelled; after an error nothing waits for them.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, group: _EqualUnits, pool: ThreadPoolExecutor) -> None:
         try:
             group.lowered = group.emitted.lower()
-        except Exception:  # it may want to know its devices; else the same is raised below
+        except Exception:  # it may need concrete devices; a genuine error is raised again below
             group.num_lowered = len(group.uses)
             for devices, mesh in group.meshes.items():
                 lowered = group.emitted.lower(mesh)

@@ -1,14 +1,13 @@
-"""Carries blocks of an array from the devices of one sharding to those of another, piece by piece.
+"""Move blocks of an array from the devices of one sharding to those of another, piece by piece.
 
     cut     on the source mesh: copies the pieces to send out of the blocks                       `_cut`
     copy    all pieces at once, each from its device to another of this process                   `Crossing.copy`
             those that go to another process by one program over all devices that take part      `exchange`
-    land    on the receiving mesh: puts pieces into one chunk per device                          `_land`
+    land    on the receiving mesh: assembles the pieces into one chunk per device                 `_land`
 
-A process that has no device of a mesh launches nothing there. Nothing goes through the host. The programs are compiled
-ahead, for all devices of a mesh alike: a slot is a shape of which every device has at most one piece, and tables say at
-which offset (`_slots`). Where blocks are sent whole there is nothing to cut, and where they are what the receivers want
-nothing to land.
+A process without a device of a mesh launches nothing there. No data passes through the host. The programs are compiled
+ahead of time, one for all devices of a mesh: a slot is a shape of which every device has at most one piece, and tables
+hold the offsets (`_slots`). Blocks that are sent whole need no cut, and pieces that are the receivers' blocks no land.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from alpa_lite.runtime.job.cpu_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of, is_here
 
 Local = Callable[[Any], Any]
-"""What is done to a device's block, inside the program."""
+"""A function of a device's block, inside the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Bytes that were handed from one device to another."""
+    """A number of bytes sent from one device to another."""
 
     source: Any
     target: Any
@@ -44,17 +43,18 @@ class Message:
 
 
 class LaunchObserver(Protocol):
-    """Is told of the token of a program, and on which of the two meshes it runs."""
+    """A callback that receives the token of each launched program, and on which of the two meshes it runs."""
 
     def __call__(self, token: Any, *, at_source: bool) -> None:
-        """A program was launched."""
+        """Observe the launch of a program."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """A piece: the places of its two devices in their meshes, its shape, and where it begins in the block of its source
-    and in the chunk of its target."""
+    """A piece: the positions of its two devices in their meshes, its shape, and its start in the block of its source
+    and in the chunk of its target.
+    """
 
     source: int
     target: int
@@ -65,12 +65,12 @@ class Hand:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What is handed on, and what is done before and after.
+    """The pieces to send, and the local functions before and after.
 
-    array    as it lies on the source mesh
-    held     shape of the blocks out of which pieces are cut; `resolve` makes them of those of the array if they differ
-    chunk    shape of what pieces are put together to; `gather` makes a block of the result of it if they differ
-    shape    of the result, which lies as `wanted` says
+    array    shape, dtype and sharding on the source mesh
+    held     shape of the blocks out of which pieces are cut; `resolve` makes them from the array's if they differ
+    chunk    shape of the assembled pieces; `gather` makes a block of the result from it if they differ
+    shape    of the result, whose sharding is `wanted`
     """
 
     array: jax.ShapeDtypeStruct
@@ -84,7 +84,7 @@ class Course:
 
     @property
     def source(self) -> NamedSharding:
-        """Where the array lies."""
+        """The sharding of the source array."""
         sharding = self.array.sharding
         assert isinstance(sharding, NamedSharding)
         return sharding
@@ -100,15 +100,15 @@ class PieceSlot:
 
     @property
     def is_full(self) -> bool:
-        """True when every device has one."""
+        """Whether every device has a piece."""
         return -1 not in self.numbers
 
 
 class Crossing:
-    """A course with its programs: call it with the array as it lies on the source mesh."""
+    """A course with its compiled programs: call it with the array in its source sharding."""
 
     def __init__(self, course: Course, blanks: Blanks) -> None:
-        """Compile what this process takes part in."""
+        """Compile the programs in which this process takes part."""
         hands, self.course = course.hands, course
         self.source, self.target = devices_of(course.source.mesh), devices_of(course.wanted.mesh)
         self.here = [at for at, device in enumerate(self.source) if is_here(device)]
@@ -162,17 +162,17 @@ class Crossing:
 
     @property
     def copies(self) -> bool:
-        """Whether the result shares no block with the array."""
+        """Whether the result shares no buffer with the source array."""
         stays = (self.source[h.source] == self.target[h.target] for h in map(self.course.hands.__getitem__, self.whole))
         return self.land is not None or not any(stays)
 
     @property
     def num_programs(self) -> int:
-        """How many programs a call launches from this process."""
+        """The number of programs that a call launches from this process."""
         return (self.cut is not None) + (self.exchange is not None) + (self.land is not None)
 
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
-        """The array as it is wanted; None on processes that have none of its devices, which need not have the array."""
+        """Return the array in its target sharding; None on processes without its devices, which may pass any value."""
         note = launched if launched is not None else _ignore
         pieces = self._pieces(array, note) if self.here else {}
         leaving = [pieces[n] for n in self.copied]
@@ -200,7 +200,7 @@ class Crossing:
         return landed
 
     def _pieces(self, array: Any, note: LaunchObserver) -> dict[int, Any]:
-        """Each piece of this process on its source device."""
+        """Return each piece of this process on its source device."""
         found = dict[int, Any]()
         if self.whole:
             blocks = dict(zip(self.here, _jax.blocks(array), strict=True))
@@ -225,14 +225,19 @@ def _ignore(token: Any, *, at_source: bool) -> None:
 
 
 def compiled(function: Callable[..., Any], avals: Sequence[Any], wanted: NamedSharding | None = None) -> Any:
-    """A program that also gives a token; `wanted`: where its result lies, which JAX may lose of empty arrays."""
+    """Compile a function that also returns a token; `wanted`: sharding of its result, which JAX may drop for empty
+    arrays.
+    """
     shardings = None if wanted is None else (wanted, NamedSharding(wanted.mesh, PartitionSpec()))
     return _jax.compiled(jax.jit(function, out_shardings=shardings).lower(*avals))
 
 
 def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[Hand], count: int) -> list[PieceSlot]:
-    """Pieces, given as (number, place of the device, offset there), by their shape and how many of it the device has
-    before. `count`: of devices."""
+    """Group pieces, given as (number, device position, offset), by their shape and the count of that shape on their
+    device.
+
+    `count`: number of devices.
+    """
     seen = Counter[tuple[int, tuple[int, ...]]]()
     places: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, tuple[int, ...]]]] = {}
     for number, at, offset in pieces:
@@ -250,7 +255,9 @@ def _slots(pieces: Sequence[tuple[int, int, tuple[int, ...]]], hands: Sequence[H
 
 
 def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
-    """One array per slot, with the piece of each device; devices without one give some other part of their block."""
+    """Return a function that gives one array per slot, with the piece of each device; a device without one gives any
+    part.
+    """
     mesh = course.source.mesh
 
     def cut(x: Any) -> Any:
@@ -264,7 +271,7 @@ def _cut(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
 
 
 def _land(course: Course, slots: Sequence[PieceSlot]) -> Callable[..., Any]:
-    """The pieces of each device put together, and gathered; padding that a gather brings along is cut off."""
+    """Return a function that assembles the pieces of each device and gathers them, dropping the gather's padding."""
     mesh, chunk, dtype = course.wanted.mesh, course.chunk, course.array.dtype
     whole = len(slots) == 1 and slots[0].is_full and slots[0].shape == chunk
 

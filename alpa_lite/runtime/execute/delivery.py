@@ -1,6 +1,6 @@
-"""Small results of a step, readable on every process of a job: `float(loss)` works wherever the loss arose.
+"""Deliver small results of a step to every process of a job: `float(loss)` works on all of them.
 
-    which     those of at most `MAX_BYTES` that some process could not read, but for arrays of the state   `wanted`
+    which     results of at most `MAX_BYTES` that some process could not read, except arrays of the state   `wanted`
     gather    on the stage that has a result, if it is split there
     deliver   one program over one device of each process, for all results of a step
 
@@ -25,12 +25,12 @@ from alpa_lite.runtime.job.cpu_order import in_turn
 from alpa_lite.runtime.job.processes import any_here, devices_of, is_here, processes_of
 
 MAX_BYTES = 1 << 16
-"""Results up to this size are delivered; larger ones stay where they arose."""
+"""Largest result, in bytes, that is delivered; larger ones stay on the devices that computed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A result of the step, by its number, as it arises; `is_state`: it is an argument of the next step."""
+    """A result of the step, by its number, in its original sharding; `is_state`: it is an argument of the next step."""
 
     number: int
     array: jax.ShapeDtypeStruct
@@ -38,14 +38,14 @@ class Result:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where it arises."""
+        """The sharding in which the result is computed."""
         sharding = self.array.sharding
         assert isinstance(sharding, NamedSharding)
         return sharding
 
 
 def wanted(result: Result) -> bool:
-    """Whether it is to be delivered."""
+    """Return True if the result is to be delivered."""
     shape, dtype = result.array.shape, result.array.dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return False
@@ -59,10 +59,10 @@ def _count(result: Result) -> int:
 
 
 class Delivery:
-    """Compiled on all processes of the job; `devices`: of the job."""
+    """The delivery of a step's results, compiled on all processes of the job; `devices`: of the job."""
 
     def __init__(self, results: Sequence[Result], devices: Sequence[Any], blanks: Blanks) -> None:
-        """All processes must come here. `results`: those that are wanted."""
+        """Compile the delivery. Collective: all processes must call this. `results`: the results to deliver."""
         self.results = tuple(results)
         if not self.results:
             return
@@ -80,7 +80,7 @@ class Delivery:
         def deliver(*blocks: Any) -> Any:
             return (*(lax.all_gather(x, AXIS)[at] for x, at in zip(blocks, places, strict=True)), token())
 
-        # Each process shows another block, and calls it the same as those of the others until they are.
+        # Each process contributes a different block of an array declared replicated; the program makes them equal.
         specs = (PartitionSpec(),) * len(self.results)
         program = jax.shard_map(
             deliver, mesh=mesh, in_specs=specs, out_specs=(*specs, PartitionSpec()), check_vma=False
@@ -89,7 +89,7 @@ class Delivery:
         together(devices_of(mesh), lambda: self._deliver(*map(self._shown, self._avals, self._blanks)))
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """All results of a step, the wanted ones delivered, and the program's token."""
+        """Return all results of a step, the small ones delivered, and the program's token."""
         found, shown = list(leaves), list[Any]()
         for result, gather, owner, aval, blank in zip(
             self.results, self._gather, self.owners, self._avals, self._blanks, strict=True
@@ -104,7 +104,7 @@ class Delivery:
         return found, done
 
     def _block(self, array: Any, owner: Any) -> Any:
-        """What one device of this process has, on the device that it is delivered from."""
+        """Return the block of one device of this process, on the device that it is delivered from."""
         (block,) = (block for block in _jax.blocks(array) if owner in block.devices())
         return block if owner == self.mine else jax.device_put(block, self.mine)
 
@@ -114,7 +114,7 @@ class Delivery:
 
 
 def _gathering(result: Result) -> Callable[[Any], Any] | None:
-    """What makes a result whole on every device of its stage; None where it is, and on processes without such."""
+    """Return a function that replicates a result on its stage; None if it is replicated or not on this process."""
     sharding = result.sharding
     if sharding.is_fully_replicated or not any_here(devices_of(sharding.mesh)):
         return None

@@ -1,10 +1,11 @@
-"""Pieces of arrays from devices of one process to devices of others: one program over all devices that take part.
+"""Send pieces of arrays between devices of several processes, by one program over all devices that take part.
 
-    round     pieces of one shape, of which each device sends at most one and gets at most one      `_rounds`
+    round     pieces of one shape, of which each device sends at most one and receives at most one  `_rounds`
     program   one permute per round, on an array that has a piece of each device along its first dim
 
-A device that has nothing to send in a round shows a blank of that shape, and one that gets nothing gets zeros. Every
-process that has one of the devices launches the program, in the same order among all that spans processes.
+A device that sends nothing in a round contributes a blank of that shape, and one that receives nothing gets zeros.
+Every process that has one of the devices launches the program, in the same order among all programs that span
+processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ AXIS = "device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A piece that one device hands to another."""
+    """A piece that one device sends to another."""
 
     number: int
     shape: tuple[int, ...]
@@ -38,14 +39,14 @@ class Sent:
 
 
 class Blanks:
-    """Arrays of zeros, one for all that need one of a shape on a device."""
+    """A cache of arrays of zeros, one per shape, dtype and device."""
 
     def __init__(self) -> None:
-        """None are made yet."""
+        """Start with an empty cache."""
         self._made: dict[tuple[tuple[int, ...], Any, Any], Any] = {}
 
     def get(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-        """Zeros of a shape on a device of this process."""
+        """Return zeros of a shape on a device of this process."""
         key = (shape, jnp.dtype(dtype), device)
         if key not in self._made:
             self._made[key] = jax.device_put(np.zeros(shape, dtype), device)
@@ -53,31 +54,33 @@ class Blanks:
 
 
 def token() -> jax.Array:
-    """A scalar that is there when its program is done."""
+    """Return a scalar that is ready when its program is done."""
     return jnp.zeros((), jnp.int8)
 
 
 def stacked_spec(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> PartitionSpec:
-    """One block per device, along the first dim; scalars are called the same everywhere, whatever each device has."""
+    """Return the spec with one block per device along the first dim; scalars are declared replicated, though they may
+    differ.
+    """
     return PartitionSpec(mesh.axis_names) if shape else PartitionSpec()
 
 
 def stacked(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An array of one block of a shape per device of a mesh."""
+    """Return an abstract array of one block of a shape per device of a mesh."""
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
     return jax.ShapeDtypeStruct(whole, dtype, sharding=NamedSharding(mesh, stacked_spec(mesh, shape)))
 
 
 def joined(like: jax.ShapeDtypeStruct, blocks: Sequence[Any]) -> Any:
-    """An array from the blocks on devices of this process."""
+    """Return an array made of the blocks on devices of this process."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(blocks), dtype=like.dtype)
 
 
 class Exchange:
-    """Compiled on the processes that take part; call it with the pieces on devices of this one."""
+    """An exchange compiled on the processes that take part; call it with the pieces on devices of this process."""
 
     def __init__(self, pieces: Sequence[Sent], dtype: Any, blanks: Blanks) -> None:
-        """All processes that take part must come here at about the same time, or the first ones wait for the others."""
+        """Compile the exchange. Collective: all processes that take part must call this at about the same time."""
         found = {device for piece in pieces for device in (piece.source, piece.target)}
         devices = sorted(found, key=lambda device: (device.process_index, device.id))
         self.is_here = any_here(devices)
@@ -104,7 +107,7 @@ class Exchange:
         return None if at in each.sent else blanks.get(each.shape, dtype, device)
 
     def __call__(self, pieces: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
-        """By number the pieces that devices of this process get, and the program's token. They send `pieces`."""
+        """Send `pieces`; return the pieces that devices of this process receive, by number, and the token."""
         arrays: list[Any] = []
         for each, aval, blanks in zip(self.rounds, self._avals, self._blanks, strict=True):
             shown = [
@@ -123,7 +126,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """Pieces of one shape: pairs of places, and the number of the piece that a place sends, and gets."""
+    """Pieces of one shape: pairs of device positions, and the number of the piece that a position sends or receives."""
 
     shape: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
@@ -132,7 +135,7 @@ class _Round:
 
 
 def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
-    """Each piece in the first round of its shape in which neither its sender nor its receiver is busy."""
+    """Assign each piece to the first round of its shape in which its sender and its receiver are idle."""
     place = {device: at for at, device in enumerate(devices)}
     rounds: dict[tuple[int, ...], list[tuple[dict[int, int], dict[int, int], list[tuple[int, int]]]]] = {}
     for piece in pieces:
@@ -153,16 +156,16 @@ def _rounds(pieces: Sequence[Sent], devices: Sequence[Any]) -> list[_Round]:
 
 
 def together(devices: Sequence[Any], run: Callable[[], Any]) -> None:
-    """Run a program on devices of several processes for the first time, when all of them are ready to.
+    """Run a program on devices of several processes for the first time, after all of them are ready.
 
-    The CPU's collectives connect the devices of a group at its first use, and give up when one is half a minute late.
+    The CPU's collectives connect the devices of a group at its first use, and time out when one is half a minute late.
     """
     meet(processes_of(devices))
     jax.block_until_ready(run())
 
 
 def warm(mesh: Mesh) -> None:
-    """Let the devices of a mesh of several processes get connected, in every group that collectives may use."""
+    """Connect the devices of a mesh of several processes, in every group that collectives may use."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     groups = [tuple(a for i, a in enumerate(axes) if chosen >> i & 1) for chosen in range(1, 1 << len(axes))]
 

@@ -1,11 +1,12 @@
-"""Executes a program on the devices of this process: one thread launches everything, in the program's total order.
+"""Execute a program on the devices of this process: one thread launches everything, in the program's total order.
 
-    before the first step   every executable is compiled (compile), every instruction looked up (bind)
-    in a step               launches only, at most so many un-awaited per group of devices (flight); nothing is fetched
-    when nothing moves      an error names the instruction (flight within a step, watchdog after it)
+    before the first step   every executable is compiled (compile), every instruction is bound (bind)
+    in a step               launches only, with a bounded number in flight per group of devices (in_flight); nothing is
+                            fetched from devices
+    on a hang               an error names the instruction (in_flight within a step, watchdog after it)
 
-A step that is one task on one micro-batch needs no list of instructions: its arguments go to the executable as they are
-(`Executor._at_once`).
+A step that is one task on one micro-batch needs no list of instructions: its arguments go directly to the executable
+(`Executor._as_one_task`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from alpa_lite.runtime.execute.bind import Binder
 from alpa_lite.runtime.execute.compile import Tell, concat_units, precompile, task_units, zeros_units
 from alpa_lite.runtime.execute.delivery import Delivery, Result, wanted
 from alpa_lite.runtime.execute.exchange import Blanks, warm
-from alpa_lite.runtime.execute.leaves import Leaves
 from alpa_lite.runtime.execute.placing import Alone, InJob
 from alpa_lite.runtime.execute.run_transfers import compile_transfers
+from alpa_lite.runtime.execute.stacked import Leaves
 from alpa_lite.runtime.execute.watch import Watch, spans
 from alpa_lite.runtime.execute.watchdog import Watchdog, explanation, short_name
 from alpa_lite.runtime.job.cpu_order import in_turn
@@ -44,14 +45,14 @@ from alpa_lite.runtime.job.shutdown import at_work, end_hung, is_watched
 from alpa_lite.sharding.specs import Spec
 
 OnHang = Literal["auto", "raise", "end"]
-"""What is done about a step that hangs."""
+"""What to do about a step that hangs."""
 
 WATCHDOG_SECONDS = 300.0
-"""So long nothing of a step may end before that counts as a hang."""
+"""Seconds without any progress of a step before it counts as hung."""
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
-    """A JAX mesh per stage. Raises `ExecutionError` when there are fewer devices than the plan uses."""
+    """Return a JAX mesh per stage. Raises `ExecutionError` if there are fewer devices than the plan uses."""
     available = host_by_host(jax.devices() if devices is None else devices)
     needed = 1 + max(device for stage in plan.stages for device in stage.submesh.devices)
     if needed > len(available):
@@ -67,7 +68,9 @@ def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> tuple[Mesh
 
 
 def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
-    """A number for each stage: stages that share a device, directly or through others, have the same."""
+    """Return a group number for each stage: stages that share a device, directly or through others, have the same
+    number.
+    """
     of_device: dict[Any, int] = {}
     for number, mesh in enumerate(meshes):
         met = {of_device[d] for d in mesh.devices.flat if d in of_device}
@@ -78,7 +81,7 @@ def device_groups(meshes: Sequence[Mesh]) -> tuple[int, ...]:
 
 
 class Executor:
-    """A program with its executables, ready to be called with the flat inputs of the step."""
+    """A program with its executables, to be called with the flat inputs of the step."""
 
     def __init__(
         self,
@@ -93,11 +96,11 @@ class Executor:
         watchdog_seconds: float | None = WATCHDOG_SECONDS,
         on_hang: OnHang = "auto",
     ) -> None:
-        """Compile everything; `progress(name, done, total)` is called on the way.
+        """Compile everything; `progress(name, done, total)` is called meanwhile.
 
         donated           `donated[i]`: input i may be overwritten by the output that replaces it
-        watchdog_seconds  so long nothing of a step may end before it hangs; None: for ever
-        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it where there are several processes
+        watchdog_seconds  seconds without progress of a step after which it counts as hung; None: for ever
+        on_hang           "end" the job then, "raise" `HangError`, or ("auto") end it if there are several processes
         """
         self.program, self.plan, self.step = program, plan, step
         self.meshes = stage_meshes(plan, devices)
@@ -144,7 +147,7 @@ class Executor:
         self.bind()
 
     def bind(self) -> None:
-        """Look everything up again, as after another executable was put into `executables`."""
+        """Bind all instructions again, for example after an entry of `executables` was replaced."""
         self.bound = Binder(
             program=self.program,
             step=self.step,
@@ -162,7 +165,7 @@ class Executor:
         self._at_once = self._as_one_task()
 
     def _connected(self, blanks: Blanks) -> Delivery | None:
-        """In a job, what delivers small results; all processes have compiled their tasks when this returns."""
+        """Return, in a job, the delivery of small results; all processes have compiled their tasks on return."""
         if jax.process_count() == 1:
             return None
         verify_order(self.program, [processes_of(devices_of(mesh)) for mesh in self.meshes])
@@ -176,7 +179,7 @@ class Executor:
         return Delivery([result for result in results if wanted(result)], jax.devices(), blanks)
 
     def _result(self, leaf: int) -> Result:
-        """A result of the step, for its delivery."""
+        """Return a result of the step, for its delivery."""
         graph, parts = self.step.graph, self.step.output_parts
         values = [v for v, part in zip(graph.outputs, parts, strict=True) if part.leaf == leaf]
         shape = graph.values[values[0]].shape
@@ -187,13 +190,13 @@ class Executor:
         return Result(number=leaf, array=array, is_state=values[0] in self.step.aliases)
 
     def _full(self, value: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a result of the whole step, of which the graph tells that of a micro-batch."""
+        """Return the shape of a result of the whole step; the graph holds that of a micro-batch."""
         dim = self.step.batch_dims[value]
         count = self.step.num_microbatches
         return tuple(n * count if d == dim else n for d, n in enumerate(shape))
 
     def _complete(self, results: list[Any]) -> list[Any]:
-        """Results of the step, handles where they lie on other processes."""
+        """Return the results of the step, with handles for those on other processes."""
         if all(self._is_here):
             return results
         found: list[Any] = []
@@ -213,14 +216,16 @@ class Executor:
         return found
 
     def _processes(self, instruction: int) -> frozenset[int]:
-        """Those that take part in an instruction; in the delivery, which follows the last one, all."""
+        """Return the processes that take part in an instruction; the delivery, one past the last instruction, involves
+        all.
+        """
         if instruction == len(self.program.instructions):
             return frozenset(range(jax.process_count()))
         stages = [processes_of(devices_of(mesh)) for mesh in self.meshes]
         return participants(self.program.instructions[instruction], stages)
 
     def _microbatch_indices(self) -> list[list[Any]]:
-        """The number of each micro-batch, on each stage, placed once."""
+        """Return the index of each micro-batch, placed once on each stage."""
         count = self.step.num_microbatches
         on_devices: dict[Mesh, list[Any]] = {}
         for mesh in self.meshes:
@@ -230,13 +235,13 @@ class Executor:
         return [on_devices[mesh] for mesh in self.meshes]
 
     def _as_one_task(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """What runs a program that is a single task on arguments at home; None for other programs."""
+        """Return a function that runs a single-task program on arguments in place; None for other programs."""
         instructions = [i for i in self.program.instructions if i.kind != "FREE"]
         runs = [number for number, i in enumerate(self.program.instructions) if i.kind == "RUN"]
         if len(runs) != 1 or any(i.kind not in ("PLACE", "RUN") for i in instructions):
             return None
         if len(processes_of(devices_of(self.meshes[0]))) < jax.process_count():
-            return None  # the others place arguments one by one, in the order of the instructions
+            return None  # the other processes place arguments one by one, in instruction order
         (number,) = runs
         run = self.program.instructions[number]
         executable = self.executables[run.task]
@@ -261,19 +266,19 @@ class Executor:
         return at_once
 
     def input_sharding(self, leaf: int) -> NamedSharding:
-        """Where an argument of the step lives between steps."""
+        """Return the sharding of an argument between steps."""
         return self.inputs.sharding(leaf)
 
     def __call__(
         self, inputs: Sequence[Any], record: list[TaskTime] | None = None, *, awaited: bool = True
     ) -> list[Any]:
-        """One step. With `record`, the measured span of every instruction but FREE is appended.
+        """Run one step. With `record`, append the measured span of every instruction but FREE.
 
-        awaited: of a recorded step, whether each instruction is awaited before the next one is launched; otherwise
-            they overlap as they do in a step that is not recorded.
+        awaited: in a recorded step, whether each instruction is awaited before the next one is launched; otherwise
+            they overlap as in a step that is not recorded.
 
         Raises:
-            HangError: nothing of this step, or of the one before, has ended for too long.
+            HangError: this step, or the one before, has made no progress for too long.
         """
         if self.flight.hang:
             self.flight.raise_if_hung()
@@ -333,9 +338,9 @@ class Executor:
         return self._shardings[key]
 
     def own_constants(self, first: int, constants: Sequence[Any]) -> list[Any]:
-        """Arrays that the step has captured, its inputs from number `first` on, at home and in memory of their own.
+        """Return copies, in their shardings, of captured arrays, which are inputs of the step from number `first` on.
 
-        The caller may write to theirs, or give them away, without changing the step, as with `jax.jit`.
+        As with `jax.jit`, the caller may overwrite or donate the originals without changing the step.
         """
         found: list[Any] = []
         for leaf, constant in enumerate(constants, first):
@@ -345,5 +350,5 @@ class Executor:
         return found
 
     def place_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs on their home submeshes, so that the next call moves nothing."""
+        """Return the inputs in their shardings, so that the next call moves nothing."""
         return [self.placing.put(x, self.input_sharding(leaf)) for leaf, x in enumerate(inputs)]

@@ -1,6 +1,5 @@
-"""A compiled step as a function of the user's arguments, which it flattens and looks at before each step.
-
-State that is built where it lives between steps.
+"""A compiled step as a function of the user's arguments, which it flattens and checks before each step; and the
+initialisation of its state directly in the step's shardings (`init_sharded`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from alpa_lite.trace.trace import Traced, aval_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledFunction:
-    """Call it with arguments of the traced shapes."""
+    """A compiled step, to be called with arguments of the traced shapes."""
 
     traced: Traced
     plan: Plan
@@ -40,40 +39,40 @@ class CompiledFunction:
     executor: Executor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step."""
+        """Run one step and return its outputs."""
         return self.run_flat(self._leaves(args, kwargs), None)
 
     def timed(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTime]]:
-        """One step with every instruction awaited; returns the outputs and the measured spans."""
+        """Run one step with every instruction awaited; return the outputs and the measured spans."""
         record: list[TaskTime] = []
         return self.run_flat(self._leaves(args, kwargs), record), record
 
     def measure(self, *, awaited: bool | None = None) -> tuple[TaskTime, ...]:
-        """The span of each instruction of a step on arguments of zeros.
+        """Return the span of each instruction of a step on arguments of zeros.
 
-        Nothing of what the caller holds is touched. The instructions are those that `LoweredFunction.simulate` prices.
+        The caller's arrays are not touched. The instructions are those that `LoweredFunction.simulate` prices.
 
-        awaited: whether each instruction is awaited before the next one starts, so that a span is what it takes when
-            nothing else goes on. Otherwise they overlap as in any step. Default: where devices share one processor, as
-            virtual CPU devices do, whose overlapping tasks take each other's time.
+        awaited: whether each instruction is awaited before the next one starts, so that a span is its time without
+            overlap. Otherwise they overlap as in any step. Default: True where devices share one processor, as virtual
+            CPU devices do, whose overlapping tasks slow each other down.
         """
         alone = self.plan.cluster.shared_processor if awaited is None else awaited
         with _jax.no_mesh():
             return typical_times(self.executor, self.traced.leaves, self.step.inputs, awaited=alone)
 
     def allocated(self) -> tuple[Allocated, ...]:
-        """What XLA allocates on a device of each stage at most, by its account of the executables; nothing runs."""
+        """Return the peak allocation on a device of each stage, as XLA reports it for the executables; nothing runs."""
         return allocated(self.executor, self.plan)
 
     def run_flat(self, leaves: Sequence[Any], record: list[TaskTime] | None) -> Any:
-        """One step from flattened dynamic arguments."""
+        """Run one step on flattened dynamic arguments."""
         try:
             gone = any([leaf.is_deleted() for leaf in leaves])
         except AttributeError:  # NumPy's arrays and numbers
             refuse_shapes(self.traced.name, leaves)
             gone = any([isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves])
         if gone:
-            raise ExecutionError(self._given_away(leaves))  # XLA may end the process
+            raise ExecutionError(self._given_away(leaves))  # XLA may abort the process on a deleted buffer
         try:
             # The programs are those of the plan's meshes, whatever mesh the caller has set.
             with _jax.no_mesh():
@@ -89,20 +88,20 @@ class CompiledFunction:
         return jax.tree.unflatten(self.traced.out_tree, outputs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The positional arguments on their planned devices (state stays there from then on)."""
+        """Return the positional arguments on their planned devices, where state stays from then on."""
         with _jax.no_mesh():
             leaves = self.executor.place_inputs(self._leaves(args, kwargs))
         positional, _ = jax.tree.unflatten(self.traced.in_tree, leaves)
         return tuple(positional.get(i, arg) for i, arg in enumerate(args))
 
     def input_shardings(self) -> Any:
-        """The arguments' pytrees with a `NamedSharding` in the place of each array."""
+        """The arguments' pytrees with a `NamedSharding` in place of each array."""
         shardings = [self.executor.input_sharding(leaf) for leaf in range(len(self.traced.leaves))]
         return jax.tree.unflatten(self.traced.in_tree, shardings)
 
     @functools.cached_property
     def _apart(self) -> Apart:
-        """Gives each argument memory of its own where XLA is to write to it."""
+        """Copies arguments that share a buffer with one that XLA will overwrite."""
         traced = self.traced
         shardings = [self.executor.input_sharding(leaf) for leaf in range(len(traced.leaves))]
         next_of = {leaf: out for out, leaf in traced.aliases.items()}
@@ -110,7 +109,7 @@ class CompiledFunction:
 
     @functools.cached_property
     def _finished(self) -> list[tuple[int, Callable[[Any], Any]]]:
-        """The results that `jax.jit` returns as another type of array than executables do, and what makes it."""
+        """The results that `jax.jit` returns as another type of array than executables do, with their conversions."""
         leaves = enumerate(self.traced.out_leaves)
         return [(i, _finishing(leaf)) for i, leaf in leaves if leaf.weak_type or leaf.dtype == jax.dtypes.float0]
 
@@ -138,7 +137,7 @@ class CompiledFunction:
         return [leaf.dtype for leaf in self.traced.leaves]
 
     def _check_dtypes(self, leaves: Sequence[Any]) -> None:
-        """Raises `PlanError` for another dtype than was compiled for, after NumPy's were made JAX's."""
+        """Raise `PlanError` for another dtype than was compiled for, after converting NumPy dtypes to JAX's."""
         for leaf, wanted, name in zip(leaves, self._dtypes, self.traced.names, strict=True):
             given = aval_of(leaf, name).dtype
             if given != wanted:
@@ -165,13 +164,15 @@ class CompiledFunction:
 
 
 def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
-    """What makes a result of an executable one of `jax.jit`: with a weak type, or of no bytes (float0)."""
+    """Return the conversion of an executable's result to the type of `jax.jit`'s: weakly typed, or without bytes
+    (float0).
+    """
     if leaf.dtype == jax.dtypes.float0:
         return lambda array: np.zeros(leaf.shape, leaf.dtype)
     known: dict[Any, Any] = {}
 
     def finish(array: jax.Array) -> jax.Array:
-        # One object for all steps, as the next step recognises its arguments by it.
+        # The same object in all steps, since the next step recognises its arguments by identity.
         if array.sharding not in known:
             known[array.sharding] = array.aval.update(weak_type=True)
         return _jax.weak(array, known[array.sharding])
@@ -180,7 +181,7 @@ def _finishing(leaf: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
 
 
 def refuse_tracing(name: str) -> None:
-    """Raise `TraceError` where JAX is tracing another function, into which a plan cannot be put."""
+    """Raise `TraceError` while JAX traces another function, which cannot contain a planned step."""
     if _jax.is_tracing():
         raise TraceError(
             f"{name} was called while JAX traces or transforms another function (jax.jit, jax.grad, jax.vmap, "
@@ -191,7 +192,7 @@ def refuse_tracing(name: str) -> None:
 
 
 def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
-    """Raise `TraceError` for a call with shapes in the place of arrays."""
+    """Raise `TraceError` for a call with abstract arrays instead of arrays."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TraceError(
             f"{name} was called with a jax.ShapeDtypeStruct, but to run it needs arrays. With shapes alone, use "
@@ -201,21 +202,21 @@ def refuse_shapes(name: str, leaves: Sequence[Any]) -> None:
 
 
 def with_own_constants(step: TracedStep, executor: Executor, first: int) -> TracedStep:
-    """The step with copies of the arrays that it has captured, its inputs from number `first` on."""
+    """Return the step with copies of its captured arrays, which are inputs from number `first` on."""
     if step.precomputed is None:
         return replace(step, constants=tuple(executor.own_constants(first, step.constants)))
-    # Where they are read ahead, one program reads several, which must not lie on the devices of several stages.
+    # A program that precomputes constants reads several of them, which must then lie on the devices of one stage.
     own = (copies([x])[0] if isinstance(x, jax.Array) else np.array(x) for x in step.constants)
     return replace(step, constants=tuple(own))
 
 
 def flatten_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
-    """The dynamic arguments as the pytree that `trace` flattens."""
+    """Return the dynamic arguments as the pytree that `trace` flattens."""
     return {i: arg for i, arg in enumerate(args) if i not in static}, dict(kwargs)
 
 
 def compiling(progress: Progress) -> Callable[[str, int, int], None]:
-    """What tells a `Progress` how much is compiled."""
+    """Return a callback that reports to a `Progress` how much is compiled."""
     told = 0
 
     def tell(name: str, done: int, total: int) -> None:
@@ -230,17 +231,17 @@ def compiling(progress: Progress) -> Callable[[str, int, int], None]:
 
 
 def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction, argument: int | str = 0) -> Any:
-    """Build state directly in the placement that a compiled step wants: no device ever holds what it does not need.
+    """Initialise state directly in the shardings of a compiled step: no device ever holds more than its own blocks.
 
     Args:
         init_fn: `init_fn(*args)` must return a pytree like the argument. Every stage computes only the arrays that live
-            on it, and of these each device only its blocks; of stages of other processes there are handles.
-        args: what `init_fn` is called with. Processes that share a stage must give equal ones.
+            on it, and of these each device only its blocks; arrays of other processes' stages are handles.
+        args: arguments of `init_fn`. Processes that share a stage must pass equal ones.
         like: the compiled step.
-        argument: the argument of the step that is built, by position or name.
+        argument: the argument of the step to initialise, by position or name.
 
     Raises:
-        PlanError: the step has no such argument, or what `init_fn` returns is not like it.
+        PlanError: the step has no such argument, or the result of `init_fn` has another structure.
     """
     positional, keywords = like.input_shardings()
     known = {**positional, **keywords}
@@ -278,7 +279,7 @@ def init_sharded(init_fn: Callable[..., Any], *args: Any, like: CompiledFunction
 
 
 def _on(mesh: Mesh, args: Sequence[Any]) -> Sequence[Any]:
-    """The arrays among arguments on all devices of a mesh, where several processes have to give them."""
+    """Return the arguments with arrays replicated on all devices of a mesh, if it spans several processes."""
     if all_here(devices_of(mesh)):
         return args
     placing, whole = InJob(Blanks()), NamedSharding(mesh, PartitionSpec())

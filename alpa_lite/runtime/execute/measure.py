@@ -1,4 +1,4 @@
-"""How long a step takes when it is run on the devices of this process."""
+"""Measure how long a step takes on the devices of this process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from alpa_lite.runtime.execute.execute import Executor
 Inputs = Callable[[Sequence[Any]], list[Any]]
 
 NUM_STEPS = 3
-"""How often a step is run to see how fast it is."""
+"""Number of steps run to measure one."""
 
 
 def step_seconds(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
-    """The median of a few steps on arguments of zeros, which are on their devices before the clock starts.
+    """Return the median time of a few steps on arguments of zeros, in seconds, without the time to place the arguments.
 
-    `shapes`: of the arguments; `inputs`: all that the step takes, from its arguments.
+    `shapes`: of the arguments; `inputs`: maps the arguments to all inputs of the step.
     """
     seconds = [_seconds_once(executor, shapes, inputs) for _ in range(1 + NUM_STEPS)]
-    return statistics.median(seconds[1:])  # the first one compiles what is left
+    return statistics.median(seconds[1:])  # the first step includes remaining compilation
 
 
 def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs) -> float:
@@ -37,7 +37,7 @@ def _seconds_once(executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], in
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Any:
-    """An array of zeros on the host, or one of keys, of a shape and dtype."""
+    """Return an array of zeros on the host, or of PRNG keys, of a shape and dtype."""
     if not jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
         return np.zeros(like.shape, like.dtype)
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype))
@@ -48,7 +48,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Any:
 def typical_times(
     executor: Executor, shapes: Sequence[jax.ShapeDtypeStruct], inputs: Inputs, *, awaited: bool
 ) -> tuple[TaskTime, ...]:
-    """When each instruction of a step ran, on arguments of zeros: of a few steps the one of median length.
+    """Return the spans of the instructions of the step with the median length, of a few steps on arguments of zeros.
 
     `awaited`: see `Executor.__call__`.
     """

@@ -1,12 +1,12 @@
-"""Arguments of a step onto the devices that it wants them on.
+"""Move arguments of a step to the devices on which it reads them.
 
     alone       JAX moves them                                                                         `Alone`
-    in a job    what each process has whole (NumPy's arrays, arrays that JAX made on its own devices), each puts on
-                its devices; arrays over devices of several processes are moved by all of these        `InJob`
+    in a job    an array that each process holds whole (NumPy's, or a JAX array on its own devices) is put by each
+                process on its devices; arrays over devices of several processes are moved by all of these  `InJob`
 
-In a job every process must make the same choices, whatever it holds of an array. So an array counts as the job's if it
-lies on devices of other processes too, or on a mesh that a plan was run on (`InJob.know`): of a stage's mesh one
-process may have all devices, and another none.
+In a job every process must make the same choices, whichever part of an array it holds. So an array counts as the job's
+if it lies on devices of other processes too, or on a mesh that a plan was run on (`InJob.know`): one process may have
+all devices of a stage's mesh, and another none.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from alpa_lite.runtime.job.processes import any_here, devices_of, handle, proces
 
 
 class Carried(NamedTuple):
-    """Rows on other devices; `is_copy`: whether they share nothing with the array that they are of."""
+    """Rows on other devices; `is_copy`: whether they share no buffer with the original array."""
 
     array: Any
     is_copy: bool
 
 
 class Placing(ABC):
-    """Puts arguments where they are wanted."""
+    """Moves arguments to shardings."""
 
     def __init__(self, blanks: Blanks) -> None:
-        """Nothing is compiled yet."""
+        """Start without compiled programs."""
         self._blanks = blanks
         self._crossings: dict[object, Crossing] = {}
 
     @abstractmethod
     def put(self, array: Any, sharding: NamedSharding) -> Any:
-        """The array in a sharding, itself if it is there."""
+        """Return the array in a sharding; the array itself if it has this sharding."""
 
     @abstractmethod
     def rows(self, array: Any, windows: Windows, number: int, sharding: NamedSharding) -> Any:
-        """One of several runs of rows in a sharding."""
+        """Return one of several runs of rows in a sharding."""
 
     def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
-        """What `rows` is then given instead of an array of which it will take every run."""
+        """Return a form of an array from which `rows` takes every run."""
         del windows, sharding
         return array
 
     def carried(self, array: Any, start: int, stop: int, sharding: NamedSharding) -> Carried:
-        """Some rows of an array that a step has left on devices of this job, straight from these."""
+        """Return some rows of an array that a step left on devices of this job, sent directly from these."""
         rows = Windows(dim=0, start=start, size=stop - start, count=1)
         found = None if rows.size == array.shape[0] else rows
         moved = self._moved(array, sharding, found)
@@ -68,7 +68,7 @@ class Placing(ABC):
         return Carried(array=moved, is_copy=self._crossing(array, sharding, found).copies)
 
     def put_all(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-        """`put` for each array; of those that are there nothing but their sharding is looked at."""
+        """Return `put` of each array, at the cost of one comparison of shardings for each that is in place."""
         try:
             return [x if x.sharding == s else self.put(x, s) for x, s in zip(arrays, shardings, strict=True)]
         except AttributeError:  # NumPy's
@@ -94,7 +94,7 @@ class Placing(ABC):
         return self._crossings[key]
 
     def _moved_keys(self, keys: Any, sharding: NamedSharding, windows: Windows | None) -> Any:
-        """Typed random keys, as the words that they are stored as."""
+        """Move typed PRNG keys as the words that store them."""
         words = jax.random.key_data(keys)
         inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (words.ndim - len(sharding.spec))))
         moved = self._moved(words, inner, windows)
@@ -102,10 +102,10 @@ class Placing(ABC):
 
 
 class Alone(Placing):
-    """In a job of one process."""
+    """Placement in a job of one process."""
 
     def put(self, array: Any, sharding: NamedSharding) -> Any:
-        """`jax.device_put`, at no cost for an array that is there already: a step has hundreds of those."""
+        """Call `jax.device_put`, except for an array that is already in place: a step has hundreds of those."""
         if getattr(array, "sharding", None) == sharding and getattr(array, "committed", False):
             return array
         return _jax.put_numpy(array, sharding) if type(array) is np.ndarray else jax.device_put(array, sharding)
@@ -115,15 +115,15 @@ class Alone(Placing):
 
 
 _known: set[Mesh | AbstractMesh] = set()
-"""Meshes that plans were run on. JAX keeps every mesh for ever as well."""
+"""Meshes that plans were run on. JAX keeps every mesh alive as well, so this leaks nothing."""
 
 
 class InJob(Placing):
-    """In a job of several processes."""
+    """Placement in a job of several processes."""
 
     @staticmethod
     def know(meshes: Iterable[Mesh | AbstractMesh]) -> None:
-        """Arrays on these meshes are the job's."""
+        """Register meshes; arrays on them are the job's."""
         _known.update(meshes)
 
     def put(self, array: Any, sharding: NamedSharding) -> Any:
@@ -141,7 +141,7 @@ class InJob(Placing):
         return handle(array.shape, array.dtype, sharding) if moved is None else moved
 
     def staged(self, array: Any, windows: Windows, sharding: NamedSharding) -> Any:
-        """Arrays of the job are moved once for all runs."""
+        """Move an array of the job once for all runs."""
         if not _is_of_job(array):
             return array if isinstance(array, jax.Array) else np.asarray(array)
         return _Staged(value=self._moved(array, sharding, windows), shape=array.shape, dtype=array.dtype)
@@ -157,7 +157,7 @@ class InJob(Placing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """All runs of rows of an array, each device having its share of every one; none on processes that get nothing."""
+    """All runs of rows of an array, with each device's share of every run; empty on processes that receive nothing."""
 
     value: Any
     shape: tuple[int, ...]
@@ -175,9 +175,9 @@ def _of_blocks(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, bloc
 
 
 def _spread(array: Any, sharding: NamedSharding) -> Any:
-    """What each process has whole, on its devices of a sharding.
+    """Return an array that each process holds whole, on its devices of a sharding.
 
-    `jax.device_put` would compare the arrays of all processes first, in a collective.
+    `jax.device_put` would first compare the arrays of all processes, in a collective.
     """
     found = array if isinstance(array, jax.Array) else _jax.own_memory(np.asarray(array), sharding)
     dtype = found.dtype if isinstance(found, jax.Array) else jax.dtypes.canonicalize_dtype(found.dtype)
@@ -185,7 +185,7 @@ def _spread(array: Any, sharding: NamedSharding) -> Any:
 
 
 def rows_of(array: Any, windows: Windows, number: int) -> Any:
-    """A run of rows: of NumPy's arrays a view, of others a copy by one program for all starts."""
+    """Return a run of rows: a view of a NumPy array, else a copy by one program for all starts."""
     first, dim = windows.start + number * windows.size, windows.dim
     if isinstance(array, jax.Array):
         return _cut(_untyped(array), np.int32(first), windows.size, dim)
@@ -207,7 +207,7 @@ def _cut(array: Any, start: Any, size: int, dim: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _run_of(sharding: NamedSharding, dim: int, count: int) -> Callable[..., Any]:
-    """What cuts a run out of all of them, each device its own share."""
+    """Return a function that slices one run out of all of them, each device its own share."""
 
     def cut(x: Any, number: Any) -> Any:
         size = x.shape[dim] // count

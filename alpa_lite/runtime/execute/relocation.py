@@ -1,11 +1,12 @@
-"""Moves an array from one sharding to any other, across the processes of a job.
+"""Move an array from one sharding to any other, across the processes of a job.
 
-    boxes    what each device has in the one and wants in the other                            `_boxes`
-    pieces   their common parts; a piece comes from a device that has it, the nearest first    `course`
+    boxes    the block of each device in the source and in the target sharding                 `_boxes`
+    pieces   their intersections; a piece comes from the nearest device that has it            `course`
     windows  instead of all rows, several runs of equally many rows, one after the other: each device gets its share of
-             every run, so that a run can then be cut out without moving anything              `Windows`
+             every run, so that a run can then be sliced without communication                 `Windows`
 
-Unlike transfers of a plan, which are priced, these serve arrays that the caller has placed otherwise than the plan.
+Unlike the transfers of a plan, which are priced, these serve arrays that the caller has placed in other shardings than
+the plan's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from alpa_lite.sharding.transfer import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Along a dim: `count` runs of `size` rows, the first from row `start`."""
+    """Runs of rows along a dim: `count` runs of `size` rows, the first from row `start`."""
 
     dim: int
     start: int
@@ -36,12 +37,12 @@ class Windows:
 
 
 def relocation(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None, blanks: Blanks) -> Crossing:
-    """Compiled on the processes that take part, which must all come here. `array`: with its sharding."""
+    """Compile a relocation. Collective: all processes that take part must call this. `array` carries its sharding."""
     return Crossing(course(array, wanted, windows), blanks)
 
 
 def course(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows | None = None) -> Course:
-    """The pieces between two shardings. With windows the result has `count * size` rows along their dim."""
+    """Return the pieces between two shardings. With windows the result has `count * size` rows along their dim."""
     source = array.sharding
     assert isinstance(source, NamedSharding)
     here, there = devices_of(source.mesh), devices_of(wanted.mesh)
@@ -76,14 +77,14 @@ def course(array: jax.ShapeDtypeStruct, wanted: NamedSharding, windows: Windows 
 
 
 def on_plain_mesh(sharding: NamedSharding) -> NamedSharding:
-    """The same on a mesh whose axes have no types of their own, as programs on local blocks want it."""
+    """Return the sharding on a mesh whose axes have no types, which programs on local blocks need."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
 
 
 class _PieceSenders:
-    """Which devices have what, and how much each sends."""
+    """Which devices hold each box, and how many bytes each sends."""
 
     def __init__(self, held: Sequence[Box], devices: Sequence[Any]) -> None:
         self.devices, self.sent = devices, Counter[int]()
@@ -92,7 +93,7 @@ class _PieceSenders:
             self.holders.setdefault(box, []).append(place)
 
     def overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
-        """The different boxes that have something of another one, each with their common part."""
+        """Return the distinct boxes that overlap `wanted`, each with the intersection."""
         found: list[tuple[Box, Box]] = []
         for owned in self.holders:
             part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, owned, strict=True))
@@ -101,7 +102,9 @@ class _PieceSenders:
         return found
 
     def choose(self, owned: Box, part: Box, receiver: Any) -> int:
-        """Who sends: the receiver itself, one of its process, or the one that has sent least."""
+        """Return the sender: the receiver itself, a device of its process, or the device that has sent the fewest
+        bytes.
+        """
 
         def cost(place: int) -> tuple[bool, bool, int, int]:
             device = self.devices[place]
@@ -114,7 +117,7 @@ class _PieceSenders:
 
 
 def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
-    """What each device has, in the order of the mesh."""
+    """Return the box of each device, in the order of the mesh."""
     indices = sharding.devices_indices_map(shape)
     return [
         tuple((part.start or 0, n if part.stop is None else part.stop) for part, n in zip(index, shape, strict=True))

@@ -1,11 +1,11 @@
-"""Carries out a planned transfer on devices: at most one program on each mesh, and copies between devices.
+"""Carry out a planned transfer on devices: at most one program on each mesh, and copies between devices.
 
     resolve   on the source mesh: a partial sum, before pieces are cut         `_MeshCrossing`
     cross     pieces, from device to device or between processes               `crossing`
-    gather    on the receiving mesh: the chunks of receivers of one block      `_MeshCrossing`
+    gather    on the receiving mesh: the chunks of the receivers of one block  `_MeshCrossing`
 
-Both programs are compiled ahead. In a job of several processes each compiles and launches what its devices take part
-in; a transfer inside one process is there what it is in a job of one.
+Both programs are compiled ahead of time. In a job of several processes each process compiles and launches the programs
+in which its devices take part; a transfer inside one process is the same as in a job of one process.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from alpa_lite.sharding.transfer import PlannedTransfer
 
 
 class Transfer(ABC):
-    """A planned transfer, compiled: call it with an array in the source layout to get it in the target layout."""
+    """A compiled transfer: call it with an array in the source placement to get it in the target placement."""
 
     @property
     @abstractmethod
     def num_programs(self) -> int:
-        """How many programs one call launches."""
+        """The number of programs that one call launches."""
 
     @abstractmethod
     def __call__(self, array: Any, sent: list[Message] | None = None, launched: LaunchObserver | None = None) -> Any:
-        """The array in the target layout, asynchronously; what goes to another device is appended to `sent`.
+        """Return the array in the target placement, asynchronously; bytes for other devices are appended to `sent`.
 
-        `launched` is told of each program that may have to wait for other devices. On a process without devices of the
-        source `array` is not looked at, and on one without devices of the target nothing comes back.
+        `launched` observes each program that may have to wait for other devices. A process without devices of the
+        source may pass any `array`; one without devices of the target gets None.
         """
 
 
 def compile_transfers(
     program: Program, step: StepGraph, meshes: Sequence[Mesh], blanks: Blanks | None = None
 ) -> dict[Buffer, Transfer]:
-    """The transfer of each SEND of a program that devices of this process take part in, by what it writes.
+    """Return, by the buffer that it writes, the transfer of each SEND in which devices of this process take part.
 
-    Equal ones are compiled once. All processes of a job do so in the order of the program.
+    Equal transfers are compiled once. All processes of a job compile in the order of the program.
     """
     made, found = dict[object, Transfer](), dict[Buffer, Transfer]()
     shared = Blanks() if blanks is None else blanks
@@ -76,9 +76,9 @@ def compile_transfers(
 def compile_transfer(
     planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks | None = None
 ) -> Transfer:
-    """A transfer of arrays of a dtype (by name) between the JAX meshes of its two layouts.
+    """Return a transfer of arrays of a dtype (by name) between the JAX meshes of its two placements.
 
-    That of typed PRNG keys is planned for the words that they are stored as (`lower.program.planned_transfer`).
+    A transfer of typed PRNG keys is planned for the words that store them (`lower.instructions.planned_transfer`).
     """
     is_key = dtype.startswith("key<")
     outside, inside = planned.source.spec, planned.target.spec
@@ -93,12 +93,14 @@ def compile_transfer(
 
 
 class _Whole(Transfer):
-    """Each device hands its block to the one of the same number, in the same spec: JAX copies device by device."""
+    """A transfer of each device's block to the device of the same number, in the same spec: JAX copies device by
+    device.
+    """
 
     def __init__(self, source: Mesh, target: Mesh, spec: Spec, *, is_key: bool) -> None:
         self.pairs = list(zip(source.devices.flat, target.devices.flat, strict=True))
         wanted = [NamedSharding(target, boundary_spec(spec))]
-        # Keys are arrays around arrays, which only JAX takes apart.
+        # Typed keys wrap another array, and only JAX unwraps it: their blocks are not accessible here.
         self.copy = partial(jax.device_put, device=wanted) if is_key else _jax.copying_to(wanted)
 
     @property
@@ -113,7 +115,7 @@ class _Whole(Transfer):
 
 
 class _InPlace(Transfer):
-    """The walk of collectives between two specs on one mesh."""
+    """A transfer by the collectives between two specs on one mesh."""
 
     def __init__(self, planned: PlannedTransfer, mesh: Mesh, array: jax.ShapeDtypeStruct) -> None:
         self.walk = compiled(_walk(planned, mesh), [array])
@@ -131,7 +133,7 @@ class _InPlace(Transfer):
 
 
 class _MeshCrossing(Transfer):
-    """From one mesh to another."""
+    """A transfer from one mesh to another."""
 
     def __init__(self, planned: PlannedTransfer, target: Mesh, array: jax.ShapeDtypeStruct, blanks: Blanks) -> None:
         held, landed = planned.source_blocks(), planned.landing_blocks()
@@ -167,7 +169,7 @@ class _MeshCrossing(Transfer):
 
 
 class _OfKeys(Transfer):
-    """Typed PRNG keys, transferred as the words that they are stored as."""
+    """A transfer of typed PRNG keys as the words that store them."""
 
     def __init__(self, planned: PlannedTransfer, dtype: str, source: Mesh, target: Mesh, blanks: Blanks) -> None:
         self.words = compile_transfer(planned, "uint32", source, target, blanks)
@@ -194,9 +196,9 @@ class _OfKeys(Transfer):
 
 
 def _keeps_form(planned: PlannedTransfer) -> bool:
-    """True when each device hands its block to the one of the same number: one `device_put`.
+    """Return True if each device sends its block to the device of the same number: one `device_put`.
 
-    JAX copies from device to device where both shardings cut alike; otherwise it would go through the host.
+    JAX copies from device to device where both shardings split alike; otherwise it would go through the host.
     """
     if planned.resolve or planned.gathers:
         return False
@@ -219,7 +221,7 @@ def _local(planned: PlannedTransfer, x: Any) -> Any:
 
 
 def _gathered(planned: PlannedTransfer, x: Any) -> Any:
-    """The chunks of all receivers of a block; padding that a gather brings along is cut off."""
+    """Return the chunks of all receivers of a block, gathered and without padding."""
     block = local_shape(planned.target.spec, planned.shape, planned.target.mesh.axis_sizes)
     for step in planned.gathers:
         x = lax.all_gather(x, step.axes, axis=step.dim, tiled=True)

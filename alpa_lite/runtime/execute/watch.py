@@ -1,13 +1,13 @@
-"""When the instructions of a step really ran, while they overlap as in any other step.
+"""Measure when the instructions of a step ran, while they overlap as in any other step.
 
-    end      a launch leaves a token; a thread per group of devices waits for its tokens in turn     `Watch.launched`
+    end      a launch leaves a token; a thread per group of devices waits for its tokens in order    `Watch.launched`
              a copy has no program and no token: a thread waits for the array itself                 `Watch.copied`
-    start    when it was launched, what it reads was there, and its devices (for a transfer: the way) were done with
-             what came before                                                                        `spans`
+    start    when it was launched, its inputs were ready, and its devices (for a transfer: the link) were done with the
+             preceding instruction                                                                   `spans`
 
-What launches the step waits for nothing but the beginning of each wait for a copy: the task that reads an array may
-take over its memory, and then there would be nothing left to wait for. Where the step fails, nobody waits for the
-threads.
+The thread that launches the step waits for nothing but the beginning of each wait for a copy: the task that reads an
+array may reuse its memory, and then there would be nothing left to wait for. If the step fails, the threads are not
+joined.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Clock = Callable[[], float]
 
 
 class Watch:
-    """Ends of the instructions of one step, by their number in the program."""
+    """The end times of the instructions of one step, by their number in the program."""
 
     def __init__(self, num_groups: int, clock: Clock = time.perf_counter) -> None:
-        """`num_groups`: of devices whose launches run in turn."""
+        """Start the measurement. `num_groups`: number of groups of devices whose launches run in order."""
         self.ends: dict[int, float] = {}
         self._clock = clock
         self._tokens: tuple[queue.SimpleQueue[tuple[int, Any] | None], ...] = tuple(
@@ -40,17 +40,17 @@ class Watch:
             self._begin(self._wait_in_turn, tokens)
 
     def launched(self, group: int, instruction: int, token: Any) -> None:
-        """A program of an instruction was launched on a group of devices."""
+        """Record that a program of an instruction was launched on a group of devices."""
         self._tokens[group].put((instruction, token))
 
     def copied(self, instruction: int, array: Any) -> None:
-        """An instruction copies an array; returns when somebody waits for it."""
+        """Record that an instruction copies an array; return once a thread waits for it."""
         begun = threading.Event()
         self._begin(self._wait_for_copy, instruction, array, begun)
         begun.wait()
 
     def finish(self) -> Mapping[int, float]:
-        """All ends, once everything has ended."""
+        """Wait for all instructions and return their end times."""
         for tokens in self._tokens:
             tokens.put(None)
         for thread in self._threads:
@@ -58,7 +58,7 @@ class Watch:
         return self.ends
 
     def _begin(self, wait: Callable[..., None], *what: Any) -> None:
-        """A thread of its own for each wait: with fewer, one more copy would have to wait for another's end."""
+        """Start a thread for one wait: with fewer threads, a copy's wait would begin only after another's end."""
         thread = threading.Thread(target=wait, args=what, name="alpa_lite watches a step", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -69,14 +69,14 @@ class Watch:
             self._await(instruction, token)
 
     def _wait_for_copy(self, instruction: int, array: Any, begun: threading.Event) -> None:
-        begun.set()  # this thread goes on until it is inside the wait: Python's lock is let go only there
+        begun.set()  # the waiting thread runs on into its wait: only there it releases Python's lock
         self._await(instruction, array)
 
     def _await(self, instruction: int, array: Any) -> None:
         try:
             jax.block_until_ready(array)
         except RuntimeError:
-            # Overwritten before anybody looked, or the launch failed, which the step itself tells. No end is known.
+            # Donated before the wait began, or the launch failed, which the step reports. The end is unknown.
             return
         self.ends[instruction] = max(self._clock(), self.ends.get(instruction, 0.0))
 
@@ -87,14 +87,14 @@ def spans(
     launches: Mapping[int, float],
     ends: Mapping[int, float],
 ) -> list[TaskTime]:
-    """The span of each instruction of a program but FREE, in order.
+    """Return the span of each instruction of a program but FREE, in order.
 
-    groups    of each stage, the number of the devices whose launches run in turn
+    groups    of each stage, the number of the devices whose launches run in order
     launches  when the launch of an instruction was called, in seconds since the step began
-    ends      when it was seen to have ended; those that are missing ended as they could start
+    ends      when it was seen to have ended; those that are missing ended as soon as they could start
     """
     waits_for, latest = _waits_for(program, groups, launches), dict(ends)
-    for number in reversed(waits_for):  # what was seen late had ended before what waited for it did
+    for number in reversed(waits_for):  # an end that was seen late lies before the ends that depend on it
         for before in waits_for[number] if number in latest else ():
             latest[before] = min(latest.get(before, latest[number]), latest[number])
     ended: dict[int, float] = {}
@@ -107,7 +107,10 @@ def spans(
 
 
 def _waits_for(program: Program, groups: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
-    """Of instructions, in order, those that each waits for: what wrote its buffers, and the last on its devices."""
+    """Return for each instruction those that it waits for.
+
+    These are the writers of its buffers, and the last instruction before it on its devices.
+    """
     writer: dict[Buffer, int] = {}
     last: dict[object, int] = {}
     found: dict[int, list[int]] = {}

@@ -1,11 +1,9 @@
-"""Notices a step that does not end while its caller waits for results, where no error can be raised.
+"""Detect a step that does not end while its caller waits for results, where no error can be raised.
 
-A thread, one for all steps of the process, looks at the launches now and then as long as there are some that are not
-done, and ends when there are none; the next step starts another. When nothing has ended for too long it says on stderr
-what hangs; then the process ends (`Flight.tell_hang`), or the next call raises the same (`Flight.raise_if_hung`). It
-holds the launches weakly: when the executor is dropped, the thread ends.
-
-What an instruction that does not end is, and what it reads, in words.
+One thread for all steps of the process looks at the launches from time to time as long as some are not done, and ends
+when none are left; the next step starts another. When there was no progress for too long it writes to stderr which
+instruction hangs and what it reads; then the process ends (`Flight.tell_hang`), or the next call raises the same error
+(`Flight.raise_if_hung`). It holds the launches weakly: when the executor is dropped, the thread ends.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from alpa_lite.program.phases import StepGraph
 from alpa_lite.runtime.job.in_flight import Flight, Patience
 
 MOST_INPUTS = 8
-"""So many inputs are named; the others are counted."""
+"""Number of inputs that a message names; the others are only counted."""
 
 
 def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], number: int) -> str:
-    """The sentence for instruction `number`: task, micro-batch, stage, devices, inputs, and what to do.
+    """Return the sentence for instruction `number`: task, micro-batch, stage, devices, inputs, and advice.
 
-    The number after the last one stands for what follows the program in a job of several processes.
+    The number after the last one stands for the delivery of results in a job of several processes.
     """
     if number == len(program.instructions):
         return (
@@ -55,7 +53,7 @@ def explanation(program: Program, step: StepGraph, meshes: Sequence[Mesh], numbe
 
 
 def short_name(program: Program, number: int) -> str:
-    """An instruction in a few words; the number after the last one stands for the delivery of results in a job."""
+    """Return an instruction in a few words; the number after the last one stands for the delivery in a job."""
     if number == len(program.instructions):
         return "the delivery of results"
     instruction = program.instructions[number]
@@ -78,7 +76,7 @@ def _of_transfer(program: Program, step: StepGraph, meshes: Sequence[Mesh], numb
 
 
 def _name(step: StepGraph, buffer: Buffer) -> str:
-    """The user's name of an argument, or the user's line of a result."""
+    """Return the user's name of an argument, or the user's source line of a result."""
     graph = step.graph
     producer = graph.producer[buffer.value]
     if producer is None:
@@ -103,7 +101,7 @@ def _writer(program: Program, number: int, buffer: Buffer) -> Instruction:
 
 
 LONGEST_LOOK = 15.0
-"""Seconds between two looks, at most."""
+"""Largest number of seconds between two looks."""
 
 
 def _to_stderr(text: str) -> None:
@@ -113,42 +111,42 @@ def _to_stderr(text: str) -> None:
 
 
 class Watchdog:
-    """Watches one `Flight`."""
+    """Watches the launches of one `Flight`."""
 
     def __init__(self, flight: Flight, *, say: Callable[[str], None] = _to_stderr) -> None:
-        """It watches nothing yet."""
+        """Start without watching."""
         self._flight = weakref.ref(flight)
         self._say, self._limit = say, flight.patience
         weakref.finalize(flight, _thread.wake)
 
     @property
     def is_watching(self) -> bool:
-        """Whether it is looked after."""
+        """Whether the thread watches the launches."""
         return _thread.has(self)
 
     def watch(self) -> None:
-        """A step was launched; its end is to be watched for."""
+        """Watch for the end of a step that was just launched."""
         if self._limit is not None:
             _thread.add(self, self._limit)
 
     def is_idle(self) -> bool:
-        """Whether nothing is left to watch for."""
+        """Return True if nothing is left to watch for."""
         flight = self._flight()
         return flight is None or not flight.pending()
 
     def look(self, patience: Patience) -> None:
-        """Tell a hang, once."""
+        """Report a hang, at most once."""
         flight = self._flight()
         pending = () if flight is None else flight.pending()
         if flight is not None and pending and not flight.hang and flight.is_hung(patience, pending):
-            # Said first: who sees the hang, and perhaps ends the process for it, has the sentence on stderr.
+            # Reported first: whoever sees the hang, and perhaps ends the process, has the sentence on stderr.
             if not flight.ends:
                 self._say(flight.sentence(pending))
             flight.tell_hang(pending)
 
 
 class _Thread:
-    """One thread for all steps of the process, while any of them has launches that are not done."""
+    """One thread for all steps of the process, which runs while any of them has launches that are not done."""
 
     def __init__(self) -> None:
         # Reentrant: an executor may be collected, and wake the thread, while this thread holds it.
@@ -161,7 +159,7 @@ class _Thread:
         return watchdog in self._watched
 
     def add(self, watchdog: Watchdog, limit: float) -> None:
-        with self._changed:  # which tells a look that is about to end of the launches before this call
+        with self._changed:  # so that a thread that is about to end sees the launches before this call
             if watchdog in self._watched:
                 return
             self._watched[watchdog] = Patience(limit)

@@ -1,6 +1,6 @@
-"""The processes of a job: how they start, what they agree upon, and how they end.
+"""Manage the processes of a job: how they start, what they agree on, and how they end.
 
-`launch` starts them on one machine, `start` joins them, and `agreement` lets them say and compare what no device has to
-know. `ending`, `hang` and `stopping` end them together, in a failure, in a hang or when they are told to, so that none
-waits for another in vain.
+`launch` starts them on one machine, `start` joins them to a job, and `consensus` lets them exchange and compare values
+without using a device. `shutdown` and `termination` end them together after a failure, a hang or a signal, so that none
+waits for another in vain; `in_flight` tracks launches that are not done.
 """

@@ -1,9 +1,9 @@
-"""What this process is doing: whether it works at something that takes long, and where its program is.
+"""Track what this process is doing: whether it runs something that takes long, and which line its program is at.
 
-busy     within, the process plans or compiles: the others wait for it longer       `busy`, `doing`
-idle     within, it waits for others, whatever it was busy with                      `idle`
-where    the line of the user's program that the main thread is at                   `where`
-stacks   those of all Python threads, on the error stream                            `dump_stacks`
+busy     context in which the process plans or compiles: the others wait for it longer  `busy`, `doing`
+idle     context in which it waits for others                                           `idle`
+where    the line of the user's program that the main thread is at                      `where`
+stacks   those of all Python threads, on the error stream                               `dump_stacks`
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from types import FrameType
 from alpa_lite import _jax
 
 _doing: list[str] = []
-"""What the process is busy with, the innermost last; empty texts stand for waiting."""
+"""The activities of the process, the innermost last; empty texts stand for waiting."""
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Within, this process is at work that may take long, like "compiling"; the others are told."""
+    """Mark this process as busy with a long activity, for example "compiling"; the other processes are told."""
     _doing.append(what)
     try:
         yield
@@ -32,19 +32,19 @@ def busy(what: str) -> Iterator[None]:
 
 
 def idle() -> AbstractContextManager[None]:
-    """Within, this process waits for others."""
+    """Mark this process as waiting for others."""
     return busy("")
 
 
 def doing() -> str:
-    """What this process is busy with; empty while it is not. JAX may compile a function of the user's own."""
+    """Return this process's activity, empty while it has none. JAX may be compiling a function of the user's own."""
     if _doing and _doing[-1]:
         return _doing[-1]
     return "compiling" if any(map(_jax.is_compiling, sys._current_frames().values())) else ""
 
 
 def where() -> str:
-    """The innermost line of the user's program that the main thread is at, as `file:line (function)`."""
+    """Return the innermost line of the user's program that the main thread is at, as `file:line (function)`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the end of the program"
@@ -56,7 +56,7 @@ def where() -> str:
 
 
 def dump_stacks() -> None:
-    """Write the stacks of all Python threads to the error stream, even if Python's own is closed or taken over."""
+    """Write the stacks of all Python threads to the error stream, even if Python's own is closed or redirected."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(Exception):
             faulthandler.dump_traceback(file=stream or 2, all_threads=True)

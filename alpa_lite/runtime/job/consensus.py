@@ -1,17 +1,18 @@
-"""What the processes of a job agree upon, through the service that JAX coordinates them with: no device takes part.
+"""Let the processes of a job agree on values, through JAX's coordination service: no device takes part.
 
-    agreed_data       what the first process says
+    agreed_data       the first process's value
     same_everywhere   raise on every process unless all of them state the same facts
-    everywhere        what each process says
-    meet              wait for one another
+    everywhere        the value of each process
+    meet              a barrier
 
-With one process, that is what it said itself. The processes that take part must call these functions in the same order.
-While one of them is awaited for long, the others say so. JAX ends all of them when one has died; one that has come to
-its end (`ending`) is not waited for, nor one that hangs: that says nothing for long and is not at work (`activity`).
+In a job of one process each function returns the process's own value. The processes that take part must call these
+functions in the same order. While one of them is awaited for long, the others report it. JAX ends all of them when one
+has died. A process that has ended (`shutdown`) is not waited for, nor one that hangs: one that is silent for long and
+not busy (`activity`).
 
-What was said is removed when all have read it: who says something to all has read all that was said before, so when the
-first process has heard everybody it removes what is older. So the service holds the words of one agreement, and what
-the first process alone has said since then, which is little: each `TURN`-th time it hears the others as well.
+Values are removed when all processes have read them: a process that writes to all has read everything written before,
+so when the first process has heard from everybody it removes what is older. So the service holds the values of one
+agreement, and the few that the first process alone has written since: every `TURN`-th time it hears the others as well.
 """
 
 from __future__ import annotations
@@ -35,43 +36,43 @@ from alpa_lite.runtime.job.activity import idle
 from alpa_lite.runtime.job.shutdown import RollCall, came_to_end, end_hung, hang_timeout, say
 
 FIRST_WORD_SECONDS = 30.0
-"""After so long a wait for another process is told on stderr, and then again after twice as long, and so on."""
+"""Seconds of waiting for another process after which it is reported on stderr; again after twice as long, and so on."""
 
 LOOK_SECONDS = 5.0
-"""How often a process that waits for another looks whether that one has come to its end."""
+"""Seconds between two checks whether an awaited process has ended."""
 
 PATIENCE_SECONDS = 6 * 3600.0
-"""So long another process may take, as it may have to plan or to compile in the meantime."""
+"""Seconds that another process may take, as it may have to plan or to compile in the meantime."""
 
 
 TURN = 16
-"""The first process is not more agreements than this ahead of the others."""
+"""The largest number of agreements by which the first process is ahead of the others."""
 
 
 def agreed_number(value: float) -> float:
-    """The first process's number."""
+    """Return the first process's number."""
     return float(agreed_data(value))
 
 
 def agreed_data(value: Any) -> Any:
-    """The first process's JSON value; those of the others are passed over."""
+    """Return the first process's JSON value; those of the others are ignored."""
     return value if jax.process_count() == 1 else _service().said_by_first(value)
 
 
 def same_everywhere(facts: Mapping[str, str]) -> None:
-    """Raise `MismatchError` on all processes, with one sentence, where facts of one differ from those of the first."""
+    """Raise `MismatchError` on all processes, with one sentence, if facts of one differ from those of the first."""
     if jax.process_count() > 1 and (found := _service().compared(facts)):
         raise MismatchError(found)
 
 
 def meet(processes: Sequence[int]) -> None:
-    """Return when each of these processes, by number, has called this."""
+    """Return when each of these processes, by number, has called this function."""
     if len(processes) > 1:
         _service().meet(tuple(sorted(processes)))
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """The sentence on what processes have otherwise than the first one; empty where all is the same."""
+    """Return a sentence on the facts that differ from the first process's; empty if there are none."""
     first, found = facts[0], defaultdict[str, list[int]](list)
     for number, stated in enumerate(facts):
         for name in dict.fromkeys((*first, *stated)):
@@ -94,7 +95,7 @@ def _processes(numbers: Sequence[int]) -> str:
 
 
 def everywhere(value: Any) -> list[Any]:
-    """The JSON values of all processes, in their order; on all of them."""
+    """Return the JSON values of all processes, in their order; on all of them."""
     return [value] if jax.process_count() == 1 else _service().everywhere(value)
 
 
@@ -110,12 +111,12 @@ def _service() -> _Service:
 
 @lru_cache(maxsize=1)
 def _service_of(job: _jax.JobInfo) -> _Service:
-    """One for each start of the coordination service, with which the counting begins again."""
+    """Return the service of one start of the coordination service, with which the numbering begins again."""
     return _Service(job)
 
 
 class _Service:
-    """What the sets of processes that meet have agreed upon."""
+    """The agreements of each set of processes."""
 
     def __init__(self, job: _jax.JobInfo) -> None:
         self._all = tuple(range(job.num_processes))
@@ -126,7 +127,7 @@ class _Service:
         return self._of(self._all).said_by_first(value)
 
     def compared(self, facts: Mapping[str, str]) -> str:
-        """`differences` of the facts of all processes; the first one compares."""
+        """Return the `differences` of the facts of all processes, computed by the first one."""
         return self._of(self._all).gathered(dict(facts), differences)
 
     def everywhere(self, value: Any) -> list[Any]:
@@ -143,7 +144,9 @@ class _Service:
 
 
 class _GroupExchange:
-    """Numbers what some processes say to each other, so that each key is used once, and removes what all have read."""
+    """Numbers the values that some processes exchange, so that each key is used once, and removes values that all have
+    read.
+    """
 
     def __init__(self, name: str, processes: Sequence[int], words: KeyValues) -> None:
         self._name, self._processes, self._words = name, processes, words
@@ -152,7 +155,7 @@ class _GroupExchange:
         self._read_by_all_that_come: list[str] = []
 
     def gathered(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What the first process makes of the values of all."""
+        """Return the first process's combination of the values of all."""
         key = self._key()
         self._words.set(f"{key}/{self._words.me}", value)
         if self._words.me != self._first:
@@ -165,7 +168,7 @@ class _GroupExchange:
         return answer
 
     def said_by_first(self, value: Any) -> Any:
-        """The first one's value."""
+        """Return the first process's value."""
         number = next(self._numbers)
         if number % TURN == TURN - 1:
             return self.gathered(value if self._words.me == self._first else None, lambda values: values[0])
@@ -181,24 +184,24 @@ class _GroupExchange:
 
 
 class KeyValues:
-    """JSON values under names in the service that coordinates a job."""
+    """JSON values by name in the coordination service of a job."""
 
     def __init__(self, job: _jax.JobInfo) -> None:
-        """Nothing is said yet."""
-        self._client, self._roll, self.me = job.client, RollCall(job), job.process
+        """Connect to the service, without writing."""
+        self._client, self._roll_call, self.me = job.client, RollCall(job), job.process
 
     def set(self, name: str, value: Any) -> None:
-        """Say a value under a name that was not used before."""
+        """Write a value under a name that was not used before."""
         self._client.key_value_set_bytes(f"alpa_lite/{name}", zlib.compress(json.dumps(value).encode()))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove these, and all under them."""
+        """Remove these names, and all names under them."""
         for name in names:
-            with suppress(jax.errors.JaxRuntimeError):  # where the service is gone JAX ends this process
+            with suppress(jax.errors.JaxRuntimeError):  # if the service is gone, JAX ends this process
                 self._client.key_value_delete(f"alpa_lite/{name}")
 
     def get(self, name: str, process: int) -> Any:
-        """What another process says under a name, once it does."""
+        """Return the value of another process under a name, waiting until it is written."""
         key, read = f"alpa_lite/{name}", self._client.blocking_key_value_get_bytes
         began = at_work = time.monotonic()
         word, ended = FIRST_WORD_SECONDS, dict[int, str]()
@@ -210,9 +213,9 @@ class KeyValues:
                     waited = time.monotonic() - began
                     if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_SECONDS or process in ended:
                         raise ExecutionError(_in_vain(process, waited, ended, error)) from error
-                # It may have said it before its end: that is looked at once more.
-                ended = self._roll.ended(self._roll.said())
-                doing = self._roll.doing(process)
+                # It may have written the value just before it ended: look once more.
+                ended = self._roll_call.ended(self._roll_call.said())
+                doing = self._roll_call.doing(process)
                 at_work = time.monotonic() if doing else at_work
                 if process not in ended and time.monotonic() - at_work > hang_timeout():
                     end_hung(f"process {self.me} has waited {waited:.0f} s for a word of process {process} in vain.")

@@ -1,17 +1,17 @@
-"""Launches whose end nobody has seen: how many there may be, and what happens when none of them ends.
+"""Bound the launches that are in flight, and detect when none of them makes progress.
 
     credits    un-awaited launches <= limit, for each group of devices              `Flight.launched`
     hang       no launch has ended for `patience` seconds while some have not       `Patience.is_over`
     work       a process that takes part in them compiles: that is no hang          `Flight.is_hung`
     end        of a hang: the process, and its job with it, or a `HangError`        `Flight.tell_hang`
 
-Each launch leaves a token, a scalar that is there when the launch is done. Without a bound, a dispatching thread that
-is faster than the devices would have memory allocated far ahead, and on virtual CPU devices, whose launches wait in
-threads of one pool, it would fill that pool until nothing moves. Waiting for a credit is waiting for an event; nothing
-is fetched from a device.
+Each launch leaves a token, a scalar that is ready when the launch is done. Without a bound, a dispatching thread that
+is faster than the devices would allocate memory far ahead, and on virtual CPU devices, whose launches wait in threads
+of one pool, it would fill that pool until nothing progresses. Waiting for a credit is waiting for an event; nothing is
+fetched from a device.
 
-A wait looks at its token again and again, with pauses that grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, so that it can
-end in an error. By then the queue holds other launches, so devices do not idle in a pause.
+A wait polls its token, with pauses that grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, so that it can end in an error. The
+queue holds other launches meanwhile, so devices do not idle in a pause.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from weakref import ref
 from alpa_lite.errors import HangError
 
 CPU_CREDITS = 16
-"""Launches on virtual CPU devices that may be un-awaited at a time, per device: XLA admits 32, then blocks threads."""
+"""Launches in flight per virtual CPU device: XLA admits 32, then blocks threads."""
 
 CREDITS = 64
-"""The same elsewhere, where queues are the driver's: enough to hide any wait, few enough to bound memory."""
+"""Launches in flight on other platforms, where queues are the driver's: enough to hide any wait, few enough to bound
+memory.
+"""
 
 FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 2e-3
 """Seconds between two looks at a token."""
@@ -38,15 +40,15 @@ Clock = Callable[[], float]
 
 
 class Token(Protocol):
-    """What a launch leaves, as a `jax.Array` is."""
+    """The scalar that a launch leaves, as a `jax.Array` is."""
 
     def is_ready(self) -> bool:
-        """Whether the launch is done."""
+        """Return True if the launch is done."""
         ...
 
 
 class Launch(NamedTuple):
-    """One launch: its number since the program was compiled, that of its instruction, and its token."""
+    """One launch: its number since the program was compiled, its instruction, and its token."""
 
     order: int
     instruction: int
@@ -54,26 +56,26 @@ class Launch(NamedTuple):
 
 
 class Patience:
-    """Notices that for `limit` seconds nothing has changed."""
+    """Detects that nothing has changed for `limit` seconds."""
 
     def __init__(self, limit: float | None, clock: Clock = time.monotonic) -> None:
-        """None waits for ever."""
+        """Set the limit; None waits for ever."""
         self.limit, self._clock = limit, clock
         self._since, self._pending = clock(), frozenset[int]()
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Restart the time."""
         self._since = self._clock()
 
     def is_over(self, pending: frozenset[int]) -> bool:
-        """Whether the same launches, by their order, have been pending for too long."""
+        """Return True if the same launches, by their order, have been pending for too long."""
         if pending != self._pending:
             self._pending, self._since = pending, self._clock()
         return self.limit is not None and bool(pending) and self._clock() - self._since >= self.limit
 
 
 class Flight:
-    """The launches of one executor; used from its thread, and looked at by the watchdog's."""
+    """The launches of one executor; used from its thread, and read by the watchdog's."""
 
     def __init__(
         self,
@@ -89,19 +91,19 @@ class Flight:
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Nothing is launched yet.
+        """Start without launches.
 
         Args:
-            num_groups: of devices whose launches run in turn.
+            num_groups: number of groups of devices whose launches run in order.
             limit: credits of a group of devices.
             patience: seconds in which something must end; None waits for ever.
-            explain: what hangs at an instruction, in sentences.
-            name: an instruction, in a few words.
-            processes: those that take part in an instruction.
-            at_work: whether one of these processes plans or compiles.
+            explain: returns sentences on what hangs at an instruction.
+            name: returns an instruction in a few words.
+            processes: returns the processes that take part in an instruction.
+            at_work: returns whether one of these processes plans or compiles.
             end: ends the process with the sentence on a hang; None: `HangError` is raised.
-            clock: seconds.
-            sleep: for so many seconds.
+            clock: returns the current time in seconds.
+            sleep: sleeps for a number of seconds.
 
         `waited_seconds` counts the waits for credits since the program was compiled.
         """
@@ -114,12 +116,12 @@ class Flight:
         self.hang = ""
         self.waited_seconds = 0.0
         self.observer: Callable[[int, int, Token], None] | None = None
-        _flights[:] = [*(each for each in _flights if each() is not None), ref(self)]
+        _all_flights[:] = [*(each for each in _all_flights if each() is not None), ref(self)]
 
     def launched(self, group: int, instruction: int, token: Token) -> None:
-        """One more launch on a group of devices; waits for its oldest where there are too many.
+        """Record a launch on a group of devices; wait for its oldest one if there are too many.
 
-        `observer`, where there is one, is told first.
+        `observer`, if set, is called first.
         """
         if self.observer is not None:
             self.observer(group, instruction, token)
@@ -133,16 +135,18 @@ class Flight:
             queue.popleft()
 
     def pending(self) -> tuple[Launch, ...]:
-        """What is not done, in the order of the launches."""
+        """Return the launches that are not done, in order."""
         launches = (launch for queue in self.queues for launch in queue.copy())
         return tuple(sorted((x for x in launches if not x.token.is_ready()), key=lambda x: x.order))
 
     def awaited(self) -> dict[int, frozenset[int]]:
-        """The processes that take part in what is not done, by the order of the launches."""
+        """Return the processes that take part in the launches that are not done, by the order of the launches."""
         return {launch.order: self._processes(launch.instruction) for launch in self.pending()}
 
     def is_hung(self, patience: Patience, pending: Sequence[Launch]) -> bool:
-        """Whether the patience with what is not done is over, and no process that takes part is at other work."""
+        """Return True if the pending launches have run out of patience, and no process that takes part is busy
+        otherwise.
+        """
         if not patience.is_over(frozenset(launch.order for launch in pending)):
             return False
         if self._at_work(frozenset[int]().union(*(self._processes(launch.instruction) for launch in pending))):
@@ -151,14 +155,14 @@ class Flight:
         return True
 
     def tell_hang(self, pending: Sequence[Launch]) -> str:
-        """The sentence on a hang, which the next call raises; this process ends here where it is to."""
+        """Return the sentence on a hang, which the next call raises; end the process instead if it is configured to."""
         self.hang = self.sentence(pending)
         if self._end is not None:
             self._end(self.hang)
         return self.hang
 
     def last_instruction(self) -> str:
-        """What this process launched last, or the first launch that is not done; empty before the first one."""
+        """Return the last launch of this process, or the first that is not done; empty before the first launch."""
         if self._last is None:
             return ""
         if pending := self.pending():
@@ -167,17 +171,17 @@ class Flight:
 
     @property
     def ends(self) -> bool:
-        """Whether a hang ends the process, which says why."""
+        """Whether a hang ends the process, which then states the cause."""
         return self._end is not None
 
     def raise_if_hung(self) -> None:
-        """Raise what the watchdog found between two steps, unless it has ended since."""
+        """Raise the hang that the watchdog detected between two steps, unless it has ended since."""
         if self.hang and self.pending():
             raise HangError(self.hang)
         self.hang = ""
 
     def sentence(self, pending: Sequence[Launch]) -> str:
-        """What hangs: of the launches that are not done the first, as all that it reads comes from earlier ones."""
+        """Return the explanation of a hang: the first launch that is not done, as its inputs come from earlier ones."""
         return (
             f"No instruction has ended for {self.patience:g} s, and {len(pending)} are not done. The first of them: "
             f"{self.explain(pending[0].instruction)}"
@@ -204,21 +208,21 @@ class Flight:
                 raise HangError(self.tell_hang(pending))
 
 
-_flights: list[ref[Flight]] = []
-"""Of the steps of this process; another thread looks at them."""
+_all_flights: list[ref[Flight]] = []
+"""The steps of this process; another thread reads them."""
 
 
 def awaited() -> dict[object, frozenset[int]]:
-    """The processes that take part in what this one has launched and is not done, of all its steps."""
+    """Return the processes that take part in unfinished launches of this process, of all its steps."""
     return {
         (id(flight), order): processes
-        for found in tuple(_flights)
+        for found in tuple(_all_flights)
         if (flight := found()) is not None
         for order, processes in flight.awaited().items()
     }
 
 
 def last_instructions() -> str:
-    """What each step of this process launched last, in words; empty where none has launched anything."""
-    flights = (flight for found in tuple(_flights) if (flight := found()) is not None)
+    """Return the last launch of each step of this process, in words; empty if there is none."""
+    flights = (flight for found in tuple(_all_flights) if (flight := found()) is not None)
     return "; ".join(filter(None, (flight.last_instruction() for flight in flights)))

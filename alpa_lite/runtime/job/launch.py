@@ -1,11 +1,11 @@
-"""Several processes on this machine, as if each were on another: started, listened to, and ended together.
+"""Run several processes of one job on this machine: start them, forward their output, and end them together.
 
-    start     each gets the address of a coordinator on loopback and its number, as variables that `initialize` reads
-    listen    what they print comes out line by line, with the number of the process before it       `output`
+    start     each receives a coordinator's address on loopback and its number, as variables that `initialize` reads
+    listen    their output is forwarded line by line, prefixed with the number of the process       `output`
     end       the first one that fails ends the others: SIGTERM, and SIGKILL after some seconds
 
-Each process leads a group of its own, so that Ctrl-C reaches the launcher alone, and what a process has started ends
-with it. Should the launcher be killed, a process beside it ends the others (`orphans`).
+Each process leads a process group of its own, so that Ctrl-C reaches the launcher alone, and everything that a process
+has started ends with it. If the launcher is killed, a separate process ends the others (`orphans`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID, REGISTER = (
 """Environment variables of a launched process; the last holds the number of a pipe's end, in which it registers."""
 
 GRACE_SECONDS = 5.0
-"""What a process gets between SIGTERM and SIGKILL."""
+"""Seconds that a process gets between SIGTERM and SIGKILL."""
 
 ENDED = 143
 """Exit code of a process that ends because another process of the job failed."""
@@ -45,18 +45,20 @@ HUNG = 124
 """Exit code of a process that ends because it hangs, or because another process of its job does."""
 
 _CAUSE_SECONDS = 5.0
-"""So long after one with these codes the launcher waits for the others, which may still say what went wrong."""
+"""Seconds that the launcher waits after an exit with one of these codes for the others, which may still state the
+cause.
+"""
 
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """How it went.
+    """The result of a launch.
 
     codes    exit code of each process; 128 + n where signal n ended it
-    failed   the number of the one that failed first, of several at once that with the worst code; None: none did.
-             Those that end because of it do not count, whether the launcher ended them or they did by themselves.
+    failed   the number of the process that failed first, of several at once that with the worst code; None: none did.
+             Processes that end because of it do not count, whether the launcher ended them or they did by themselves.
     """
 
     codes: tuple[int, ...]
@@ -64,21 +66,21 @@ class LaunchResult:
 
     @property
     def code(self) -> int:
-        """The exit code of the one that failed."""
+        """The exit code of the process that failed."""
         return 0 if self.failed is None else self.codes[self.failed]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with reserved_port() as found:
         return int(found.getsockname()[1])
 
 
 def reserved_port(port: int = 0) -> socket.socket:
-    """A socket that keeps a port of the loopback interface from others until it is closed; 0: any that is free.
+    """Return a socket that reserves a port of the loopback interface until it is closed; 0: any free port.
 
-    The coordinator, which shares its port, can still listen there. Otherwise another job, or any connection from this
-    machine, could get the port before the first process has come so far.
+    The coordinator, which shares its port, can still listen there. Without the socket another job, or any connection
+    from this machine, could get the port before the first process listens.
 
     Raises:
         ExecutionError: the port is in use.
@@ -88,10 +90,10 @@ def reserved_port(port: int = 0) -> socket.socket:
         try:
             found.bind(("127.0.0.1", port))
         except OSError:
-            # Connections of an earlier job that are still remembered do not matter; somebody who listens does.
+            # Connections of an earlier job in TIME_WAIT do not matter; a socket that listens does.
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(("127.0.0.1", port))
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after it was found that nobody has it
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only after the bind has shown it to be free
     except (OSError, OverflowError) as error:
         found.close()
         raise ExecutionError(
@@ -125,7 +127,7 @@ def launch(
         ExecutionError: there are no processes to start, or the program cannot be started.
     """
     if num_processes < 1:
-        raise ExecutionError(f"{num_processes} processes were asked for: at least one is needed.")
+        raise ExecutionError(f"{num_processes} processes were requested: at least one is needed.")
     base = dict(os.environ if environment is None else environment)
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), *program]
     with reserved_port(port or 0) as reserved, _ended_by_sigterm():
@@ -160,7 +162,7 @@ class _Job:
             )
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """One more process."""
+        """Start one more process."""
         try:
             process = subprocess.Popen(
                 list(command),
@@ -180,12 +182,12 @@ class _Job:
             self.listeners.listen(source, target, name)  # pyright: ignore[reportArgumentType]
 
     def wait(self) -> int | None:
-        """Until all have ended, or one has failed; its number."""
+        """Wait until all have ended, or one has failed; return its number."""
         until = None
         while True:
             codes = [ended_with(process) for process in self.processes]
             failed = [number for number, code in enumerate(codes) if code]
-            # Those that found a hang know why: what others end with then is a consequence, as is `ENDED`.
+            # A process that detected a hang knows the cause: the exits of others follow from it, as does `ENDED`.
             causes = [] if HUNG in codes else [number for number in failed if codes[number] != ENDED]
             until = until or (time.monotonic() + _CAUSE_SECONDS if failed else None)
             if causes or (until is not None and (None not in codes or time.monotonic() > until)):
@@ -197,14 +199,14 @@ class _Job:
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """End what still runs, and hand on what was said last; a second signal cuts that short."""
+        """End the processes that still run, and forward their last output; a second signal cuts that short."""
         for how, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
             for process in self.processes:
-                # What a process has started may outlive it. The number of one that has ended is its group's still.
+                # Child processes may outlive a process, whose id remains the id of its group.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, how)
                     os.killpg(process.pid, signal.SIGCONT)
-            with suppress(KeyboardInterrupt, SystemExit):  # once more: no time is left
+            with suppress(KeyboardInterrupt, SystemExit):  # a second signal: do not wait
                 self._await(seconds)
         with suppress(BrokenPipeError):
             os.write(self.register, DONE + b"\n")
@@ -218,11 +220,11 @@ class _Job:
                 self.targets[1].write(f"alpa-lite launch: output was lost: {target.problem}.\n".encode())
 
     def codes(self) -> Iterator[int]:
-        """The exit codes as shells tell them."""
+        """Yield the exit codes in the convention of shells."""
         return (_as_shells_tell(process.returncode or 0) for process in self.processes)
 
     def _await(self, seconds: float | None) -> None:
-        """Wait until all have ended, for so many seconds at most. The numbers of those that have stay theirs."""
+        """Wait at most `seconds` until all have ended. Remaining processes keep their numbers."""
         until = None if seconds is None else time.monotonic() + seconds
         while None in map(ended_with, self.processes) and (until is None or time.monotonic() < until):
             time.sleep(_LOOK_SECONDS)
@@ -234,7 +236,10 @@ class _Job:
 
 
 def ended_with(process: subprocess.Popen[bytes]) -> int | None:
-    """The return code of a process that has ended, which stays to be waited for: so nobody else gets its number."""
+    """Return the return code of a process that has ended, else None.
+
+    The process stays waitable, so that its id is not reused.
+    """
     found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -247,7 +252,7 @@ def _as_shells_tell(code: int) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is inside in good order. In other threads than the first there are no signals."""
+    """Context in which SIGTERM ends the launch in good order. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,11 +1,11 @@
-"""Proves that the processes of a job cannot wait for each other in a circle.
+"""Prove that the processes of a job cannot deadlock.
 
     order(p) = the instructions that process p takes part in, in the order in which it launches them      `orders`
-    an instruction is done when all that take part have come to it and all that it reads is written       `verify_order`
+    an instruction is done when all participants have reached it and all its inputs are written     `verify_order`
 
-Here a process comes to an instruction when those before it are done. Devices may do more at a time, as what they share
-is only launched in this order; so if all get done here, they do there. It needs no luck when every process follows one
-list: of the instructions that are left, all have come to the first.
+Here a process reaches an instruction when those before it are done. Devices may run more at a time, since programs that
+share a device are launched in this order; so if all get done here, they do there. Success is certain when every process
+follows one list: all participants have reached the first of the remaining instructions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alpa_lite.lower.instructions import Buffer, Instruction, Program
 
 
 def participants(instruction: Instruction, processes: Sequence[Sequence[int]]) -> frozenset[int]:
-    """The processes that take part. `processes`: of each stage. Any may have to give a part of an argument."""
+    """Return the processes that take part. `processes`: of each stage. Any process may hold a part of an argument."""
     if instruction.kind == "PLACE":
         return frozenset(process for stage in processes for process in stage)
     stages = {instruction.stage} | ({instruction.source_stage} if instruction.kind == "SEND" else set())
@@ -25,7 +25,7 @@ def participants(instruction: Instruction, processes: Sequence[Sequence[int]]) -
 
 
 def orders(program: Program, processes: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Of each process, the numbers of the instructions that it launches."""
+    """Return for each process the numbers of the instructions that it launches."""
     found: dict[int, list[int]] = {process: [] for stage in processes for process in stage}
     for number, instruction in enumerate(program.instructions):
         if instruction.kind != "FREE":

@@ -1,7 +1,7 @@
-"""Runs a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
+"""Run a program as a process of `alpa-lite launch`: `python launched.py (PROGRAM.py | -m MODULE) ARGUMENT...`.
 
-The program runs as if Python had been given it. It differs in its end: a process that fails does not wait for the
-others, which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads at its import.
+The program runs as if Python had started it, except at its end: a process that fails does not wait for the others,
+which wait for it (`leave`). Nothing is imported before the program, as it may set what JAX reads when imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_LETTERS = 300
 def leave(code: int, reason: str) -> None:
     """End this process with an exit code, without JAX's wait at exit until all processes of the job end.
 
-    `reason`: what the others are told.
+    `reason`: the reason that the others receive.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -40,7 +40,7 @@ def leave(code: int, reason: str) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a program; where it fails this process ends here."""
+    """Run a program; if it fails, end this process."""
     try:
         if arguments[0] == "-m":
             sys.argv, sys.path[0] = arguments[1:], os.getcwd()
@@ -62,14 +62,14 @@ def run(arguments: list[str]) -> None:
 
 
 def summary(error: BaseException) -> str:
-    """An error in one line that is not long."""
+    """Return an error in one short line."""
     text = " ".join(str(error).split())
     text = f"{text[:_MOST_LETTERS]}…" if len(text) > _MOST_LETTERS else text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _users(error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame that is neither this file's nor runpy's."""
+    """Return the traceback from the first frame that is neither this file's nor runpy's."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         found = found.tb_next
@@ -77,7 +77,7 @@ def _users(error: BaseException) -> TracebackType | None:
 
 
 def register() -> None:
-    """Tell the launcher's `orphans` of this process, which is to end with the launcher."""
+    """Register this process with the launcher's `orphans`, which ends it together with the launcher."""
     pipe = int(os.environ.pop("ALPA_LITE_REGISTER"))
     with suppress(OSError):
         os.write(pipe, b"%d\n" % os.getpid())

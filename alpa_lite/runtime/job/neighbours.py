@@ -1,6 +1,6 @@
-"""The other processes of the job on this machine: one that a signal has stopped cannot speak, but it is seen.
+"""Observe the other processes of the job on this machine: one that a signal has stopped cannot report, but can be seen.
 
-Before the job ends for it, it is told to go on, so that it can write where it is, and end.
+Before the job ends because of it, it is continued, so that it can write its stacks, and end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STATE, _STARTED = 0, 19
 
 
 def place() -> str:
-    """This process among all on all machines, for `Neighbours`; empty where that cannot be said."""
+    """Return a key of the process namespace and number of this process, for `Neighbours`; empty if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
@@ -25,23 +25,23 @@ def place() -> str:
 
 
 class Neighbours:
-    """Those that see the same processes under the same numbers as this one."""
+    """The processes of the job that see the same processes under the same numbers as this one."""
 
     def __init__(self, me: int, places: Callable[[], Mapping[int, str]], num_processes: int, limit: float) -> None:
-        """Nobody is known yet.
+        """Start without any neighbour.
 
         Args:
             me: number of this process in the job.
-            places: `place` of the processes that have told theirs.
-            num_processes: of the job; the places are asked for until that many are there.
-            limit: seconds that one may stand still.
+            places: returns the `place` of each process that has published it.
+            num_processes: of the job; `places` is called until it returns that many.
+            limit: seconds that a process may be stopped.
         """
         self._me, self._places, self._num_processes, self._limit = me, places, num_processes, limit
         self._known: Mapping[int, str] = {}
         self._since: dict[int, float] = {}
 
     def stopped(self, now: float) -> str:
-        """Who has stood still for too long, in words; empty where nobody has."""
+        """Return the processes that have been stopped for too long, in words; empty if there are none."""
         still = self._still()
         self._since = {process: self._since.get(process, now) for process in still}
         for process, since in self._since.items():
@@ -51,13 +51,13 @@ class Neighbours:
         return ""
 
     def wake(self) -> None:
-        """Tell all that stand still to go on, however short that is."""
+        """Continue all stopped processes, however briefly they were stopped."""
         for pid in self._still().values():
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
 
     def _still(self) -> dict[int, int]:
-        """The numbers that the system gives those that stand still, by their numbers in the job."""
+        """Return the process ids of the stopped processes, by their numbers in the job."""
         if len(self._known) < self._num_processes:
             self._known = self._places()
         machine = self._known.get(self._me, "").split()[:2]
@@ -67,7 +67,7 @@ class Neighbours:
 
 
 def _is_stopped(pid: int, started: int) -> bool:
-    """Whether the process that began then under this number is stopped; its number may be another's by now."""
+    """Return True if the process that began then under this id is stopped; the id may have been reused."""
     with suppress(OSError, IndexError):
         fields = _stat(pid)
         return fields[_STATE] in _STOPPED and int(fields[_STARTED]) == started

@@ -1,12 +1,12 @@
-"""Ends the processes of a launch whose launcher is gone: `python orphans.py LAUNCHER GRACE`, started by the launcher.
+"""End the processes of a launch whose launcher is gone: `python orphans.py LAUNCHER GRACE`, started by the launcher.
 
-Each process writes its number as a line into the pipe that is the standard input here, before it runs the program. The
-launcher writes `done` when all have ended. If it ends without that word, because it was killed, every process group is
-asked to end by SIGTERM, and killed after the grace. Those who start later still have the pipe, whose end comes when the
-last of them has written or is gone, so none is missed.
+Each process writes its process id as a line into the pipe that is the standard input here, before it runs the program.
+The launcher writes `done` when all have ended. If it ends without this word, because it was killed, every process group
+gets SIGTERM, and SIGKILL after the grace period. Processes that start later still hold the pipe, whose end comes only
+when the last of them has written or is gone, so none is missed.
 
-This is a process of its own, as one of the job cannot be relied on: it may be stopped, hold Python's lock, or have left
-others behind. It imports nothing but the standard library, so that it is there in milliseconds.
+This is a separate process, since a process of the job is not reliable: it may be stopped, hold Python's lock, or have
+left child processes behind. It imports only the standard library, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ DONE = b"done"
 _LOOK_SECONDS = 0.2
 
 _ZOMBIE_SECONDS = 5.0
-"""After SIGKILL; what is there then has ended, and nobody asks for its exit code."""
+"""Seconds after SIGKILL; processes that exist then have ended, but nobody has read their exit codes."""
 
 
 def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
-    """Return when the launch has ended in good order, or when nothing of it is left.
+    """Return when the launch has ended in good order, or when none of its processes is left.
 
     Args:
-        pipe: what the processes and the launcher write to.
-        launcher: the number of its process, which is the parent of this one.
+        pipe: the pipe that the processes and the launcher write to.
+        launcher: the process id of the launcher, which is the parent of this process.
         grace_seconds: between SIGTERM and SIGKILL.
     """
     text, over, asked = b"", False, set[int]()
@@ -52,7 +52,7 @@ def watch(pipe: int, launcher: int, grace_seconds: float) -> None:
         for group in left:
             if now > kill_at or group not in asked:
                 _signal(group, signal.SIGKILL if now > kill_at else signal.SIGTERM)
-                _signal(group, signal.SIGCONT)  # one that is stopped does not end before it goes on
+                _signal(group, signal.SIGCONT)  # a stopped process handles SIGTERM only once continued
                 asked.add(group)
         if over and (not left or now > kill_at + _ZOMBIE_SECONDS):
             return
@@ -73,5 +73,5 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # it ends when the launch does
+        signal.signal(each, signal.SIG_IGN)  # this process must outlive the launch
     watch(0, int(sys.argv[1]), float(sys.argv[2]))

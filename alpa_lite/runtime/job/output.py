@@ -1,11 +1,11 @@
-"""Hands on what processes print, line by line, with the number of the process before each line.
+"""Forward the output of processes, line by line, prefixed with the number of the process.
 
     read    a thread per stream reads at most `PIECE_BYTES` at a time, so that memory does not grow with the output
-    line    complete lines go on at once; `[2] ` stands before each
-    piece   a line longer than a piece comes as several lines: the first begins with `[2] `, the others with `[2+] `
-    wait    where nobody takes the output, its process waits when it prints, as it would without a launcher
+    line    complete lines are forwarded at once, with the prefix `[2] `
+    piece   a line longer than a piece is split: the first part has the prefix `[2] `, the others `[2+] `
+    wait    while nobody reads the output, its process blocks when it prints, as it would without a launcher
 
-Lines of different processes never mix. Nothing is thrown away unless the target is closed or fails.
+Lines of different processes never mix. Nothing is dropped unless the target is closed or fails.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from contextlib import suppress
 from typing import BinaryIO
 
 PIECE_BYTES = 2**16
-"""Longest piece of a line that is handed on as one, without what is put before it."""
+"""Longest piece of a line that is forwarded at once, in bytes, without its prefix."""
 
 LEFT_OPEN_SECONDS = 1.0
-"""After the end of the processes, a stream that something else holds open is read until it is silent for so long."""
+"""After the processes have ended, a stream that something else holds open is read until it is silent for this long."""
 
 _LOOK_SECONDS = 0.5
 _CONTINUATION = range(0x80, 0xC0)
-"""Bytes of UTF-8 that go on with a character."""
+"""The bytes that continue a UTF-8 character."""
 
 
 class Target:
-    """A stream that gets the output of many."""
+    """A stream that receives the output of many processes."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        """`stream`: is written to without a buffer where it has one, so that no thread holds the buffer's lock."""
+        """Wrap a stream, bypassing its buffer if it has one, so that no thread holds the buffer's lock."""
         with suppress(OSError, ValueError):
             stream.flush()
         self._stream = getattr(stream, "raw", stream)
@@ -40,18 +40,18 @@ class Target:
         self.problem: OSError | None = None
 
     def same_as(self, other: Target) -> bool:
-        """Whether both are one file, as after `2>&1`."""
+        """Return True if both are one file, as after `2>&1`."""
         with suppress(OSError, ValueError, AttributeError):
             mine, theirs = os.fstat(self._stream.fileno()), os.fstat(other._stream.fileno())
             return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
         return self._stream is other._stream
 
     def share_lock(self, other: Target) -> None:
-        """Write in turn with another one."""
+        """Exclude writes of another target while this one writes."""
         self._lock = other._lock
 
     def write(self, text: bytes) -> None:
-        """Write all of it, however long that takes. After an error the rest is passed over, and the error is kept."""
+        """Write all of the text, however long that takes. After an error, drop further text and store the error."""
         left = memoryview(text)
         with self._lock:
             while left and self.problem is None:
@@ -62,7 +62,7 @@ class Target:
                 except ValueError:
                     self.problem = OSError("the stream is closed")
                 else:
-                    if written is None:  # somebody made the file non-blocking, and it is full
+                    if written is None:  # the file is non-blocking (set by another process), and full
                         select.select([], [self._stream], [], 1.0)
                     left = left[written or 0 :]
             with suppress(OSError, ValueError):
@@ -73,7 +73,7 @@ class Listeners:
     """The threads that read the streams of the processes of one launch."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
-        """Targets that are one file are written to in turn."""
+        """Start without threads. Targets that are one file share a lock."""
         for number, target in enumerate(targets):
             for earlier in targets[:number]:
                 if target.same_as(earlier):
@@ -82,17 +82,17 @@ class Listeners:
         self._threads: list[threading.Thread] = []
 
     def listen(self, source: BinaryIO, target: Target, name: str) -> None:
-        """Hand on what comes from a stream; `name` stands before each line, in brackets."""
+        """Forward what arrives on a stream; each line has `name` as its prefix, in brackets."""
         thread = threading.Thread(target=self._run, args=(source, target, name), daemon=True, name="alpa_lite output")
         self._threads.append(thread)
         thread.start()
 
     def finish(self) -> None:
-        """Return when everything was handed on. All processes have ended."""
+        """Return when everything is forwarded. All processes must have ended."""
         self._ended.set()
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(_LOOK_SECONDS)  # not without a time: a signal must be able to end the wait
+                thread.join(_LOOK_SECONDS)  # with a timeout, so that a signal can interrupt the wait
 
     def _run(self, source: BinaryIO, target: Target, name: str) -> None:
         first, next_one = f"[{name}] ".encode(), f"[{name}+] ".encode()
@@ -114,7 +114,7 @@ class Listeners:
         source.close()
 
     def _read(self, file: int) -> bytes:
-        """The next bytes; none at the end, or when the processes have ended and nothing comes for a while."""
+        """Return the next bytes; none at the end, or if the processes have ended and nothing arrives for a while."""
         silent = 0.0
         while True:
             ended = self._ended.is_set()
@@ -128,5 +128,5 @@ class Listeners:
 
 
 def _end_of_character(text: bytes, at: int) -> int:
-    """The last place up to `at` at which no character of UTF-8 is cut; `at` where the text is no UTF-8."""
+    """Return the last position up to `at` that splits no UTF-8 character; `at` if the text is not UTF-8."""
     return next((at - back for back in range(4) if text[at - back] not in _CONTINUATION), at)

@@ -1,14 +1,14 @@
-"""How the end of one process of a job is told to the others, so that none waits for it in vain.
+"""Propagate the end of one process of a job to the others, so that none waits for it in vain.
 
-    end        a process that comes to its end says so, and one that fails says why         `leaving`, `take_leave`
-    hang       who waits for too long says so: all write their stacks and end               `end_hung`
+    end        a process that ends says so, and one that fails says why                     `leaving`, `take_leave`
+    hang       a process that waits for too long says so: all write their stacks and end    `end_hung`
     stopped    a process that a signal has stopped is seen by the others of its machine     `Neighbours`
-    roll call  each that is there answers; of whom the first one does not hear is lost      `Roll.silent`
-    vigil      a thread looks at what was said: it answers roll calls, and ends this process when another one failed or
-               launches of this one wait for one that has come to its end                   `Vigil.look`
-    exit       waits until all others have come to their ends too, or one has failed        `Vigil.wait_for_all`
+    roll call  each live process answers; one that the first does not hear from is lost     `RollCall.silent`
+    heartbeat  a thread reads the messages: it answers roll calls, and ends this process when another one failed or
+               launches of this one wait for one that has ended                             `Heartbeat.look`
+    exit       waits until all others have ended too, or one has failed                     `Heartbeat.wait_for_all`
 
-All goes through the service that JAX coordinates the processes with, which the first one has: it leaves last.
+All messages go through JAX's coordination service, which runs in the first process: it leaves last.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from alpa_lite.runtime.job.launch import COORDINATOR, ENDED, HUNG
 from alpa_lite.runtime.job.neighbours import Neighbours, place
 
 LAST_WORDS_SECONDS, LAST_WORDS_SECONDS_EACH = 4.0, 0.02
-"""So long the first process waits for the others' answers to a roll call, and so much longer for each of them."""
+"""Seconds that the first process waits for answers to a roll call, and the seconds added for each other process."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at what was said."""
+"""Seconds between two looks at the messages."""
 
 GRACE_SECONDS = 2.0
-"""What a process gets to come to its own end when it hears that another one failed."""
+"""Seconds that a process gets to end by itself when it hears that another one failed."""
 
 SHUTDOWN_SECONDS = 300
-"""So long one that has come to its end waits for the others, as in JAX."""
+"""Seconds that a process that has ended waits for the others, as in JAX."""
 
 STALE_SECONDS = 10.0
-"""A process that is busy says so again each `LOOK_SECONDS`, unless Python does not run there."""
+"""A busy process repeats its message each `LOOK_SECONDS`, unless Python is blocked there; older messages are ignored.
+"""
 
 STUCK_SECONDS = 10.0
-"""Launches that wait for so long for a process that has come to its end wait in vain."""
+"""Launches that wait for this many seconds for a process that has ended wait in vain."""
 
 _FOLDER = "alpa_lite/end/"
 _LISTENING = "alpa_lite/listening/"
@@ -58,38 +59,41 @@ _HANG, _HUNG, _OVER = "hang", "hung ", "hang is told"
 _ANOTHER = "another process failed"
 
 Awaited = Mapping[object, frozenset[int]]
-"""Launches that are not done, by what names them, and the processes that take part in each."""
+"""Launches that are not done, by key, and the processes that take part in each."""
 
 
 class RollCall:
-    """What the processes of a job have said of their ends."""
+    """The messages of the processes of a job about their ends."""
 
     def __init__(self, job: _jax.JobInfo) -> None:
-        """Nothing is said yet."""
+        """Connect to the service, without writing."""
         self._client, self.me, self.num_processes = job.client, job.process, job.num_processes
 
     def said(self) -> dict[str, str]:
-        """All of it, by its name; what was said of a process's end by its number."""
+        """Return all messages by name; the message of a process's end has its number as name."""
         with suppress(jax.errors.JaxRuntimeError):
             return {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(_FOLDER)}
         return {}
 
     def say(self, name: str, text: str, *, once: bool = False) -> None:
-        """`once`: unless it was said before. Where the service is gone JAX ends this process."""
+        """Write a message. `once`: unless it was written before. If the service is gone, JAX ends this process."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(_FOLDER + name, text, not once)
 
     def take_back(self, name: str) -> None:
-        """It was not the end."""
+        """Remove a message that turned out not to be the end."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_delete(_FOLDER + name)
 
     def last_words_seconds(self) -> float:
-        """How long to wait for the others' last words: all of them reach the service at the same time."""
+        """Return the seconds to wait for the others' last messages: all of them reach the service at the same time."""
         return LAST_WORDS_SECONDS + LAST_WORDS_SECONDS_EACH * self.num_processes
 
     def silent(self, seconds: float | None = None, *, last: bool = False) -> list[int]:
-        """The processes that do not answer a roll call, the same on all that call at once; `last`: when they leave."""
+        """Return the processes that do not answer a roll call; all simultaneous callers get the same answer.
+
+        `last`: whether this is the roll call of processes that leave.
+        """
         if not self.listening():
             return []
         seconds = self.last_words_seconds() if seconds is None else seconds
@@ -102,7 +106,7 @@ class RollCall:
         return []
 
     def answer(self, said: Mapping[str, str], seconds: float | None = None) -> None:
-        """To roll calls, if there are any: this process is there. The first one tells who is not."""
+        """Answer open roll calls. The first process publishes who is missing."""
         seconds = self.last_words_seconds() if seconds is None else seconds
         for name in said:
             call = name.removeprefix(_CALL)
@@ -117,30 +121,30 @@ class RollCall:
             self._forget_before(call)
 
     def _forget_before(self, call: str) -> None:
-        """Remove earlier roll calls: who calls again has heard the answer to those before."""
+        """Remove earlier roll calls: a process that calls again has read the answer to those before."""
         said = self.said() if call.isdecimal() else {}
         for kind in (_CALL, _SILENT, _HERE):
             for name in (name for name, number in _calls(said, kind).items() if number < int(call)):
                 self.take_back(name)
 
     def listen(self) -> None:
-        """From now on this process answers roll calls."""
+        """Declare that this process answers roll calls from now on."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{_LISTENING}{self.me}", "", True)
 
     def listening(self) -> set[int]:
-        """Processes that joined the job otherwise than by `alpa_lite.initialize` do not."""
+        """Return the processes that answer; those that joined the job without `alpa_lite.initialize` do not."""
         with suppress(jax.errors.JaxRuntimeError):
             return {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get(_LISTENING)}
         return set()
 
     def say_doing(self, what: str, number: int) -> None:
-        """What this process is busy with, again and again with another number; empty: nothing."""
+        """Publish this process's activity, repeatedly with another number; empty: none."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{_DOING}{self.me}", f"{number} {what}" if what else "", True)
 
     def doing(self, process: int) -> str:
-        """What a process is busy with; empty where it has not said so, or not again for `STALE_SECONDS`."""
+        """Return the activity of a process; empty if it has published none, or not again for `STALE_SECONDS`."""
         found = ""
         with suppress(jax.errors.JaxRuntimeError):
             found = str(self._client.key_value_try_get(f"{_DOING}{process}"))
@@ -152,19 +156,19 @@ class RollCall:
         return found.partition(" ")[2] if now - since < STALE_SECONDS else ""
 
     def say_place(self) -> None:
-        """Where this process runs, for `Neighbours`."""
+        """Publish where this process runs, for `Neighbours`."""
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{_PLACES}{self.me}", place(), True)
 
     def places(self) -> dict[int, str]:
-        """Those that were said so far."""
+        """Return the places published so far."""
         with suppress(jax.errors.JaxRuntimeError):
             found = self._client.key_value_dir_get(_PLACES)
             return {int(key.rpartition("/")[2]): text for key, text in found}
         return {}
 
     def unheard(self, what: str, processes: set[int], seconds: float) -> set[int]:
-        """Which of these processes do not say something within so many seconds."""
+        """Return those of these processes that do not write some message within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             said = self.said()
@@ -174,19 +178,19 @@ class RollCall:
             time.sleep(0.05)
 
     def ended(self, said: Mapping[str, str], *, or_leaving: bool = False) -> dict[int, str]:
-        """The other processes that have come to their ends, and why; empty for no reason."""
+        """Return the other processes that have ended, and the reason of each; empty for none."""
         names = {(name.removeprefix(_LEAVING) if or_leaving else name): text for name, text in said.items()}
         return {int(name): text for name, text in names.items() if name.isdecimal() and int(name) != self.me}
 
 
 def _calls(said: Iterable[str], kind: str) -> dict[str, int]:
-    """The numbers of roll calls, by the names of what was said of them."""
+    """Return the numbers of roll calls, by the names of their messages."""
     found = {name: name.removeprefix(kind).partition(" ")[0] for name in said if name.startswith(kind)}
     return {name: int(number) for name, number in found.items() if number.isdecimal()}
 
 
-def roll() -> RollCall | None:
-    """Of the job; None where this process is the whole job."""
+def roll_call() -> RollCall | None:
+    """Return the roll call of the job; None if this process is the whole job."""
     job = _jax.job()
     return None if job is None or job.num_processes == 1 else RollCall(job)
 
@@ -195,43 +199,43 @@ _left = threading.Event()
 """Whether this process has told the others that it fails."""
 
 _ends = threading.Lock()
-"""Held by the thread that ends this process."""
+"""Lock held by the thread that ends this process."""
 
 
 class _Watched:
-    """What `Vigil.begin` knows of the job of this process."""
+    """The state of the job of this process, set by `Heartbeat.begin`."""
 
     is_watched = False
     hang_timeout_seconds = float("inf")
     neighbours: ClassVar[Neighbours | None] = None
     heard: ClassVar[dict[int, tuple[str, float]]] = {}
-    """What each process was busy with when it was last asked for, and since when that is so."""
+    """The last published activity of each process, and the time of its last change."""
 
 
 _watched = _Watched()
 
 
 def is_watched() -> bool:
-    """Whether the processes of the job look after each other: those that joined it by `alpa_lite.initialize` do."""
-    return _watched.is_watched and roll() is not None
+    """Return True if the processes of the job watch each other, as those that joined by `alpa_lite.initialize` do."""
+    return _watched.is_watched and roll_call() is not None
 
 
 def hang_timeout() -> float:
-    """Seconds that this process waits for what another one has to say."""
+    """Return the seconds that this process waits for another one's message."""
     return _watched.hang_timeout_seconds
 
 
 def at_work(processes: frozenset[int]) -> bool:
-    """Whether one of these processes, or this one, plans or compiles."""
-    here = roll()
+    """Return True if one of these processes, or this one, plans or compiles."""
+    here = roll_call()
     if here is None or doing():
         return bool(doing())
     return any(here.doing(process) for process in processes - {here.me})
 
 
 def take_leave(reason: str) -> None:
-    """Before this process ends in a failure: tell the others why, and say who is lost or who failed before."""
-    here = roll()
+    """Tell the others, before this process ends in a failure, why it ends; report who is lost or who failed before."""
+    here = roll_call()
     if here is None or (_left.is_set() and not _ends.locked()):
         return
     with _ends:  # another thread may be ending this process already: its reason counts
@@ -253,7 +257,7 @@ def _take_leave(here: RollCall, reason: str) -> None:
     here.say(f"{_TOLD}{here.me}", "")
     if here.me == 0:
         here.unheard(_TOLD, set(range(here.num_processes)) - {*silent}, here.last_words_seconds())
-        time.sleep(GRACE_SECONDS)  # in which they end, before JAX ends them without the service
+        time.sleep(GRACE_SECONDS)  # the others end in this time; later, JAX ends them for the lost service
 
 
 def end_hung(reason: str) -> NoReturn:
@@ -264,14 +268,14 @@ def end_hung(reason: str) -> NoReturn:
     """
     with _ends:
         _left.set()
-        _end_hung(roll(), reason)
+        _end_hung(roll_call(), reason)
 
 
 def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
-    """`reason`: of this process, if it is the one that found the hang."""
+    """End this process because of a hang. `reason`: of this process, if it is the one that detected the hang."""
     if _watched.neighbours is not None:
-        # Whoever found the hang, and whatever it is, those that are stopped are to write where they are too. It comes
-        # before any word: where the first process is stopped, so is the service.
+        # Stopped processes must continue to write their stacks too, whatever the hang is. This precedes any message,
+        # since the service is stopped together with the first process.
         _watched.neighbours.wake()
     if here is not None and reason:
         here.say(_HANG, json.dumps([here.me, reason]), once=True)
@@ -288,7 +292,7 @@ def _end_hung(here: RollCall | None, reason: str = "") -> NoReturn:
 
 
 def _tell_hang(here: RollCall) -> None:
-    """The first process tells where all are, and ends when the others had time to."""
+    """Report on the first process where all are, once the others had time to end."""
     if here.me:
         until = time.monotonic() + 2 * here.last_words_seconds()
         while _OVER not in here.said() and time.monotonic() < until:
@@ -305,32 +309,32 @@ def _tell_hang(here: RollCall) -> None:
 
 
 def flush() -> None:
-    """What was printed is written."""
+    """Flush the output streams."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
 
 
 def processes(numbers: Sequence[int]) -> str:
-    """In words."""
+    """Return process numbers in words."""
     return f"process {numbers[0]}" if len(numbers) == 1 else f"processes {', '.join(map(str, numbers))}"
 
 
 def say(text: str) -> None:
-    """To the error stream."""
+    """Write a text to the error stream."""
     print(f"alpa_lite: {text}", file=sys.stderr, flush=True)
 
 
 def came_to_end(which: Sequence[int], ended: Mapping[int, str]) -> str:
-    """In words, with the reasons that were given."""
+    """Return in words which processes ended, with their reasons."""
     reasons = "; ".join(dict.fromkeys(ended[process] for process in which if ended[process]))
     return f"{processes(which)} came to {'its end' if len(which) == 1 else 'their ends'}{reasons and f' ({reasons})'}"
 
 
 @contextmanager
 def leaving(reason: str) -> Iterator[None]:
-    """Within, this process launches nothing more, though it still agrees with others that come to their ends too."""
-    here = roll()
+    """Mark this process as leaving: it launches nothing more, but still agrees with others that end too."""
+    here = roll_call()
     if here is not None:
         _finish(here, awaited, time.monotonic() + SHUTDOWN_SECONDS)
         here.say(f"{_LEAVING}{here.me}", reason)
@@ -342,30 +346,30 @@ def leaving(reason: str) -> Iterator[None]:
 
 
 def _finish(here: RollCall, awaited: Callable[[], Awaited], until: float) -> None:
-    """Wait for what this process has launched: others may wait for its part."""
+    """Wait for the launches of this process: others may wait for its part."""
     while awaited() and _FIRST not in here.said() and time.monotonic() < until:
         time.sleep(0.05)
 
 
 class Heartbeat:
-    """A thread that looks at what the others said; at its exit this process waits for them."""
+    """A thread that reads the others' messages. When this process exits, it waits for the others."""
 
     def __init__(
         self, here: RollCall, awaited: Callable[[], Awaited] = awaited, seconds: float = SHUTDOWN_SECONDS
     ) -> None:
-        """`awaited`: by this process. `seconds`: so long it waits at its exit for that, and for the others."""
+        """Prepare the thread. `awaited`: launches of this process. `seconds`: how long its exit waits for others."""
         self._here, self._awaited, self._seconds = here, awaited, seconds
         self._over = threading.Event()
         self._was_busy, self._looks = False, 0
         self._stuck, self._since = frozenset[object](), time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite vigil")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="alpa_lite heartbeat")
 
     def begin(self, hang_timeout_seconds: float | None = None, stopped_seconds: float = float("inf")) -> None:
-        """From now on.
+        """Start the thread.
 
         Args:
             hang_timeout_seconds: see `hang_timeout`; None: for ever.
-            stopped_seconds: after so long another process of this machine that a signal has stopped hangs.
+            stopped_seconds: seconds after which another process of this machine that a signal has stopped is hung.
         """
         _watched.hang_timeout_seconds = hang_timeout_seconds or float("inf")
         here = self._here
@@ -379,7 +383,7 @@ class Heartbeat:
         atexit.register(self._at_exit)
 
     def look(self, now: float) -> str:
-        """Why to end this process, empty while there is nothing."""
+        """Return why to end this process, empty while there is no reason."""
         said = self._here.said()
         if _HANG in said:
             with _ends:
@@ -396,7 +400,7 @@ class Heartbeat:
         return self._in_vain(ended, now) if ended else ""
 
     def _in_vain(self, ended: Mapping[int, str], now: float) -> str:
-        """What waits for processes that have come to their ends, if it has done so for long."""
+        """Return what waits for processes that have ended, if it has done so for long."""
         stuck = {launch: needed & ended.keys() for launch, needed in self._awaited().items() if needed & ended.keys()}
         if frozenset(stuck) != self._stuck:
             self._stuck, self._since = frozenset(stuck), now
@@ -406,7 +410,7 @@ class Heartbeat:
         return f"{came_to_end(which, ended)}, but process {self._here.me} has launched steps that need its devices"
 
     def wait_for_all(self) -> str:
-        """Until the others have come to their ends too. Returns why the job failed instead, if so."""
+        """Wait until the others have ended too. Return why the job failed instead, if so."""
         me, until, pause = self._here.me, time.monotonic() + self._seconds, 0.01
         self._here.say(f"{me}", "")
         while True:
@@ -428,9 +432,10 @@ class Heartbeat:
                 _end(found, GRACE_SECONDS)
 
     def _see(self, neighbours: Neighbours) -> None:
-        """In a thread of its own: where the first process is stopped, what asks for words waits as well.
+        """Look for stopped processes, in a separate thread: where the first process is stopped, reading messages blocks
+        as well.
 
-        The first looks come soon, as long as the service still says where the others are.
+        The first looks come soon, as long as the service still knows where the others are.
         """
         pause = LOOK_SECONDS / 20
         while not self._over.wait(pause) and not _left.is_set():
@@ -439,7 +444,7 @@ class Heartbeat:
                 end_hung(stopped)
 
     def _at_exit(self) -> None:
-        if _left.is_set() or roll() is None:  # it has left, or the user has called jax.distributed.shutdown()
+        if _left.is_set() or roll_call() is None:  # already left, or the user has called jax.distributed.shutdown()
             return
         _finish(self._here, self._awaited, time.monotonic() + self._seconds)
         self._over.set()
@@ -449,7 +454,7 @@ class Heartbeat:
 
 
 def _end(reason: str, grace: float) -> None:
-    """End this process because of others; `grace`: what it gets to come to an end by itself."""
+    """End this process because of others; `grace`: seconds that it gets to end by itself."""
     if reason != _ANOTHER:
         say(f"{reason}. The job ends.")
     take_leave(reason)

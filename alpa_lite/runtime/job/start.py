@@ -1,4 +1,4 @@
-"""Makes this process one of a job."""
+"""Join this process to a job."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.job.launch import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from alpa_lite.runtime.job.launched import leave, summary
-from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll
+from alpa_lite.runtime.job.shutdown import SHUTDOWN_SECONDS, Heartbeat, roll_call
 
 HEARTBEAT_SECONDS = 20
-"""JAX waits for 100 s."""
+"""Default seconds without a sign of life after which a process counts as lost; JAX's default is 100 s."""
 
 HANG_TIMEOUT_SECONDS = 1800.0
-"""So long processes wait for what another one has to say, while it neither plans nor compiles."""
+"""Default seconds that processes wait for another one's message, while it neither plans nor compiles."""
 
 _STOPPED_SHARE = 0.6
-"""Of the heartbeat's time-out: after so long a process that is seen to be stopped is told of, before JAX ends all."""
+"""Fraction of the heartbeat's timeout after which a stopped process is reported, before JAX ends all."""
 
 
 def initialize(
@@ -75,7 +75,7 @@ def initialize(
         options = {"cluster_detection_method": "deactivate", **options}
     if coordinator_bind_address is None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         coordinator_bind_address = _interface(coordinator_address)
-    # The launcher has found the port free, and keeps it for the coordinator.
+    # The launcher has checked the port and reserves it for the coordinator.
     if not launched and process_id == 0 and (listens_at := coordinator_bind_address or coordinator_address):
         _check_port(listens_at)
     if _is_loopback(coordinator_address):
@@ -103,18 +103,18 @@ def initialize(
 
 
 def _look_after_each_other(hang_timeout: float | None, heartbeat_timeout: float, options: Mapping[str, Any]) -> None:
-    """From now on the end of one process, or a hang, is the end of all."""
-    with suppress(OSError, ValueError, RuntimeError):  # there may be no file behind the error stream
+    """Watch the other processes from now on: the end of one process, or a hang, ends all."""
+    with suppress(OSError, ValueError, RuntimeError):  # the error stream may have no file descriptor
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # where JAX aborts a process in which Python hangs, its stacks are told
+            faulthandler.enable()  # writes the stacks when JAX aborts a process in which Python hangs
     _leave_when_failing()
-    if (here := roll()) is not None:
-        vigil = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
-        vigil.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
+    if (here := roll_call()) is not None:
+        heartbeat = Heartbeat(here, seconds=options.get("shutdown_timeout_seconds", SHUTDOWN_SECONDS))
+        heartbeat.begin(hang_timeout, _STOPPED_SHARE * heartbeat_timeout)
 
 
 def _interface(address: str | None) -> str | None:
-    """What to listen on for an address; None leaves it to JAX."""
+    """Return the interface to listen on for an address; None leaves it to JAX."""
     host, _, _ = (address or "").rpartition(":")
     if host == "localhost":
         return address
@@ -125,7 +125,7 @@ def _interface(address: str | None) -> str | None:
 
 
 def _is_loopback(address: str | None) -> bool:
-    """Whether all processes of a job with this coordinator are on this machine."""
+    """Return True if all processes of a job with this coordinator are on this machine."""
     host = (address or "").rpartition(":")[0].strip("[]")
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -133,7 +133,10 @@ def _is_loopback(address: str | None) -> bool:
 
 
 def _check_port(address: str) -> None:
-    """The coordination service would share the port of another one without a word, and mix up their processes."""
+    """Raise `ExecutionError` if the port is in use.
+
+    The coordination service would silently share the port of another one, and mix up their processes.
+    """
     host, _, port = address.rpartition(":")
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
@@ -148,7 +151,9 @@ def _check_port(address: str) -> None:
 
 
 def _leave_when_failing() -> None:
-    """An error that nobody catches ends this process at once: at exit JAX waits for the others, which wait for this."""
+    """End this process at once on an uncaught error: at exit JAX waits for the other processes, which wait for this
+    one.
+    """
     tell = sys.excepthook
 
     def tell_and_leave(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -1,15 +1,15 @@
-"""Whether the job was told to end by SIGTERM, as schedulers tell it some time before they kill it.
+"""Tell a job to end on SIGTERM, which schedulers send some time before they kill it.
 
     one process    listens for the signal from the first question on                              `Stopping.requested`
     several        any of them may get the signal at any time, and all must stop after the same question:
-                       told(i)  = question that process i was last given an answer to, when it hears of the signal
+                       told(i)  = last question that process i had answered when it hears of the signal
                        last     = 1 + max over i of told(i)                                       `Stopping._agree`
-                   each answers no until its question number `last`, and yes from then on. Who has told waits with its
-                   next answer until `last` is known, so that none goes past it; a thread does this, since the program
-                   may be waiting for the others, one of which is behind.
+                   each answers no until its question number `last`, and yes from then on. A process that has published
+                   its `told` delays its next answer until `last` is known, so that none goes past it; a thread does
+                   this, since the program may be waiting for the others, one of which is behind.
 
-Signals are no business of a program that never asks: there SIGTERM ends the process. JAX's preemption service would
-take the signal from all.
+A program that never asks keeps the default: SIGTERM ends the process. JAX's preemption service would take the signal
+from all programs.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.job.consensus import KeyValues
 
 LOOK_SECONDS = 0.5
-"""How often a process looks whether another one got the signal."""
+"""Seconds between two checks whether another process received the signal."""
 
 _numbers = itertools.count()
-"""All processes make their listeners in the same order."""
+"""Numbers of listeners; all processes make their listeners in the same order."""
 
 
 class Stopping:
     """Listens for SIGTERM from the first question on, in the main thread."""
 
     def __init__(self) -> None:
-        """Nothing is listened for yet."""
+        """Start without listening."""
         self._told = threading.Event()
         self._over = threading.Event()
         self._before: Any = None
@@ -52,7 +52,7 @@ class Stopping:
         self._thread: threading.Thread | None = None
 
     def requested(self, step: int) -> bool:
-        """Whether to end after `step`, the same on all processes; each asks equally often, once per step."""
+        """Return True if the job is to end after `step`, the same on all processes; each must ask once per step."""
         if not self._listens:
             self._listen(step)
         if self._thread is None:
@@ -64,7 +64,7 @@ class Stopping:
             return self._asked >= self._last
 
     def close(self) -> None:
-        """SIGTERM is handled as before."""
+        """Restore the previous handling of SIGTERM."""
         if self._listens:
             if signal.getsignal(signal.SIGTERM) == self._tell:
                 signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
@@ -100,7 +100,7 @@ class Stopping:
             self._before(number, frame)
 
     def _watch(self, job: _jax.JobInfo, name: str) -> None:
-        """Until the signal has come to any process; then agree."""
+        """Wait until any process has received the signal; then agree."""
         while not self._over.is_set():
             if self._told.wait(LOOK_SECONDS):
                 self._set(job, f"alpa_lite/{name}/told")
@@ -113,7 +113,7 @@ class Stopping:
                 return
 
     def _agree(self, job: _jax.JobInfo, words: KeyValues, name: str) -> int:
-        """The number of the question that all answer with yes first."""
+        """Return the number of the first question that all answer with yes."""
         words.set(f"{name}/asked/{job.process}", self._asked)
         if job.process:
             return words.get(f"{name}/last", 0)

@@ -60,42 +60,42 @@ def rolls() -> list[RollCall]:
 
 def test_launches_that_wait_for_one_that_has_ended_end_the_others(rolls: list[RollCall]) -> None:
     launches = {"step 7": frozenset({0, 1}), "step 8": frozenset({0, 2})}
-    vigil = Heartbeat(rolls[0], lambda: launches)
-    assert not vigil.look(0.0)
+    heartbeat = Heartbeat(rolls[0], lambda: launches)
+    assert not heartbeat.look(0.0)
     rolls[1].say("1", "exit code 3")
-    assert not vigil.look(1.0) and not vigil.look(0.9 + STUCK_SECONDS)
-    found = vigil.look(1.1 + STUCK_SECONDS)
+    assert not heartbeat.look(1.0) and not heartbeat.look(0.9 + STUCK_SECONDS)
+    found = heartbeat.look(1.1 + STUCK_SECONDS)
     assert found.startswith("process 1 came to its end (exit code 3), but process 0 has launched steps")
 
 
 def test_one_that_has_ended_is_not_missed_by_what_moves_or_needs_it_not(rolls: list[RollCall]) -> None:
     launches = {0: frozenset({0, 2})}
-    vigil = Heartbeat(rolls[0], lambda: launches)
+    heartbeat = Heartbeat(rolls[0], lambda: launches)
     rolls[1].say("1", "")
-    assert not any(vigil.look(now) for now in (0.0, 20.0, 40.0)), "process 1 takes no part in it"
+    assert not any(heartbeat.look(now) for now in (0.0, 20.0, 40.0)), "process 1 takes no part in it"
     for number in range(1, 9):
         launches.clear()
         launches[number] = frozenset({0, 1})
-        assert not vigil.look(40.0 + 0.9 * STUCK_SECONDS * number), "each time it is another one that waits"
+        assert not heartbeat.look(40.0 + 0.9 * STUCK_SECONDS * number), "each time it is another one that waits"
     launches.clear()
-    assert not vigil.look(500.0)
+    assert not heartbeat.look(500.0)
 
 
 def test_one_that_leaves_is_missed_by_steps_and_no_more_when_it_stays(rolls: list[RollCall]) -> None:
-    vigil = Heartbeat(rolls[0], lambda: {0: frozenset({0, 2})})
+    heartbeat = Heartbeat(rolls[0], lambda: {0: frozenset({0, 2})})
     rolls[2].say("leaving 2", "KeyError: 'x'")
     assert not rolls[0].ended(rolls[0].said()), "it still agrees with others that leave"
-    assert not vigil.look(0.0)
-    assert "process 2 came to its end (KeyError: 'x')" in vigil.look(STUCK_SECONDS)
+    assert not heartbeat.look(0.0)
+    assert "process 2 came to its end (KeyError: 'x')" in heartbeat.look(STUCK_SECONDS)
     rolls[2].take_back("leaving 2")
-    assert not vigil.look(3 * STUCK_SECONDS)
+    assert not heartbeat.look(3 * STUCK_SECONDS)
 
 
 def test_a_failure_ends_all(rolls: list[RollCall]) -> None:
-    vigil = Heartbeat(rolls[0], dict)
+    heartbeat = Heartbeat(rolls[0], dict)
     rolls[2].say("first", '[2, "ValueError"]', once=True)
     rolls[1].say("first", '[1, "its consequence"]', once=True)
-    assert vigil.look(0.0) and rolls[0].said()["first"] == '[2, "ValueError"]'
+    assert heartbeat.look(0.0) and rolls[0].said()["first"] == '[2, "ValueError"]'
 
 
 def test_the_roll_tells_who_is_lost(rolls: list[RollCall]) -> None:

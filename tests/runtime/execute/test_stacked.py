@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.exchange import Blanks
-from alpa_lite.runtime.execute.leaves import Leaves
 from alpa_lite.runtime.execute.placing import Alone
+from alpa_lite.runtime.execute.stacked import Leaves
 
 SHAPE = (8, 4, 6)
 

@@ -1,12 +1,11 @@
-"""Arguments and results of a step as one array each, though a program may hold them in parts on several stages.
+"""Arguments and results of a step as one array each, although a program may hold them in parts on several stages.
 
-A stacked array [layers, ...] whose parts live on stages of one form is a single `jax.Array` over the devices of all of
-them, split over a mesh axis "stage": its shards are those of the parts, nothing moves between steps
-(`runs.joint_sharding`). Parts that do not fit together so (stages with other meshes, specs or numbers of layers) lie in
-equal blocks between steps, on devices of their own stages as far as that goes (`rest`).
-
-A stacked array between steps whose stages hold different numbers of its rows, or in other forms: `alpa_lite.sharding.stacked_rest`
-says where, and here its rows are moved there and back, from device to device.
+A stacked array [layers, ...] consists of row blocks: consecutive parts on one stage (`RowBlocks`). If all stages have
+equal meshes, specs and numbers of layers, it is a single joint `jax.Array` over their devices, split over a mesh axis
+"stage": its shards are those of the parts, and nothing moves between steps (`joint_sharding`). Otherwise it lies in
+equal blocks between steps, on devices of its own stages as far as possible (`StackedRest`):
+`alpa_lite.sharding.stacked_rest` computes the placement, and this module moves the rows there and back, from device to
+device.
 """
 
 from __future__ import annotations
@@ -25,18 +24,100 @@ from alpa_lite import _jax
 from alpa_lite.program.phases import LeafPart
 from alpa_lite.runtime.execute.placing import Placing
 from alpa_lite.runtime.execute.relocation import Windows
-from alpa_lite.runtime.execute.stacked_runs import STAGE_AXIS, RowBlocks, joint_sharding
-from alpa_lite.runtime.job.processes import any_here, devices_of
+from alpa_lite.runtime.job.processes import any_here, devices_of, handle, is_here
 from alpa_lite.sharding.stacked_rest import resting
 
+STAGE_AXIS = "stage"
+"""Name of the mesh axis over which the leading dim of a joint array is split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlocks:
+    """Consecutive parts on one stage: the rows of each, counted in the whole array, and their common sharding."""
+
+    rows: tuple[tuple[int, int], ...]
+    sharding: NamedSharding
+
+    @property
+    def devices(self) -> Any:
+        """The devices of the stage, as the array of its mesh."""
+        return np.asarray(self.sharding.mesh.devices)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all parts together."""
+        return self.rows[-1][1] - self.rows[0][0]
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of own rows, counted from the first, within rows `start` to `stop` of the whole array."""
+        first, last = self.rows[0][0], self.rows[-1][1]
+        return max(start, first) - first, min(stop, last) - first
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether the stage has a device of this process."""
+        return any_here(devices_of(self.sharding.mesh))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """The number of the stage's devices that belong to this process."""
+        return sum(map(is_here, devices_of(self.sharding.mesh)))
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Return the parts as one array on the stage."""
+        if len(parts) == 1:
+            return parts[0]
+        if not self.is_here:
+            return handle((self.num_rows, *parts[0].shape[1:]), parts[0].dtype, self.sharding)
+        return self._join(list(parts))
+
+    def split(self, array: Any) -> list[Any]:
+        """Return the parts of an array on the stage; the inverse of `join`."""
+        if len(self.rows) == 1:
+            return [array]
+        if not self.is_here:
+            return [handle((b - a, *array.shape[1:]), array.dtype, self.sharding) for a, b in self.rows]
+        return self._split(array)
+
+    @cached_property
+    def _join(self) -> Any:
+        return jax.jit(jax.numpy.concatenate, out_shardings=self.sharding)
+
+    @cached_property
+    def _split(self) -> Any:
+        first = self.rows[0][0]
+        bounds = [(start - first, stop - first) for start, stop in self.rows]
+        return jax.jit(lambda x: [x[start:stop] for start, stop in bounds], out_shardings=self.sharding)
+
+
+def joint_sharding(runs: Sequence[RowBlocks]) -> NamedSharding | None:
+    """Return the sharding of the whole array over the stages of its runs; None if these differ in form."""
+
+    def form(run: RowBlocks) -> object:
+        return run.num_rows, run.sharding.spec, run.sharding.mesh.axis_names, run.devices.shape
+
+    first = runs[0].sharding
+    meshes = {run.sharding.mesh for run in runs}
+    if any(form(run) != form(runs[0]) for run in runs) or len(meshes) < len(runs):
+        return None
+    if len(runs) == 1:
+        return first
+    mesh = Mesh(np.stack([run.devices for run in runs]), (STAGE_AXIS, *first.mesh.axis_names))
+    leading, *rest = first.spec or (None,)
+    inner = () if leading is None else leading if isinstance(leading, tuple) else (leading,)
+    return NamedSharding(mesh, PartitionSpec((STAGE_AXIS, *inner), *rest))
+
+
 GROUP_AXIS = "group"
-"""Mesh axis of the devices that have a block together."""
+"""Name of the mesh axis over the devices that share a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """Consecutive blocks of an array at rest that have rows of the same runs: (number of the run, first and last + 1
-    row, counted in the run), in order."""
+    """Consecutive blocks of an array between steps that take rows of the same runs.
+
+    `sources`: (number of the run, first row, last row + 1), rows counted in the run, in order.
+    """
 
     sharding: NamedSharding
     sources: tuple[tuple[int, int, int], ...]
@@ -44,14 +125,17 @@ class Shelf:
 
 @dataclass(frozen=True, kw_only=True)
 class StackedRest:
-    """Where an array of several runs lies between steps that is no joint array; see `alpa_lite.sharding.stacked_rest`."""
+    """The placement between steps of an array of several runs that has no joint sharding.
+
+    See `alpa_lite.sharding.stacked_rest`.
+    """
 
     sharding: NamedSharding
     shelves: tuple[Shelf, ...]
 
     @staticmethod
     def of(runs: Sequence[RowBlocks], shape: Sequence[int]) -> StackedRest:
-        """For an array of this shape."""
+        """Return the placement of an array of this shape."""
         meshes = list(dict.fromkeys(run.sharding.mesh for run in runs))
         devices = [devices_of(mesh) for mesh in meshes]
         owners = [number for number, run in enumerate(runs) for _ in range(run.num_rows)]
@@ -63,14 +147,14 @@ class StackedRest:
         ]
 
         def over(first: int, last: int) -> NamedSharding:
-            """Of the rows of some blocks."""
+            """Return the sharding of the rows of some blocks."""
             mesh = Mesh(np.array(groups[first:last]), (STAGE_AXIS, GROUP_AXIS))
             inner = () if at.split_dim is None else (*[None] * (at.split_dim - 1), GROUP_AXIS)
             return NamedSharding(mesh, PartitionSpec(STAGE_AXIS, *inner))
 
         size, shelves = at.rows_per_block, list[Shelf]()
         read_by = [tuple(dict.fromkeys(owners[b * size : (b + 1) * size])) for b in range(len(groups))]
-        # Blocks of one run that follow each other are moved together, one of several runs by itself.
+        # Consecutive blocks of one run are moved together; a block with rows of several runs is moved on its own.
         for _, blocks in groupby(enumerate(read_by), key=lambda each: each[1] if len(each[1]) == 1 else each):
             numbers = [block for block, _ in blocks]
             start, stop = numbers[0] * size, (numbers[-1] + 1) * size
@@ -79,7 +163,7 @@ class StackedRest:
         return StackedRest(sharding=over(0, len(groups)), shelves=tuple(shelves))
 
     def put(self, runs: Sequence[Any], placing: Placing) -> Any:
-        """The whole array from those of its runs."""
+        """Return the whole array, made of its runs."""
         shelved = list[Any]()
         for shelf in self.shelves:
             pieces = [placing.carried(runs[n], start, stop, shelf.sharding).array for n, start, stop in shelf.sources]
@@ -92,34 +176,34 @@ class StackedRest:
 
 @lru_cache(maxsize=1024)
 def _joined(sharding: NamedSharding) -> Callable[..., Any]:
-    """What puts pieces one after the other."""
+    """Return a function that concatenates pieces."""
     return jax.jit(jax.numpy.concatenate, out_shardings=sharding)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """One argument or result in parts, and the shape of all of it."""
+    """One argument or result in parts, and the shape of the whole."""
 
     runs: tuple[RowBlocks, ...]
     shape: tuple[int, ...]
 
     @cached_property
     def joint(self) -> NamedSharding | None:
-        """See `joint_sharding`."""
+        """The joint sharding; see `joint_sharding`."""
         return joint_sharding(self.runs)
 
     @cached_property
     def rest(self) -> StackedRest:
-        """Where it lies between steps if it is no joint array."""
+        """The placement between steps, if there is no joint sharding."""
         return StackedRest.of(self.runs, self.shape)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where the whole array lives between steps."""
+        """The sharding of the whole array between steps."""
         return self.joint or self.rest.sharding
 
     def split(self, array: Any, placing: Placing, *, donated: bool) -> list[Any]:
-        """The parts, each on its stage. `donated`: the array is not needed any more."""
+        """Return the parts, each on its stage. `donated`: the array is not needed any more."""
         if not isinstance(array, jax.Array) or array.sharding != self.sharding:
             return [self._part(array, a, b, run, placing) for run in self.runs for a, b in run.rows]
         if self.joint is None:
@@ -142,7 +226,7 @@ class Stack:
         return placing.rows(placing.staged(array, rows, run.sharding), rows, 0, run.sharding)
 
     def join(self, parts: Sequence[Any], placing: Placing) -> Any:
-        """The whole array."""
+        """Return the whole array, made of the parts."""
         rest = iter(parts)
         joined = [run.join([next(rest) for _ in run.rows]) for run in self.runs]
         if self.joint is None:
@@ -153,7 +237,7 @@ class Stack:
 
 
 class Leaves:
-    """All arguments (or all results) of a step: whole arrays, some of them in parts inside."""
+    """All arguments (or all results) of a step: whole arrays, some of which the program holds in parts."""
 
     def __init__(
         self,
@@ -164,9 +248,9 @@ class Leaves:
         *,
         donated: Sequence[bool] = (),
     ) -> None:
-        """Of each graph input (or output), in order, what it is a part of, its shape, and where it is.
+        """Group graph inputs (or outputs), given in order by the part that each is, its shape and its sharding.
 
-        `donated`: for each of the first whole arrays whether the caller gives it away.
+        `donated`: for each of the first whole arrays whether the caller donates it.
         """
         self._placing, self._donated = placing, donated
         self.whole: list[NamedSharding | Stack] = []
@@ -175,12 +259,12 @@ class Leaves:
         self.in_parts = any(isinstance(whole, Stack) for whole in self.whole)
 
     def sharding(self, leaf: int) -> NamedSharding:
-        """Where a whole array lives between steps."""
+        """Return the sharding of a whole array between steps."""
         found = self.whole[leaf]
         return found.sharding if isinstance(found, Stack) else found
 
     def split(self, leaves: Sequence[Any]) -> list[Any]:
-        """Graph inputs from arguments."""
+        """Return the graph inputs, made of the arguments."""
         if not self.in_parts:
             return list(leaves)
         parts: list[Any] = []
@@ -190,8 +274,10 @@ class Leaves:
         return parts
 
     def join(self, parts: list[Any]) -> list[Any]:
-        """Results from graph outputs, which are taken out of the list: so the parts of one do not stay in memory while
-        others are moved."""
+        """Return the results, made of graph outputs.
+
+        The outputs are removed from the list, so that the parts of one result are freed while others are moved.
+        """
         if not self.in_parts:
             return parts
         parts.reverse()
