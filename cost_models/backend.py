@@ -21,8 +21,8 @@ class Backend:
             "calls", those of one named scope or source line, as frameworks do that run one library call after another;
             or "none".
         overlap: whether collectives run concurrently with kernels that do not depend on them.
-        overlap_gradients: whether gradients are reduced during the last backward pass, and state that was updated in parts is
-            gathered during the next forward pass, instead of between the two.
+        overlap_gradients: whether gradients are reduced during the last backward pass, and state that was updated in
+            parts is gathered during the next forward pass, instead of between the two.
         overlap_products: whether products consume the results of collectives in parts, so that the two overlap.
         call_seconds: host seconds to issue one kernel or collective, where the host issues each individually; devices
             wait for it when their kernels are shorter. 0 for compiled programs, which are issued as a whole.
