@@ -1,6 +1,7 @@
-"""Time and memory of parallel programs in four nouns: Work, Collective, Cluster, seconds.
+"""Price the time and memory of parallel programs in four terms: Work, Collective, Cluster and seconds.
 
-Nothing here knows a framework or needs a device. `ComposedCostModel(load_cluster("p3.16xlarge"))` is the usual way in.
+The package depends on no framework and needs no device. The usual entry point is
+`ComposedCostModel(load_cluster("p3.16xlarge"))`.
 """
 
 from cost_models.backend import Backend as Backend

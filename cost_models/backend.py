@@ -1,4 +1,4 @@
-"""What the software on the devices does with a program, as far as it changes the time: which costs it hides."""
+"""Describe how the software on the devices executes a program: which costs it fuses, overlaps or adds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ Fusion = Literal["all", "calls", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """How a program is executed. The defaults are what XLA does with plain array code.
+    """Execution properties of the software stack. The defaults describe XLA on plain array code.
 
     Attributes:
-        fused_attention: attention runs as one kernel that keeps the scores out of memory (XLA makes none by itself).
-        ported_attention: that kernel was written for an earlier generation of devices
+        fused_attention: whether attention runs as one kernel that never writes the scores to memory (XLA does not
+            generate one by itself).
+        ported_attention: whether that kernel was written for an earlier generation of devices
             (`Device.ported_attention_efficiency`).
-        fusion: which element-wise ops run inside their neighbours' kernels: "all" that can, as compilers do it;
-            "calls", those of one named scope or source line, as frameworks do it that run one library call after
-            another; or "none".
-        overlap: collectives run beside kernels that do not need them.
-        overlap_gradients: gradients are reduced during the last backward pass, and state that was updated in parts is
-            gathered during the next forward pass, instead of between the two.
-        overlap_products: products take the results of collectives in parts, so that the two overlap.
-        call_seconds: what a host needs to issue one kernel or collective, where it issues each by itself; devices wait
-            for it when their kernels are shorter. Compiled programs are issued whole.
+        fusion: element-wise ops that run inside the kernels of their neighbours: "all" possible ones, as compilers do;
+            "calls", those of one named scope or source line, as frameworks do that run one library call after another;
+            or "none".
+        overlap: whether collectives run concurrently with kernels that do not depend on them.
+        overlap_gradients: whether gradients are reduced during the last backward pass, and state that was updated in
+            parts is gathered during the next forward pass, instead of between the two.
+        overlap_products: whether products consume the results of collectives in parts, so that the two overlap.
+        call_seconds: host seconds to issue one kernel or collective, where the host issues each individually; devices
+            wait for it when their kernels are shorter. 0 for compiled programs, which are issued as a whole.
     """
 
     fused_attention: bool = False

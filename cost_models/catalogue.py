@@ -1,4 +1,4 @@
-"""Devices and links by name, and the checks that every description goes through.
+"""Look up devices and links by name, and validate descriptions of hardware.
 
 `devices/*.json` holds one accelerator each, `links/*.json` one generation of links each, both with a source for every
 value. A cluster names them or spells them out:
@@ -24,10 +24,10 @@ from cost_models.text import parse_json
 
 _MAX_BYTES, _MAX_VALUES = 2**20, 100_000
 
-#: Keys that say where values come from; they are passed over.
+#: Keys that document the origin of values; they are ignored.
 COMMENT_KEYS = ("sources", "notes")
 
-#: Quantities below the first number are in another unit, and likewise above the second.
+#: Plausible range of each quantity: values outside are almost certainly in another unit.
 _PLAUSIBLE: Mapping[str, tuple[float, float, str]] = {
     "memory_bytes": (1e6, 1e14, "bytes: 16 GB is 16e9"),
     "memory_bandwidth": (1e8, 1e15, "bytes per second: 900 GB/s is 900e9"),
@@ -42,44 +42,44 @@ _PLAUSIBLE_FLOPS = (1e8, 1e18, "FLOP per second: 125 TFLOP/s is 125e12")
 
 
 def known_clusters() -> tuple[str, ...]:
-    """Names of the descriptions that ship with this package, sorted."""
+    """Return the names of the clusters that ship with this package, sorted."""
     return _names("clusters")
 
 
 def known_devices() -> tuple[str, ...]:
-    """Names of the devices that ship with this package, sorted."""
+    """Return the names of the devices that ship with this package, sorted."""
     return _names("devices")
 
 
 def known_links() -> tuple[str, ...]:
-    """Names of the generations of links that ship with this package, sorted."""
+    """Return the names of the link generations that ship with this package, sorted."""
     return _names("links")
 
 
 def load_device(name: str) -> Device:
-    """The device of a known name ("h100-sxm-80gb", in any case).
+    """Load a device by name ("h100-sxm-80gb", case-insensitive).
 
     Raises:
-        ClusterError: an unknown name (the sentence lists the known ones).
+        ClusterError: an unknown name (the message lists the valid ones).
     """
     return device_from_json(name)
 
 
 def device_sources(name: str) -> dict[str, str]:
-    """Where each value of a device comes from, by dotted key; assumptions start with "assumption"."""
+    """Return the source of each value of a device, by dotted key; assumptions start with "assumption"."""
     return dict(read_shipped("devices", name).get("sources", {}))
 
 
 def link_sources(name: str) -> dict[str, str]:
-    """Where each value of a link comes from, by key; assumptions start with "assumption"."""
+    """Return the source of each value of a link, by key; assumptions start with "assumption"."""
     return dict(read_shipped("links", name).get("sources", {}))
 
 
 def device_from_json(value: object, where: str = "'device'") -> Device:
-    """The device of a name or of an object with its fields.
+    """Build a device from its name or from an object with its fields.
 
     Raises:
-        ClusterError: an unknown name or key, a missing key, a value that cannot be.
+        ClusterError: an unknown name or key, a missing key, or an invalid value.
     """
     values = read_shipped("devices", value) if isinstance(value, str) else require_object(where, value)
     values = without_comments(values)
@@ -95,10 +95,10 @@ def device_from_json(value: object, where: str = "'device'") -> Device:
 
 
 def link_from_json(value: object, where: str) -> Link:
-    """The link of a name, of an object with its fields, or of a name ("link") with other values.
+    """Build a link from its name, from an object with its fields, or from a name ("link") with overrides.
 
     Raises:
-        ClusterError: an unknown name or key, a missing key, a value that cannot be.
+        ClusterError: an unknown name or key, a missing key, or an invalid value.
     """
     values = {"link": value} if isinstance(value, str) else dict(require_object(where, value))
     values = without_comments(values)
@@ -111,7 +111,7 @@ def link_from_json(value: object, where: str) -> Link:
 
 
 def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: Collection[str] = ()) -> None:
-    """Refuse `values` unless they hold what the dataclass `cls` needs (less `optional`) and nothing that it lacks."""
+    """Raise ClusterError unless the keys of `values` match the fields of `cls`; those in `optional` may be missing."""
     known = {field.name for field in fields(cls)}
     needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
     missing, unknown = sorted(needed - set(values) - set(optional)), sorted(set(values) - known)
@@ -125,10 +125,10 @@ def check_keys(where: str, values: Mapping[str, Any], cls: type[Any], optional: 
 
 
 def require_object(where: str, value: object) -> Mapping[str, Any]:
-    """The value as a mapping.
+    """Return the value as a mapping.
 
     Raises:
-        ClusterError: it is none.
+        ClusterError: the value is not a mapping.
     """
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
@@ -136,15 +136,15 @@ def require_object(where: str, value: object) -> Mapping[str, Any]:
 
 
 def without_comments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values less where they come from."""
+    """Return the values without the keys in `COMMENT_KEYS`."""
     return {key: value for key, value in values.items() if key not in COMMENT_KEYS}
 
 
 def read_shipped(folder: str, name: object) -> dict[str, Any]:
-    """The JSON object of a name in `clusters`, `devices` or `links`.
+    """Read the shipped JSON object of a name in `clusters`, `devices` or `links`.
 
     Raises:
-        ClusterError: an unknown name (the sentence lists the known ones and the closest).
+        ClusterError: an unknown name (the message lists the valid ones and the closest).
     """
     known, what = _names(folder), folder.removesuffix("s")
     if not isinstance(name, str) or name.lower() not in known:
@@ -160,10 +160,10 @@ def read_shipped(folder: str, name: object) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The JSON object of a cluster file.
+    """Read the JSON object of a cluster file.
 
     Raises:
-        ClusterError: it cannot be read, or holds no JSON object.
+        ClusterError: the file cannot be read, or holds no JSON object.
     """
     try:
         with path.open("rb") as file:
@@ -175,7 +175,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_object(name: str, text: bytes) -> dict[str, Any]:
-    """The JSON object in `text`."""
+    """Parse `text` as a JSON object; raise ClusterError, which names the file `name`, if it is not one."""
     try:
         data = parse_json(text, max_bytes=_MAX_BYTES, max_values=_MAX_VALUES)
     except ValueError as error:
@@ -210,6 +210,6 @@ def _check_magnitudes(where: str, values: Mapping[str, Any]) -> None:
 
 def _check_magnitude(what: str, value: object, plausible: tuple[float, float, str]) -> None:
     low, high, unit = plausible
-    # Zero and below, and what is no number, have sentences of their own.
+    # The field checks of Device and Link reject values that are not numbers or not positive.
     if isinstance(value, (int, float)) and 0 < value and not low <= value <= high:
         raise ClusterError(f"{what} is {value!r}, which no hardware has: is it in another unit? Give it in {unit}.")

@@ -1,4 +1,4 @@
-"""The three checks that every value of this package goes through; each failure is one sentence."""
+"""Validate amounts, counts and choices; each failure raises an error with a one-sentence message."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cost_models.errors import CostModelError
 def require_amount(
     what: str, value: object, *, advice: str, positive: bool = False, error: type[CostModelError] = CostModelError
 ) -> None:
-    """Refuse `value` unless it is a finite number that is not negative (`positive`: above zero)."""
-    # The first test is the fast way for the usual types; the second lets numpy's numbers in.
+    """Raise `error` unless `value` is a finite number of at least 0 (above 0 if `positive`)."""
+    # The exact type test is the fast path for Python numbers; the ABC test is slow but admits numpy scalars.
     is_number = type(value) in (int, float) or (type(value) is not bool and isinstance(value, Real))
     if is_number:
         number = cast("float", value)
@@ -25,7 +25,7 @@ def require_amount(
 
 
 def require_count(what: str, value: object, *, advice: str, error: type[CostModelError] = CostModelError) -> None:
-    """Refuse `value` unless it is a whole number of at least 1."""
+    """Raise `error` unless `value` is a whole number of at least 1."""
     is_whole = type(value) is int or (type(value) is not bool and isinstance(value, Integral))
     if is_whole and cast("int", value) >= 1:
         return
@@ -33,7 +33,7 @@ def require_count(what: str, value: object, *, advice: str, error: type[CostMode
 
 
 def require_choice(what: str, value: str, choices: Collection[str]) -> None:
-    """Refuse `value` unless it is one of `choices`."""
+    """Raise CostModelError unless `value` is one of `choices`."""
     if value in choices:
         return
     raise CostModelError(f"{what} is {value!r}, but only these are priced: {', '.join(choices)}. Choose one of them.")

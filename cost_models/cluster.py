@@ -1,12 +1,13 @@
-"""A cluster as data: hosts with devices, one link inside a host and one between hosts.
+"""Describe a cluster: hosts with devices, one link inside a host and one between hosts.
 
     num_devices = num_hosts * devices_per_host        (Cluster.num_devices)
 
-Two things are optional. Hosts may form domains that a faster network joins (an NVLink domain of many trays, a TPU
-slice). Hosts may differ: then `groups` says what they are, the fields of the cluster hold the slowest of all of them,
-and `Cluster.at` gives the cluster as a range of its devices sees it.
+Two features are optional. Hosts may form domains that a faster network joins (an NVLink domain of many trays, a TPU
+slice). Hosts may differ: `groups` then describes them, the fields of the cluster hold the slowest values of all groups,
+and `Cluster.at` returns the cluster that a range of its devices sees.
 
-`load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file like them.
+`load_cluster` reads the descriptions that ship in `clusters/*.json` (each value with its source) or a file of the same
+form.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from cost_models.errors import ClusterError
 from cost_models.hardware import Device as Device
 from cost_models.link import Link as Link
 
-#: What a library that runs collectives may have (see `schemes`).
+#: Algorithms that a collective library may implement (see `schemes`).
 ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "hierarchical")
 MOST_DEVICES = 2**17
-"""Of a cluster that can be described: hundreds of thousands are no job of one program."""
+"""Largest number of devices of a cluster; larger numbers are almost certainly mistakes in the description."""
 
 _LINKS = ("intra_host", "intra_domain", "inter_host")
 _LEFT_OUT_AT_DEFAULT = ("hosts_per_domain", "intra_domain", "algorithms", "groups")
@@ -48,10 +49,10 @@ class HostGroup:
     """Equal hosts of a cluster whose hosts differ.
 
     Attributes:
-        num_hosts: how many.
-        device: what each of their devices is.
-        intra_host: link between devices of one of them.
-        inter_host: link between them; None: the one of the cluster.
+        num_hosts: number of hosts in the group.
+        device: description of each of their devices.
+        intra_host: link between devices of one host.
+        inter_host: link between hosts of the group; None for the link of the cluster.
     """
 
     num_hosts: int
@@ -66,27 +67,27 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts with devices.
+    """A cluster of hosts, each with the same number of devices.
 
     Attributes:
-        name: for people.
-        device: what each of the devices is (where they differ, the slowest rates and the least memory).
+        name: display name.
+        device: description of each device (where devices differ, the slowest rates and the least memory).
         num_hosts, devices_per_host: counts of at least 1.
-        intra_host: link between devices of a host; its bandwidth is that of one device, in one direction.
-        inter_host: link between hosts; its bandwidth is that of one host, in one direction, shared by the devices of
-            the host that communicate at once.
-        shared_processor: the devices of a host are virtual and one processor runs them all (CPU virtual devices). Then
-            the rates of `device` and `intra_host` are those of the whole processor, and the work and the traffic of
+        intra_host: link between devices of a host; its bandwidth is per device and direction.
+        inter_host: link between hosts; its bandwidth is per host and direction, shared by the devices of the host that
+            communicate at once.
+        shared_processor: whether the devices of a host are virtual and run on one processor (CPU virtual devices). The
+            rates of `device` and `intra_host` then describe the whole processor, and the work and the traffic of
             different devices add up in time instead of overlapping.
-        device_share: of a shared processor, the part that one device alone can keep busy, above 0 and at most 1: one
-            device's program may run on fewer cores than there are.
-        hosts_per_domain: hosts that a faster network than `inter_host` joins: the trays of an NVLink domain, the hosts
-            of a TPU slice.
-        intra_domain: link between hosts of one domain, of one host as `inter_host`; None: `intra_host` reaches
-            through the whole domain.
-        algorithms: what the library has that runs collectives, of "ring", "tree", "double_tree", "halving_doubling"
-            and "hierarchical" (level by level).
-        groups: the hosts in order, where they differ; () where all are equal.
+        device_share: fraction of a shared processor that one device alone can use, above 0 and at most 1: the program
+            of one device may run on fewer cores than the processor has.
+        hosts_per_domain: number of hosts that a faster network than `inter_host` joins: the trays of an NVLink domain,
+            the hosts of a TPU slice.
+        intra_domain: link between hosts of one domain, with bandwidth per host as for `inter_host`; None if
+            `intra_host` spans the whole domain.
+        algorithms: algorithms that the collective library implements, of "ring", "tree", "double_tree",
+            "halving_doubling" and "hierarchical" (level by level).
+        groups: groups of equal hosts in device order, where hosts differ; () where all are equal.
 
     Raises:
         ClusterError: a count below 1, a share outside its range, an unknown algorithm, groups of another number of
@@ -136,23 +137,24 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all hosts."""
+        """Number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     @property
     def skew_seconds(self) -> float:
-        """What a step waits for the last host: the skew of `inter_host` for each doubling of the hosts.
+        """Seconds that a step waits for the last host: the skew of `inter_host` per doubling of the number of hosts.
 
-        Hosts read samples, launch programs and are interrupted each at their own times, and every step joins them. The
-        latest of N alike is later than the mean by an amount that grows with log N.
+        Each host reads samples, launches programs and is interrupted at its own times, and every step synchronises
+        all hosts. The maximum of N equally distributed delays exceeds their mean by an amount that grows with log N.
         """
         return self.inter_host.skew_seconds * math.log2(self.num_hosts)
 
     def at(self, first_device: int, num_devices: int) -> Cluster:
-        """The cluster as `num_devices` devices from `first_device` on see it, their hosts taken as equal.
+        """Return the cluster that `num_devices` devices from `first_device` on see, with their hosts taken as equal.
 
-        Of host groups that the range spans, the slowest rates, the longest latencies and the least memory count: a
-        stage that spans them runs at that. A cluster of equal hosts is itself.
+        The result has the slowest rates, the longest latencies and the least memory of the host groups that the range
+        spans, since a stage that spans them runs at the pace of the slowest. A cluster of equal hosts is returned as
+        it is.
 
         Raises:
             ClusterError: the range is not within the cluster.
@@ -181,7 +183,7 @@ class Cluster:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values; `from_json` gives the same cluster back."""
+        """Return a dict of JSON values from which `from_json` restores the cluster."""
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -195,10 +197,10 @@ class Cluster:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        """The cluster that `to_json` (or a file in `clusters/`) describes; "sources" and "notes" are passed over.
+        """Build a cluster from the form of `to_json` or of a file in `clusters/`; "sources" and "notes" are ignored.
 
         Raises:
-            ClusterError: a key is missing or unknown, a name is unknown, or a value cannot be.
+            ClusterError: a key is missing or unknown, a name is unknown, or a value is invalid.
         """
         try:
             return cls._from_values(without_comments(require_object("The cluster", data)))
@@ -224,9 +226,9 @@ class Cluster:
 
 
 def slowest_device(devices: Sequence[Device]) -> Device:
-    """The slowest rates, the longest times and the least memory of some devices.
+    """Return a device with the slowest rates, the longest times and the least memory of `devices`.
 
-    Units and tiles are those of the device with the lowest 16-bit rate.
+    Units and tiles are taken from the device with the lowest 16-bit rate.
     """
     base = min(devices, key=lambda device: device.peak("bfloat16"))
     if all(device == base for device in devices):
@@ -254,7 +256,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 
 def slowest_link(links: Sequence[Link]) -> Link:
-    """The link with the lowest rate, with the longest latency and ramp of all."""
+    """Return the link with the lowest rate, given the longest latency, ramp and skew of all links."""
     base = min(links, key=lambda link: link.bytes_per_second)
     return replace(
         base,
@@ -266,14 +268,14 @@ def slowest_link(links: Sequence[Link]) -> Link:
 
 
 def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
-    """The cluster of a known name ("p3.16xlarge", in any case) or of a JSON file of the same form.
+    """Load a cluster by name ("p3.16xlarge", case-insensitive) or from a JSON file of the same form.
 
     Args:
         name_or_path: one of `known_clusters()`, or a path that ends in ".json"; ":N" after it is the number of hosts.
-        num_hosts: how many hosts; None keeps what the description says (1 in all that ship).
+        num_hosts: number of hosts; None for the number in the description (1 in all that ship).
 
     Raises:
-        ClusterError: an unknown name (the sentence lists the known ones), an unreadable file, an impossible value, two
+        ClusterError: an unknown name (the message lists the valid ones), an unreadable file, an impossible value, two
             numbers of hosts.
     """
     name, colon, hosts = name_or_path.rpartition(":")
@@ -292,9 +294,9 @@ def load_cluster(name_or_path: str, *, num_hosts: int | None = None) -> Cluster:
 
 
 def cluster_sources(name: str) -> dict[str, str]:
-    """Where each value of a shipped description comes from, by dotted key; assumptions start with "assumption".
+    """Return the source of each value of a shipped description, by dotted key; assumptions start with "assumption".
 
-    The values of a device or link that the description names have the sources of that device or link.
+    Values of a device or link that the description refers to by name have the sources of that device or link.
     """
     data = _read(name)
     found = dict[str, str]()
@@ -334,7 +336,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _mixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups of a cluster whose hosts differ, and what its devices have in common."""
+    """Parse the groups of a cluster whose hosts differ, and derive the fields that hold for all groups."""
     name = values["name"]
     given = values["groups"]
     if not isinstance(given, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Collectives: what a group of devices communicates, before any network is chosen.
+"""Describe collectives: what a group of devices communicates, independent of any network.
 
 Byte convention: the size of the whole buffer on one device,
 
@@ -29,12 +29,13 @@ class Group:
     """The devices that take part in one collective.
 
     Attributes:
-        num_devices: members of the group.
-        devices_per_host: members that sit on one host (on the fullest host, where they differ).
-        num_concurrent: how many such groups communicate at once per host; they share the link that leaves the host.
-        devices_per_domain: members in one domain of hosts (`Cluster.hosts_per_domain`); None: the hosts of the group
-            are neighbours, so as many as fit.
-        stride: the members on a host are every so-many-th device; 1: neighbours (`Link.efficiency_by_members`).
+        num_devices: number of members of the group.
+        devices_per_host: number of members on one host (on the host with most members, where hosts differ).
+        num_concurrent: number of sibling groups per host that communicate at once and share the host's link.
+        devices_per_domain: number of members in one domain of hosts (`Cluster.hosts_per_domain`); None if the hosts
+            of the group are neighbours, so that as many as fit share a domain.
+        stride: distance between consecutive members on a host, in devices; 1 for neighbours
+            (`Link.efficiency_by_members`).
 
     Raises:
         CostModelError: a count below 1, more members on a host than in a domain, or in a domain than members.
@@ -68,13 +69,13 @@ class Group:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that the group spans, ceil(num_devices / devices_per_host)."""
+        """Number of hosts that the group spans, ceil(num_devices / devices_per_host)."""
         return -(-self.num_devices // self.devices_per_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective of `bytes` (see the module for what is counted) over `group`.
+    """One collective of `bytes` over `group`; the module docstring defines which bytes count.
 
     Raises:
         CostModelError: a negative or infinite size, or an unknown kind.

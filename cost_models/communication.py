@@ -1,4 +1,4 @@
-"""Time of collectives and transfers on a cluster: latency and bandwidth of each scheme, the cheapest taken.
+"""Price collectives and transfers on a cluster: the cheapest scheme by its latency and bandwidth.
 
     on equal links      seconds = min over algorithms of messages * latency + move(bytes)      (all_reduce_seconds)
     on a cluster        seconds = min over the schemes that the cluster's library has of       (collective_seconds)
@@ -6,9 +6,10 @@
     transfer            seconds = latency + move(bytes) at                                     (transfer_seconds)
                                   min(num_links * rate inside, hosts * rate that leaves a host)
 
-Levels and their rates: `levels`. Schemes: `schemes`. What one algorithm sends: `traffic`. What b bytes take on a link,
-move(b): `link`. On a shared processor all members meet in shared memory, at one barrier, and take
-turns. Each term is increasing and continuous in bytes, and so are sums, minima and maxima of them.
+`levels` derives the levels and their rates, `schemes` the schemes, `traffic` the bytes and messages of one algorithm,
+and `link` the time move(b) of b bytes. On a shared processor all members exchange data through shared memory, at one
+barrier, and the processor serves them one after another. Each term is increasing and continuous in bytes, and so are
+sums, minima and maxima of them.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ ALL_REDUCE_ALGORITHMS: Mapping[AllReduceAlgorithm, _Algorithm] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelCost:
-    """What one level does in a collective.
+    """Cost of one level of a collective.
 
     Attributes:
-        level: its name.
-        num_members: units (devices, hosts, domains) that meet on it.
-        algorithm: what they run.
-        num_messages: that follow one another.
-        latency_seconds: time of these messages without their bytes.
-        bytes: that one unit sends, one after the other.
-        bytes_per_second: rate of one unit, as this group has it.
-        bandwidth_seconds: how long the bytes keep the level busy, its ramp included.
+        level: name of the level.
+        num_members: number of units (devices, hosts, domains) that communicate on the level.
+        algorithm: name of the algorithm that they run.
+        num_messages: number of messages on the critical path.
+        latency_seconds: seconds of latency of these messages.
+        bytes: bytes that one unit sends on the critical path.
+        bytes_per_second: rate of one unit for this group.
+        bandwidth_seconds: seconds for which the bytes occupy the level, including the ramp of its link.
     """
 
     level: str
@@ -84,15 +85,15 @@ class LevelCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """Why a collective takes as long as it does.
+    """Seconds of a collective with their breakdown by level.
 
     Attributes:
         seconds: latency_seconds + bandwidth_seconds.
-        latency_seconds: messages of all levels.
-        bandwidth_seconds: bytes of the slowest level; the others stream meanwhile.
-        algorithm: the cheapest scheme that the cluster's library has; "" where nothing is sent.
-        limiting_level: the name of the slowest level; "" where nothing is sent.
-        levels: what each level does, innermost first.
+        latency_seconds: seconds of latency of the messages on all levels.
+        bandwidth_seconds: seconds of the bytes on the slowest level; the other levels stream meanwhile.
+        algorithm: name of the cheapest scheme that the cluster's library implements; "" where nothing is sent.
+        limiting_level: name of the slowest level; "" where nothing is sent.
+        levels: cost of each level, innermost first.
     """
 
     seconds: float = 0.0
@@ -113,12 +114,12 @@ class CollectiveCost:
 
 
 def all_reduce_seconds(bytes: float, num_devices: int, link: Link, algorithm: AllReduceAlgorithm = "auto") -> float:
-    """Seconds to sum a buffer of `bytes` over devices with equal links.
+    """Return the seconds of an all_reduce of `bytes` over devices with equal links.
 
     Args:
-        bytes: of the buffer on one device.
-        num_devices: that take part.
-        link: of each device.
+        bytes: size of the buffer on one device.
+        num_devices: number of devices in the group.
+        link: link of each device.
         algorithm: a row of the table in `traffic`; "auto" takes the cheapest of all.
 
     Raises:
@@ -134,7 +135,7 @@ def all_reduce_seconds(bytes: float, num_devices: int, link: Link, algorithm: Al
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of `collective` on `cluster`, with its num_concurrent siblings under way.
+    """Return the seconds of `collective` on `cluster`, while its `num_concurrent` siblings run.
 
     Raises:
         CostModelError: the group does not fit the cluster.
@@ -144,7 +145,7 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 
 def explain_collective(collective: Collective, cluster: Cluster) -> CollectiveCost:
-    """The same seconds with their reasons: scheme, levels, messages, bytes, and the level that limits.
+    """Return the cost of `collective` with its breakdown: scheme, levels, messages, bytes and limiting level.
 
     Raises:
         CostModelError: the group does not fit the cluster.
@@ -178,16 +179,16 @@ def explain_collective(collective: Collective, cluster: Cluster) -> CollectiveCo
 def transfer_seconds(
     bytes: float, cluster: Cluster, *, crosses_hosts: bool, num_links: int = 1, crosses_domains: bool | None = None
 ) -> float:
-    """Seconds to move `bytes` in total from one submesh to another over `num_links` parallel pairs of devices.
+    """Return the seconds to move a total of `bytes` between submeshes over `num_links` parallel pairs of devices.
 
     Between hosts, the sending devices are taken to fill their hosts, and each host's link is shared. On a shared
-    processor, parallel pairs bring nothing inside a host.
+    processor, parallel pairs are no faster than one pair inside a host.
 
     Args:
-        bytes: that move, all pairs together.
-        cluster: where.
+        bytes: total number of bytes over all pairs.
+        cluster: cluster that holds both submeshes.
         crosses_hosts: whether sender and receiver sit on different hosts.
-        num_links: pairs of devices that send at once.
+        num_links: number of device pairs that send at once.
         crosses_domains: whether they sit in different domains of hosts; None: they do where they cross hosts and the
             cluster has more than one domain.
 
@@ -210,14 +211,14 @@ def transfer_seconds(
 
 
 def _link_between(cluster: Cluster, crosses_domains: bool | None) -> Link | None:
-    """The link that leaves a host on the way to another one; None: the one inside a host reaches that far."""
+    """Return the link between two hosts; None if the link inside a host spans both."""
     if crosses_domains is None:
         crosses_domains = cluster.num_hosts > cluster.hosts_per_domain
     return cluster.inter_host if crosses_domains else cluster.intra_domain
 
 
 def _cheapest(collective: Collective, cluster: Cluster) -> Scheme | None:
-    """The cheapest scheme; None where nothing is sent."""
+    """Return the cheapest scheme of `collective`; None where nothing is sent."""
     levels = levels_of(collective.group, cluster, all_to_all=collective.kind == "all_to_all")
     if not levels or collective.bytes == 0:
         return None

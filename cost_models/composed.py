@@ -1,7 +1,7 @@
-"""The analytic cost model: the formulas of `compute` and `communication` on a described cluster.
+"""Compose the analytic cost model from the formulas of `compute` and `communication` on a described cluster.
 
-n virtual devices at work together on one processor take max(n, 1/share) times as long as one that has it for itself;
-share = the part of the processor that one device can keep busy               (ComposedCostModel.compute_seconds)
+n virtual devices that share one processor take max(n, 1/share) times as long as one device that could use all of it;
+share = the fraction of the processor that one device can use                 (ComposedCostModel.compute_seconds)
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from cost_models.work import Work
 class ComposedCostModel:
     """A `CostModel` for `cluster`; nothing is measured, so it needs no device.
 
-    backend: what the software on the devices does with a program.
+    cluster: the cluster on which everything is priced.
+    backend: execution properties of the software on the devices.
     """
 
     cluster: Cluster
     backend: Backend = field(default_factory=Backend)
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
-        """Seconds until each of `num_active_devices` devices has done `work`; they add up on a shared processor."""
+        """Return the seconds in which all active devices complete `work`; they add up on a shared processor."""
         require_count("num_active_devices", num_active_devices, advice="count the devices that work at the same time")
         turns = max(num_active_devices, 1 / self.cluster.device_share) if self.cluster.shared_processor else 1
         device = self.cluster.device
@@ -36,13 +37,13 @@ class ComposedCostModel:
         return turns * compute.compute_seconds(work, device)
 
     def collective_seconds(self, collective: Collective) -> float:
-        """Seconds of one collective (`communication.collective_seconds`)."""
+        """Return the seconds of one collective (`communication.collective_seconds`)."""
         return communication.collective_seconds(collective, self.cluster)
 
     def transfer_seconds(self, bytes: float, *, crosses_hosts: bool, num_links: int = 1) -> float:
-        """Seconds to move `bytes` between submeshes (`communication.transfer_seconds`)."""
+        """Return the seconds to move `bytes` between submeshes (`communication.transfer_seconds`)."""
         return communication.transfer_seconds(bytes, self.cluster, crosses_hosts=crosses_hosts, num_links=num_links)
 
     def launch_seconds(self) -> float:
-        """Host seconds to launch one compiled program, the device's dispatch_seconds."""
+        """Return the host seconds to launch one compiled program, `Device.dispatch_seconds`."""
         return self.cluster.device.dispatch_seconds

@@ -1,4 +1,4 @@
-"""Time of work on one device: a roofline with a start-up time per kernel and the waste of matrix products in blocks.
+"""Price work on one device: a roofline with a start-up time per kernel and the waste of matrix products in blocks.
 
     seconds    = n * launch + max(arithmetic, traffic)                                     (estimate, compute_seconds)
     traffic    = bytes / (memory_efficiency * bandwidth)
@@ -36,14 +36,14 @@ REUSE = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeEstimate:
-    """Seconds of some work on a device, and what they are made of.
+    """Seconds of some work on a device, with their breakdown.
 
     Attributes:
         seconds: launch_seconds + max(arithmetic_seconds, traffic_seconds).
-        launch_seconds, arithmetic_seconds, traffic_seconds: all kernels together.
+        launch_seconds, arithmetic_seconds, traffic_seconds: totals over all kernels.
         tile: rows and columns of the blocks that a matrix product is cut into; None for other work.
-        filled: part of the arithmetic time that large blocks would need too; the rest is lost to padding, to units
-            that wait in the last wave, and to filling them.
+        filled: fraction of the arithmetic time that large blocks would need too; the rest is lost to padding, to units
+            that idle in the last wave, and to the pipeline fill of each block.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class ComputeEstimate:
 
     @property
     def limited_by(self) -> str:
-        """ "launch", "arithmetic" or "memory", whichever takes longest."""
+        """Name of the largest part: "launch", "arithmetic" or "memory"."""
         parts = {
             "launch": self.launch_seconds,
             "arithmetic": self.arithmetic_seconds,
@@ -72,7 +72,7 @@ class ComputeEstimate:
 
 
 def estimate(work: Work, device: Device) -> ComputeEstimate:
-    """What one device needs for `work`, with its parts. Linear in `work * n`."""
+    """Price `work` on one device, with the breakdown of its seconds. Linear in n for `work * n`."""
     launch = work.num_kernels * device.launch_seconds
     traffic = work.bytes / (device.memory_efficiency * device.memory_bandwidth)
     ideal = work.flops / sustained_flops(work, device)
@@ -95,18 +95,18 @@ def estimate(work: Work, device: Device) -> ComputeEstimate:
 
 
 def compute_seconds(work: Work, device: Device) -> float:
-    """Seconds that one device needs for `work`. Linear in `work * n`; a kernel without work costs its launch."""
+    """Return the seconds of `work` on one device, linear in n for `work * n`; an empty kernel costs its launch."""
     return estimate(work, device).seconds
 
 
 def achieved_fraction(work: Work, device: Device) -> float:
-    """Fraction of the peak rate of its type that `work` reaches, between 0 and 1; 0 when there is no work."""
+    """Return the fraction of its dtype's peak rate that `work` reaches, between 0 and 1; 0 for no work."""
     seconds = compute_seconds(work, device)
     return work.flops / (device.peak(work.dtype, matrix=work.kind != "elementwise") * seconds) if seconds else 0.0
 
 
 def sustained_flops(work: Work, device: Device) -> float:
-    """FLOP per second of large kernels of this kind and type."""
+    """Return the FLOP/s that large kernels of this kind and dtype sustain."""
     if work.kind == "elementwise":
         return device.peak(work.dtype, matrix=False) * device.memory_efficiency
     units = device.format(work.dtype)
@@ -115,7 +115,7 @@ def sustained_flops(work: Work, device: Device) -> float:
 
 
 def _head_loss(product: Product | None) -> float:
-    """How much longer a fused kernel takes for heads of this width than for wide ones."""
+    """Return the slowdown of a fused attention kernel for heads of this width, relative to wide heads."""
     return 1 + SOFTMAX_COLUMNS / min(product.depth, product.columns) if product is not None else 1.0
 
 
@@ -127,7 +127,7 @@ class _Tiling:
 
 @lru_cache(maxsize=50_000)
 def _best_tiling(product: Product, device: Device) -> _Tiling:
-    """The tile that wastes least, and the part of the units' time that is not wasted."""
+    """Return the tile with the least waste, and the fraction of the units' time that is not wasted."""
     best_reuse = max(_reuse(tile) for tile in device.tiles)
     found = (
         _Tiling(tile=tile, filled=_filled(product, tile, device) * _reuse(tile) / best_reuse) for tile in device.tiles
@@ -141,7 +141,7 @@ def _reuse(tile: tuple[int, int]) -> float:
 
 
 def _filled(product: Product, tile: tuple[int, int], device: Device) -> float:
-    """Multiply-adds of the product over those that all units could have done meanwhile."""
+    """Return the product's multiply-adds divided by those that all units could execute in the same time."""
     rows, columns = tile
     blocks = product.count * ceil(product.rows / rows) * ceil(product.columns / columns)
     units = device.num_units

@@ -1,4 +1,4 @@
-"""What this package raises.
+"""Exceptions that this package raises.
 
 ValueError
 └── CostModelError          a quantity that cannot be priced (negative bytes, an empty group, an unknown kind)
@@ -11,12 +11,12 @@ from cost_models.text import message
 
 
 class CostModelError(ValueError):
-    """A quantity was given that has no cost; the sentence says what was given, what is needed and what to do."""
+    """Raised for a quantity that has no cost; the message states the given value, the requirement and a remedy."""
 
     def __init__(self, *args: object) -> None:
-        """Messages quote what was given: none fills more than a screen, or says anything to a terminal."""
+        """Escape control characters in messages and truncate them, since they quote values from untrusted input."""
         super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
 
 
 class ClusterError(CostModelError):
-    """A cluster description cannot be used; the sentence says what was given, what is needed and what to do."""
+    """Raised for an unusable cluster description; the message states the value, the requirement and a remedy."""

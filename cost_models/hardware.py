@@ -1,4 +1,4 @@
-"""One device, as data.
+"""Describe one device: its memory, rates and efficiencies.
 
 peak(dtype) of a matrix kernel = the first rate that the device has in the dtype's row of fallbacks   (Device.peak)
 """
@@ -26,27 +26,28 @@ PeakFlops = Mapping[str, float] | tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator as JAX shows it (a TPU v3 chip is two devices), or the processor behind virtual devices.
+    """One accelerator as JAX exposes it (a TPU v3 chip is two devices), or the processor behind virtual devices.
 
     Attributes:
-        name: for people.
-        memory_bytes: capacity that programs can use on this device (of a shared processor: this device's share).
+        name: display name.
+        memory_bytes: capacity that programs can use on this device (its share, on a shared processor).
         memory_bandwidth: bytes per second between memory and compute units, data-sheet value.
         peak_flops: dense FLOP/s by dtype name, data-sheet values. "float32" is needed (the last fallback, and the rate
             of elementwise work); "tensorfloat32" and "float8" stand for those formats. Give a mapping; it is stored as
             pairs sorted by name, so that a device can be hashed.
-        launch_seconds: time before a kernel reaches its full rate, per kernel.
-        dispatch_seconds: host time to launch one compiled program.
-        num_units: parts that work on blocks of a matrix product side by side (streaming multiprocessors, matrix units).
-        tiles: (rows, columns) of the blocks that a unit can be given; the kernel takes the best of them.
+        launch_seconds: seconds before a kernel reaches its full rate, per kernel.
+        dispatch_seconds: host seconds to launch one compiled program.
+        num_units: number of units that process blocks of a matrix product in parallel (streaming multiprocessors,
+            matrix units).
+        tiles: (rows, columns) of the blocks that one unit can process; the best one is used for each product.
         fill_depth: depth of a product at which a unit reaches half of its rate, as if so many steps were lost.
-        matrix_efficiency: part of the peak rate that large products sustain in training, by dtype name (as in
-            `peak_flops`) or one number for all; clocks that sink under load belong here.
-        convolution_efficiency: part of that which convolutions reach.
-        attention_efficiency: part of it which the products of a fused attention kernel reach with wide heads.
-        ported_attention_efficiency: the same for a kernel that was written for an earlier generation; None: as good.
-        memory_efficiency: part of the memory bandwidth that large kernels sustain.
-        contention: by what part kernels and collectives slow each other down while both run.
+        matrix_efficiency: fraction of the peak rate that large products sustain in training, by dtype name (as in
+            `peak_flops`) or one number for all; includes the drop of clock rates under load.
+        convolution_efficiency: fraction of the sustained matrix rate that convolutions reach.
+        attention_efficiency: fraction of the sustained matrix rate that fused attention kernels reach with wide heads.
+        ported_attention_efficiency: the same for a kernel that was written for an earlier generation; None if equal.
+        memory_efficiency: fraction of the memory bandwidth that large kernels sustain.
+        contention: relative slowdown of kernels and collectives while both run.
 
     Raises:
         ClusterError: a rate that is not above 0, a time below 0, an efficiency outside (0, 1], or no float32 rate.
@@ -111,7 +112,7 @@ class Device:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """FLOP/s by dtype name."""
+        """Peak FLOP/s by dtype name."""
         return dict(self.peak_flops)
 
     @property
@@ -121,7 +122,7 @@ class Device:
 
     @property
     def efficiencies(self) -> dict[str, float]:
-        """Part of the peak rate that large products sustain, for each dtype of `peaks`."""
+        """Fraction of the peak rate that large products sustain, for each dtype of `peaks`."""
         given = self.matrix_efficiency
         if isinstance(given, (int, float)):
             return dict.fromkeys(self.peaks, float(given))
@@ -129,7 +130,7 @@ class Device:
         return {dtype: stated.get(dtype, min(stated.values())) for dtype in self.peaks}
 
     def format(self, dtype: str, *, matrix: bool = True) -> str:
-        """The number format, a key of `peaks`, in which kernels run on operands of `dtype`.
+        """Return the number format, a key of `peaks`, in which kernels run on operands of `dtype`.
 
         A missing 16-bit type uses the other one; float8 uses the 16-bit types; everything else float32. Vector units
         (`matrix=False`) run at the float32 rate, except for float64 where the device states it.
@@ -139,7 +140,7 @@ class Device:
         return next((name for name in names if name in self.peaks), "float32")
 
     def peak(self, dtype: str, *, matrix: bool = True) -> float:
-        """FLOP/s for operands of `dtype`, on the matrix units or (`matrix=False`) on the vector units (`format`)."""
+        """Return the peak FLOP/s for operands of `dtype` on the matrix units, or (`matrix=False`) the vector units."""
         return self.peaks[self.format(dtype, matrix=matrix)]
 
 

@@ -1,4 +1,4 @@
-"""What planners and the simulator need to know of a cost model: four nouns (Work, Collective, Cluster, seconds)."""
+"""Define the cost model protocol of planners and simulator, in terms of Work, Collective, Cluster and seconds."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from cost_models.work import Work
 
 
 class CostModel(Protocol):
-    """Seconds for work, collectives, transfers and launches on one cluster. Implementations are immutable."""
+    """Price work, collectives, transfers and launches on one cluster, in seconds. Implementations are immutable."""
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that is priced."""
+        """Cluster on which this model prices."""
         ...
 
     @property
     def backend(self) -> Backend:
-        """What the software on the devices does with a program."""
+        """Execution properties of the software on the devices."""
         ...
 
     def compute_seconds(self, work: Work, *, num_active_devices: int = 1) -> float:
-        """Seconds until each of `num_active_devices` devices has done `work`, all starting together."""
+        """Return the seconds in which `num_active_devices` devices, started together, each complete `work`."""
         ...
 
     def collective_seconds(self, collective: Collective) -> float:
-        """Seconds of one collective, its concurrent siblings (`Group.num_concurrent`) included."""
+        """Return the seconds of one collective, its concurrent siblings (`Group.num_concurrent`) included."""
         ...
 
     def transfer_seconds(self, bytes: float, *, crosses_hosts: bool, num_links: int = 1) -> float:
-        """Seconds to move `bytes` in total from submesh to submesh over `num_links` parallel pairs of devices."""
+        """Return the seconds to move a total of `bytes` between submeshes over `num_links` parallel device pairs."""
         ...
 
     def launch_seconds(self) -> float:
-        """Host seconds to launch one compiled program."""
+        """Return the host seconds to launch one compiled program."""
         ...

@@ -1,4 +1,4 @@
-"""The levels of links that a group of devices meets on: inside a host, inside a domain of hosts, between them.
+"""Derive the link levels of a group of devices: inside a host, inside a domain of hosts, between domains.
 
     members inside a host      k devices, each at its own rate R(k, stride)                  (_bottom)
     members between hosts      h hosts (or domains), each at                                 (rate_of_host)
@@ -24,18 +24,18 @@ from cost_models.link import Link, moving_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level, as one group sees it.
+    """One link level of one group.
 
     Attributes:
-        name: for people.
-        num_members: units that meet on this level, within one unit of the next.
-        num_units: units of this level in the whole group.
-        link: what joins them.
-        bytes_per_second: that one unit reaches for this group.
-        latency_seconds: of one message.
-        members_per_host: where the members are devices, how many of them sit on one host; 0 where they are hosts or
+        name: display name.
+        num_members: number of units that communicate on this level within one unit of the next level.
+        num_units: number of units of this level in the whole group.
+        link: link that joins the units.
+        bytes_per_second: rate of one unit for this group.
+        latency_seconds: latency of one message, in seconds.
+        members_per_host: number of members on one host where the members are devices; 0 where they are hosts or
             domains.
-        single_round: everybody meets everybody at once, in memory that all share.
+        single_round: whether all members exchange data in one round, through memory that they share.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Level:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the members are devices, which share a host (or a domain without a link of its own)."""
+        """Whether the members are devices of one host (or of one domain without a link of its own)."""
         return self.members_per_host > 0
 
     def moving_seconds(self, bytes: float) -> float:
-        """Seconds that `bytes` of one unit keep this level busy."""
+        """Return the seconds for which `bytes` of one unit occupy this level."""
         return moving_seconds(bytes, self.bytes_per_second, self.link.ramp_seconds)
 
 
 def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tuple[Level, ...]:
-    """The levels on which at least two units of the group meet, innermost first, with their rates.
+    """Return the levels on which at least two units of the group communicate, innermost first, with their rates.
 
     Raises:
         CostModelError: the group does not fit the cluster.
@@ -83,14 +83,14 @@ def levels_of(group: Group, cluster: Cluster, *, all_to_all: bool = False) -> tu
 
 
 def rate_of_host(link: Link, cluster: Cluster, *, num_senders: int, num_concurrent: int = 1) -> float:
-    """Bytes per second that leave a host over `link` for one of so many groups, with `num_senders` members there."""
+    """Return the bytes per second from a host over `link` for one of `num_concurrent` groups of `num_senders`."""
     cards = max(1.0, link.num_cards / cluster.devices_per_host)
     part = min(1.0 / num_concurrent, num_senders * cards / link.num_cards)
     return link.bytes_per_second * min(1.0, part)
 
 
 def _bottom(group: Group, cluster: Cluster, num_members: int, *, all_to_all: bool = False) -> Level:
-    """The devices of one host (or domain); one processor serves all of them in turn.
+    """Return the innermost level: the devices of one host (or domain), which may share one processor.
 
     Members that share a processor meet at a barrier: they wait for each other as a tree does. Measured on two cores,
     an all_reduce of 1 KB among 2, 4 and 8 of 8 virtual devices takes 50, 100 and 150 us.
@@ -112,7 +112,7 @@ def _bottom(group: Group, cluster: Cluster, num_members: int, *, all_to_all: boo
 def _between(
     group: Group, cluster: Cluster, link: Link, num_hosts: int, num_members: int, num_units: int, name: str
 ) -> Level:
-    """Units of `num_hosts` hosts that meet over `link`."""
+    """Return a level whose units of `num_hosts` hosts each communicate over `link`."""
     per_host = group.devices_per_host
     rate = rate_of_host(link, cluster, num_senders=per_host, num_concurrent=group.num_concurrent)
     feed = per_host * _bottom(group, cluster, per_host).bytes_per_second

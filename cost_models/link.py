@@ -1,7 +1,7 @@
-"""One link, as data: how fast what leaves a device (or a host) gets to the others.
+"""Describe one link: the latency and the rate at which a device (or a host) sends data to the others.
 
     R(n)    = efficiency(n) * share(n) * bandwidth          rate of each of n members              (Link.rate)
-    move(b) = b/R + ramp * b / (b + ramp R / 3)             seconds that b bytes keep a link busy  (moving_seconds)
+    move(b) = b/R + ramp * b / (b + ramp R / 3)             seconds that a link is busy with b bytes  (moving_seconds)
     message = latency + move(b)                                                                    (Link.seconds)
 
 Short messages move at a quarter of the rate, R/4: they are sent in a form that needs no handshake but carries little
@@ -27,7 +27,7 @@ from typing import Any, cast
 from cost_models.checks import require_amount, require_count
 from cost_models.errors import ClusterError
 
-#: Short messages move at 1 / (1 + this) of the rate.
+#: Loss factor of short messages, which move at 1 / (1 + loss) of the rate.
 _SHORT_MESSAGE_LOSS = 3.0
 
 _BY_MEMBERS = ("efficiency_by_members", "all_to_all_efficiency_by_members")
@@ -38,7 +38,7 @@ MemberEfficiency = (
 
 
 def moving_seconds(bytes: float, bytes_per_second: float, ramp_seconds: float = 0.0) -> float:
-    """Seconds that `bytes` keep a link of that rate busy, latency left out."""
+    """Return the seconds for which `bytes` occupy a link of the given rate, excluding latency."""
     seconds = bytes / bytes_per_second
     if not ramp_seconds or not bytes:
         return seconds
@@ -47,25 +47,25 @@ def moving_seconds(bytes: float, bytes_per_second: float, ramp_seconds: float = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way out of a device or of a host.
+    """A link that leaves a device or a host.
 
     Attributes:
         bandwidth_bytes_per_second: one direction, data-sheet value. Inside a host: of one device, all its links
             together. Between hosts: of one host, all its cards together, shared by its devices.
-        latency_seconds: of one message, software included.
-        efficiency: part of the bandwidth that large transfers reach, above 0 and at most 1.
-        ramp_seconds: what a large transfer loses until it runs at that rate.
-        skew_seconds: by how much the hosts that it joins end a step apart, per doubling of their number
+        latency_seconds: latency of one message in seconds, including software.
+        efficiency: fraction of the bandwidth that large transfers reach, above 0 and at most 1.
+        ramp_seconds: seconds that a large transfer loses before it runs at that rate.
+        skew_seconds: seconds by which the connected hosts finish a step apart, per doubling of their number
             (`Cluster.skew_seconds`).
-        num_cards: equal parts of the bandwidth of a host, its network cards. A device alone reaches its share of
-            them: of 8 cards for 8 devices one, of 1 card for 8 devices that one.
-        efficiency_by_members: other efficiencies for groups of so many members, where the links between devices are
-            not equal (a hybrid cube mesh); "4/2" of four members that are every second device, where that differs from
-            neighbours. Give a mapping; it is stored sorted, by numbers of members and strides.
-        all_to_all_efficiency_by_members: the same for all_to_all, which meets pairs that rings go around; where it has
-            no entry, the ones above hold.
-        torus: devices along each ring of a torus (TPU); none for a switch.
-        in_network_reduction: the switch can add up what the members send (NVLink SHARP).
+        num_cards: number of network cards of a host, each with an equal part of its bandwidth. A single device
+            reaches its share of them: one of 8 cards for 8 devices; the only card where 8 devices share one.
+        efficiency_by_members: efficiency by number of group members, where the links between devices are not equal
+            (a hybrid cube mesh). The key "4/2" means four members with stride 2 (every second device), where that
+            differs from neighbours. Pass a mapping; it is stored as sorted pairs ((members, stride), efficiency).
+        all_to_all_efficiency_by_members: the same for all_to_all, which also uses pairs of devices that rings avoid;
+            `efficiency_by_members` applies where it has no entry.
+        torus: number of devices along each ring of a torus (TPU); empty for a switch.
+        in_network_reduction: whether the switch can sum the buffers that the members send (NVLink SHARP).
 
     Raises:
         ClusterError: a bandwidth that is not above 0, a latency below 0, an efficiency outside (0, 1].
@@ -105,11 +105,11 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """What large transfers reach, efficiency * bandwidth_bytes_per_second."""
+        """Rate of large transfers in bytes per second, efficiency * bandwidth_bytes_per_second."""
         return self.efficiency * self.bandwidth_bytes_per_second
 
     def rate(self, num_members: int, stride: int = 1, *, all_to_all: bool = False) -> float:
-        """Bytes per second that each of `num_members` members of a group reaches, `stride` devices apart."""
+        """Return the bytes per second that each of `num_members` group members reaches, `stride` devices apart."""
         known = _by_lie(self.efficiency_by_members)
         if all_to_all:
             known |= _by_lie(self.all_to_all_efficiency_by_members)
@@ -117,7 +117,7 @@ class Link:
         return part * self.torus_share(num_members) * self.bandwidth_bytes_per_second
 
     def torus_share(self, num_members: int) -> float:
-        """Part of a device's links that a group of so many members uses; 1 without a torus."""
+        """Return the fraction of a device's links that a group of `num_members` uses; 1 without a torus."""
         if not self.torus or num_members < 2:
             return 1.0
         rings, rest = self._rings(num_members)
@@ -127,22 +127,22 @@ class Link:
         return min(1.0, (2 * len(rings) + (rest > 1)) / (2 * dims))
 
     def torus_rounds(self, num_members: int) -> int:
-        """Steps until everybody has heard of everybody, both ways around each ring and one way along a line."""
+        """Return the steps until the data of each member reached all others: rings go both ways, lines one way."""
         rings, rest = self._rings(num_members)
         return sum(size // 2 for size in rings) + rest - 1
 
     def torus_detour(self, num_members: int) -> float:
-        """Link-bytes of an all_to_all over the bytes that each member sends: dims * longest ring / 4, at least 1."""
+        """Return all_to_all link bytes over the bytes that each member sends: dims * longest ring / 4, at least 1."""
         rings, rest = self._rings(num_members)
         sides = [*rings, rest] if rest > 1 else [*rings]
         return max(1.0, len(sides) * max(sides, default=1) / 4)
 
     def seconds(self, bytes: float) -> float:
-        """Time of one message of `bytes`."""
+        """Return the seconds of one message of `bytes`, latency included."""
         return self.latency_seconds + moving_seconds(bytes, self.bytes_per_second, self.ramp_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values, without what is left at its default."""
+        """Return a dict of JSON values that omits optional fields at their defaults."""
         data: dict[str, Any] = {
             "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
             "latency_seconds": self.latency_seconds,
@@ -164,7 +164,7 @@ class Link:
         return data
 
     def _rings(self, num_members: int) -> tuple[list[int], int]:
-        """The whole rings that the members fill, longest first, and how many such sets there are."""
+        """Return the sizes of the whole rings that the members fill, longest first, and the number of ring sets."""
         rings, rest = list[int](), num_members
         for size in sorted(self.torus, reverse=True):
             if size <= rest:
@@ -174,17 +174,17 @@ class Link:
 
 
 def _by_lie(efficiencies: MemberEfficiency) -> dict[tuple[int, int], float]:
-    """Efficiency by number of members and stride, as a link keeps it."""
+    """Return efficiency by (number of members, stride), the form in which a link stores it."""
     return cast(dict[tuple[int, int], float], dict(efficiencies))
 
 
 def _written(known: Mapping[tuple[int, int], float]) -> dict[str, float]:
-    """As in JSON."""
+    """Return the efficiencies with the string keys of the JSON form, "4" or "4/2"."""
     return {f"{n}/{stride}" if stride > 1 else str(n): part for (n, stride), part in known.items()}
 
 
 def _lie(name: str, key: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Number of members and stride of 4, "4" or "4/2"."""
+    """Parse 4, "4" or "4/2" into (number of members, stride)."""
     if isinstance(key, tuple):
         return key
     members, _, stride = str(key).partition("/")

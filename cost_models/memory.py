@@ -1,6 +1,6 @@
-"""Memory of transformers in closed form: model states, activations of a layer, micro-batches that a stage holds.
+"""Compute transformer memory in closed form: model states, layer activations, micro-batches in flight.
 
-Plans are predicted by who lives when; these are the formulas of the literature, for estimates and for checks.
+Planners predict memory by value lifetimes; these formulas of the literature serve estimates and cross-checks.
 
 Model states under ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054, section 3 and figure 1): P parameters; p, g and
 K bytes of parameter, gradient and optimizer state for each of them; N data-parallel devices:
@@ -11,7 +11,7 @@ K bytes of parameter, gradient and optimizer state for each of them; N data-para
     stage 3 (+ parameters)              (p + g + K) P / N          (all four: model_states_bytes)
 
 Saved activations of one layer in half precision, in bytes (Korthikanti et al., MLSys 2023, arXiv 2205.05198, table 2):
-b sequences of s tokens, width h, a heads, t tensor-parallel devices, with dropout, a softmax that is kept:
+b sequences of s tokens, width h, a heads, t tensor-parallel devices, with dropout, a saved softmax:
 
     tensor parallel                     s b h (10 + 24/t + 5 a s / (h t))
     + sequence parallel                 s b h (34 + 5 a s / h) / t
@@ -33,7 +33,7 @@ from cost_models.checks import require_amount, require_count
 from cost_models.errors import CostModelError
 
 LayerRecompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again: nothing, the attention core, or the layer from its input."""
+"""What the backward pass recomputes: nothing, the attention core, or the layer from its input."""
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -47,14 +47,14 @@ def model_states_bytes(
     parameter_bytes: float = 2,
     gradient_bytes: float = 2,
 ) -> float:
-    """Bytes per device for parameters, gradients and optimizer state.
+    """Return the bytes per device of parameters, gradients and optimizer state.
 
     Args:
-        num_parameters: of the part of the model that the devices share.
-        stage: of ZeRO, 0 to 3.
-        num_data_parallel: devices that the states are sharded over.
-        optimizer_bytes: per parameter; 12 is mixed-precision Adam (float32 copy, momentum, variance).
-        parameter_bytes, gradient_bytes: per parameter; 2 in half precision.
+        num_parameters: number of parameters in the part of the model that the devices share.
+        stage: ZeRO stage, 0 to 3.
+        num_data_parallel: number of devices over which the states are sharded.
+        optimizer_bytes: bytes per parameter; 12 is mixed-precision Adam (float32 copy, momentum, variance).
+        parameter_bytes, gradient_bytes: bytes per parameter; 2 in half precision.
 
     Raises:
         CostModelError: an unknown stage, a negative amount, no device.
@@ -80,16 +80,16 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     recompute: LayerRecompute = "none",
 ) -> float:
-    """Bytes per device that one transformer layer saves for its backward pass, for one micro-batch.
+    """Return the bytes per device that one transformer layer saves for its backward pass, for one micro-batch.
 
     Args:
         seq_len: tokens per sequence (s).
         batch: sequences per micro-batch and replica (b).
         hidden: width of the residual stream (h); the feed-forward layer is four times as wide.
-        num_heads: attention heads (a).
-        num_tensor_parallel: devices that share each layer (t).
+        num_heads: number of attention heads (a).
+        num_tensor_parallel: number of devices that share each layer (t).
         sequence_parallel: whether they also share the tokens between tensor-parallel products.
-        recompute: what the backward pass computes again; with "full" the layer's input is kept whole on each device.
+        recompute: what the backward pass recomputes; with "full" each device saves the whole input of the layer.
 
     Raises:
         CostModelError: a count that is no whole number of at least 1, an unknown `recompute`.
@@ -111,14 +111,14 @@ def layer_activation_bytes(
 def microbatches_in_flight(
     schedule: PipelineSchedule, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> float:
-    """Micro-batches that a pipeline stage holds at most, in units of all the layers on its devices.
+    """Return the peak number of micro-batches in flight on a stage, in units of all the layers on its devices.
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved".
-        stage: its number, from 0; for "interleaved" that of the group of devices.
-        num_stages: stages, or groups of devices.
-        num_microbatches: per step.
-        num_chunks: parts of the model on each group of devices; only "interleaved" has more than one.
+        stage: index of the stage; for "interleaved" the index of the group of devices.
+        num_stages: number of stages, or of groups of devices.
+        num_microbatches: number of micro-batches per step.
+        num_chunks: number of model chunks on each group of devices; only "interleaved" has more than one.
 
     Raises:
         CostModelError: no such stage or schedule, a count that is no whole number of at least 1.

@@ -1,9 +1,9 @@
-"""Two streams of one device, kernels on one, collectives on the other: each goes on as soon as what it needs is there.
+"""Simulate the two streams of one device, kernels and collectives, which run tasks as their inputs become ready.
 
     start(task)  = the first moment at which its stream is idle and all that it needs has ended         (simulate)
-    order        = of the tasks that could start, the one with the longest way to the end               (_ways)
+    order        = of the tasks that could start, the one with the longest path to the end              (_ways)
     rate         = 1 / (1 + contention) for both tasks while the two streams are busy                   (simulate)
-    exposed      = seconds - hidden + contention * hidden, of collectives that run in buckets beside other work
+    exposed      = seconds - hidden + contention * hidden, of collectives that run in buckets during other work
                    hidden = min(all buckets but the last, the work)                              (exposed_seconds)
     loop of n    = T(2) + (n - 2) * (T(3) - T(2)), T(k) = k trips one after the other                   (loop_seconds)
 
@@ -23,21 +23,21 @@ from typing import Literal
 
 Stream = Literal["compute", "communication", "both"]
 
-#: Buckets in which gradients are reduced, or weights gathered, beside other work.
+#: Number of buckets in which gradients are reduced, or weights gathered, during other work.
 NUM_BUCKETS = 32
-#: Parts in which a collective feeds a product that takes it piece by piece.
+#: Number of parts in which a product consumes the result of a collective.
 NUM_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTask:
-    """Something that occupies a stream.
+    """A task that occupies one stream or both.
 
     Attributes:
-        seconds: how long, when it has the device for itself.
+        seconds: duration in seconds without contention.
         stream: "compute", "communication", or "both" (a loop that uses the two).
-        needs: numbers of the tasks that must have ended before it starts; they come before it in the list.
-        streams: whether it takes the results of collectives in parts.
+        needs: indices of the tasks that must end before this one starts; all precede it in the list.
+        streams: whether the task consumes the results of collectives in parts.
     """
 
     seconds: float
@@ -48,9 +48,9 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """A simulated list of tasks: its end, the ends of its tasks, and how long each stream was busy.
+    """Result of a simulation: the end, the end of each task, and the busy time of each stream, all in seconds.
 
-    `exposed_seconds` is the time at which no kernel ran: what communication and waiting add.
+    `exposed_seconds` is the time during which no kernel ran, due to communication and waiting.
     """
 
     seconds: float
@@ -60,12 +60,12 @@ class Overlap:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time without a kernel."""
+        """Seconds during which no kernel ran."""
         return max(0.0, self.seconds - self.compute_seconds)
 
 
 def simulate(tasks: Sequence[StreamTask], *, contention: float = 0.0) -> Overlap:
-    """Run tasks on two streams; `contention` is by what part kernels and collectives slow each other down."""
+    """Simulate tasks on two streams; `contention` is the relative slowdown while both streams are busy."""
     run = _OverlapState(tasks, contention)
     while run.advance():
         pass
@@ -79,20 +79,20 @@ def simulate(tasks: Sequence[StreamTask], *, contention: float = 0.0) -> Overlap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Postponed:
-    """Tasks without the collectives that may run at another time, and the seconds of those."""
+    """Tasks without their movable collectives, and the total seconds of the removed collectives."""
 
     tasks: tuple[StreamTask, ...]
     seconds: float
 
 
 def without_last(tasks: Sequence[StreamTask]) -> Postponed:
-    """Leave out collectives whose result nothing reads: they may run after the tasks, beside whatever comes then."""
+    """Remove collectives whose result no task reads: they may overlap with work after these tasks."""
     read = {n for task in tasks for n in task.needs}
     return _without(tasks, {i for i in range(len(tasks)) if i not in read})
 
 
 def without_first(tasks: Sequence[StreamTask]) -> Postponed:
-    """Leave out collectives that need nothing: they may run before the tasks, beside whatever came then."""
+    """Remove collectives that depend on no kernel: they may overlap with work before these tasks."""
     free = set[int]()
     for i, task in enumerate(tasks):
         if set(task.needs) <= free and (task.stream == "communication" or not task.seconds):
@@ -107,28 +107,28 @@ def _without(tasks: Sequence[StreamTask], numbers: set[int]) -> Postponed:
 
 
 def exposed_seconds(seconds: float, beside: float, *, contention: float = 0.0) -> float:
-    """What collectives of so many seconds add when they run in buckets beside kernels of `beside` seconds.
+    """Return the seconds that collectives add when they run in buckets during kernels of `beside` seconds.
 
-    The last of `NUM_BUCKETS` starts when the kernels are done; what is hidden slows them down.
+    The last of `NUM_BUCKETS` buckets starts after the kernels; the hidden ones slow the kernels down by contention.
     """
     hidden = min(seconds * (1 - 1 / NUM_BUCKETS), beside)
     return seconds - hidden + contention * hidden
 
 
 def serial_seconds(tasks: Sequence[StreamTask]) -> float:
-    """The time when nothing overlaps."""
+    """Return the total seconds of the tasks without any overlap."""
     return sum(task.seconds for task in tasks)
 
 
 def loop_seconds(
     body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], trips: float, *, contention: float = 0.0
 ) -> float:
-    """Seconds of a loop.
+    """Return the seconds of a loop, extrapolated from up to three simulated trips.
 
     Args:
-        body: tasks of one trip; those without seconds stand for what comes in.
-        carried: pairs (task whose result is handed on, task of the next trip that stands for it).
-        trips: how often the body runs; a fraction counts as that part of one trip.
+        body: tasks of one trip; tasks of 0 seconds represent inputs.
+        carried: pairs (index of the task that computes a carried value, index of its input task in the next trip).
+        trips: number of trips; a fraction counts as a partial trip.
         contention: see `simulate`.
     """
     if trips <= 1:
@@ -146,12 +146,12 @@ def loop_seconds(
 
 
 def _repeated(body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], count: int) -> list[StreamTask]:
-    """The tasks of so many trips in a row."""
+    """Return the tasks of `count` consecutive trips."""
     tasks, size = list(body), len(body)
     handed = {into: out for out, into in carried}
     for trip in range(1, count):
         before, gate = (trip - 1) * size, (trip - 2) * size
-        # What a trip reads from outside is there at the start of the trip before it: one trip of prefetching.
+        # Inputs from outside the loop become ready when the trip before the previous one ends: prefetch by one trip.
         gates = tuple(gate + out for out, _ in carried) if trip > 1 else ()
         for number, task in enumerate(body):
             needs = tuple(trip * size + n for n in task.needs)
@@ -164,7 +164,7 @@ def _repeated(body: Sequence[StreamTask], carried: Sequence[tuple[int, int]], co
 
 
 def _ways(tasks: Sequence[StreamTask]) -> list[float]:
-    """For each task the longest way from its start to the end of everything."""
+    """Return for each task the longest path in seconds from its start to the end of all tasks."""
     ways = [0.0] * len(tasks)
     for number in range(len(tasks) - 1, -1, -1):
         ways[number] += tasks[number].seconds
@@ -174,7 +174,7 @@ def _ways(tasks: Sequence[StreamTask]) -> list[float]:
 
 
 class _OverlapState:
-    """The state of a simulation: what runs, what waits, what time it is."""
+    """State of a simulation: running tasks, waiting tasks and the current time."""
 
     def __init__(self, tasks: Sequence[StreamTask], contention: float) -> None:
         self.tasks, self.slow = tasks, 1 + contention
@@ -197,7 +197,7 @@ class _OverlapState:
         self._settle()
 
     def advance(self) -> bool:
-        """Start what can start, then go on to the next end or release; False when nothing is left."""
+        """Start all ready tasks and advance to the next end or release; return False when no task is left."""
         self._start()
         if not self.running:
             return False
@@ -231,7 +231,7 @@ class _OverlapState:
                 self._take(stream)
 
     def _yields(self, stream: Stream) -> bool:
-        """True when a task on both streams has waited for long: it comes first once the other stream is idle."""
+        """Return whether the stream must stay idle for a more urgent waiting task that needs both streams."""
         both = self.waiting["both"]
         return bool(both) and both[0][0] < self.waiting[stream][0][0]
 
@@ -243,7 +243,7 @@ class _OverlapState:
             self._announce(number, seconds)
 
     def _announce(self, number: int, seconds: float) -> None:
-        """Let those start in time that take the result in parts and wait for nothing else."""
+        """Schedule early starts of readers that take the result in parts and depend on no other running task."""
         for reader in self.readers[number]:
             task = self.tasks[reader]
             if task.streams and self.missing[reader] == 1 and task.seconds > 0:
@@ -267,6 +267,6 @@ class _OverlapState:
                     self._enter(reader)
 
     def _settle(self) -> None:
-        """End the tasks that take no time."""
+        """End all ready tasks of 0 seconds."""
         while self.free:
             self._end(self.free.pop())

@@ -1,4 +1,4 @@
-"""The ways in which a library runs one collective over the levels of a group.
+"""Enumerate the schemes by which a library runs one collective over the levels of a group.
 
 A scheme is messages m and bytes B for each level; units of a level that take part for the whole group are U (devices,
 hosts, domains), those that meet within one unit of the next level u.
@@ -67,7 +67,7 @@ _PASSES: Mapping[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "redu
 
 @dataclass(frozen=True, slots=True)
 class SchemePart:
-    """What one level does in a scheme: `algorithm`, messages in a row, bytes in a row."""
+    """The part of one level in a scheme: its algorithm and its numbers of serial messages and serial bytes."""
 
     level: Level
     algorithm: str
@@ -76,40 +76,40 @@ class SchemePart:
 
     @property
     def latency_seconds(self) -> float:
-        """Time of the messages without their bytes."""
+        """Seconds of latency of the messages."""
         return self.num_messages * self.level.latency_seconds
 
     @property
     def bandwidth_seconds(self) -> float:
-        """Time that the bytes keep the level busy."""
+        """Seconds for which the bytes occupy the level."""
         return self.level.moving_seconds(self.bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way to run a collective."""
+    """One scheme for a collective: a name and the parts of its levels."""
 
     name: str
     parts: tuple[SchemePart, ...]
 
     @property
     def latency_seconds(self) -> float:
-        """Messages of all levels, one after the other."""
+        """Seconds of latency of all levels, one after the other."""
         return sum(part.latency_seconds for part in self.parts)
 
     @property
     def bandwidth_seconds(self) -> float:
-        """Time of the slowest level, all of them streaming."""
+        """Seconds of the slowest level, since all levels stream concurrently."""
         return max(part.bandwidth_seconds for part in self.parts)
 
     @property
     def seconds(self) -> float:
-        """Latency and bandwidth together."""
+        """Total seconds, latency plus bandwidth."""
         return self.latency_seconds + self.bandwidth_seconds
 
 
 def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorithms: Sequence[str]) -> Iterator[Scheme]:
-    """All ways to run `kind` of `bytes` over `levels` (at least one) with a library that has `algorithms`."""
+    """Yield the schemes for `kind` of `bytes` over `levels` (at least one) in a library with `algorithms`."""
     if kind in ("permute", "send"):
         yield _neighbours(bytes, levels)
         return
@@ -127,7 +127,7 @@ def schemes(kind: CollectiveKind, bytes: float, levels: Sequence[Level], algorit
 
 
 def _neighbours(bytes: float, levels: Sequence[Level]) -> Scheme:
-    """One shift: of the members on a host one sends to the next host, the others inside; the slowest counts."""
+    """Price one shift: one member per host sends to the next host, the others inside; the slowest counts."""
     parts = [SchemePart(level, "one message", 1, bytes) for level in levels]
     return Scheme("one message", (max(parts, key=lambda part: part.latency_seconds + part.bandwidth_seconds),))
 
@@ -160,7 +160,7 @@ def _part(level: Level, name: str, sent: Traffic) -> SchemePart:
 
 
 def _on_torus(kind: CollectiveKind, bytes: float, level: Level) -> SchemePart:
-    """Rings in all dims at once, both ways around."""
+    """Price rings in all torus dims at once, in both directions."""
     sent = ON_ONE_LEVEL[kind]["ring"](bytes, level.num_members)
     passes = _PASSES.get(kind, 1)
     moved = sent.serial_bytes
@@ -170,7 +170,7 @@ def _on_torus(kind: CollectiveKind, bytes: float, level: Level) -> SchemePart:
 
 
 def _ring(kind: CollectiveKind, bytes: float, levels: Sequence[Level]) -> Scheme:
-    """One ring through all devices; each crossing of a level carries everything that passes by."""
+    """Price one ring through all devices; each link between units of a level carries all bytes of the ring."""
     num_devices, passes = levels[0].num_units, _PASSES.get(kind, 1)
     moved = bytes if kind == "broadcast" else passes * (num_devices - 1) / num_devices * bytes
     above = [*(level.num_units for level in levels[1:]), 1]
@@ -186,7 +186,7 @@ def _spans_hosts(levels: Sequence[Level]) -> bool:
 
 
 def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
-    """Sums go down a chain inside, up and down two trees between."""
+    """Price chains inside the innermost level and double trees on the levels above."""
     parts = list[SchemePart]()
     for level in levels:
         if level.is_inside:
@@ -197,7 +197,7 @@ def _trees(bytes: float, levels: Sequence[Level]) -> Scheme:
 
 
 def _tree_messages(level: Level) -> int:
-    """Down and up the chain of each host, and the tree over the hosts where they share a level."""
+    """Count messages down and up the chain of each host, and over the tree of hosts that share the level."""
     if level.single_round:
         return 2
     per_host = min(level.members_per_host, level.num_members)
@@ -215,7 +215,7 @@ def _in_network(bytes: float, levels: Sequence[Level], algorithms: Sequence[str]
 
 
 def _direct(bytes: float, levels: Sequence[Level]) -> Scheme:
-    """Each device sends its slices itself; of its peers on one other host all are served at once."""
+    """Price direct messages between all pairs; messages to the peers on one other host are sent at once."""
     num_devices, inner = levels[0].num_units, 1
     parts = list[SchemePart]()
     for level in levels:

@@ -1,8 +1,8 @@
-"""Text that strangers wrote: names on their way to a terminal, and JSON on its way into a program.
+"""Sanitise untrusted text: names shown in a terminal, and JSON read into a program.
 
-printable    a name without characters that a terminal obeys or cannot write
-message      the same of a message, on a screen at most
-parse_json   the data of a JSON text whose size, depth and names are bounded before anything is made of it
+printable    escape characters that a terminal interprets or cannot display
+message      escape a message and truncate it to about one screen
+parse_json   parse JSON after bounding its size, nesting depth and strings
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import re
 from typing import Any, NoReturn
 
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, line separators, marks that turn the direction of writing, and lone halves of characters."""
+"""Control characters, line separators, bidirectional control characters, and lone surrogates."""
 
 LONGEST_TEXT = 4096
-"""Characters of a string in a file; paths are not longer."""
+"""Largest number of characters of a string in a file; on Linux no path is longer."""
 
 LONGEST_MESSAGE = 3000
-"""Characters of a message: about a screen."""
+"""Largest number of characters of a message, about one screen."""
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NESTING = re.compile(r"[\[{]+|[\]}]+")
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""A text with `\x1b` and the like written out, less those in `keep`."""
+    r"""Return the text with control characters escaped (as `\x1b`), except for those in `keep`."""
     return _OBEYED.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def message(text: str) -> str:
-    """What an error says: printable lines, the middle left out where there is more than a screen of them."""
+    """Return the text of an error message with control characters escaped and the middle of long texts removed."""
     text = printable(text, keep="\n")
     half = LONGEST_MESSAGE // 2
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} … {text[-half:]}"
@@ -39,18 +39,18 @@ def message(text: str) -> str:
 def parse_json(
     text: bytes, *, max_values: int, max_depth: int = 64, max_bytes: int | None = None, any_text: bool = False
 ) -> Any:
-    """The data of a JSON text.
+    """Parse a JSON text whose size is bounded before any object is allocated.
 
     Args:
-        text: of which the caller has not read more than it wants to.
-        max_values: lists, objects and what they hold; at most so many are made.
-        max_depth: of lists and objects in one another.
-        max_bytes: of the text; None for any number.
-        any_text: whether strings may hold any characters, since nobody is shown them.
+        text: encoded JSON; the caller bounds how much of a file it reads.
+        max_values: largest number of lists, objects and their elements.
+        max_depth: largest nesting depth of lists and objects.
+        max_bytes: largest size of the text in bytes; None for no limit.
+        any_text: whether strings may have any length and characters, for strings that are never displayed.
 
     Raises:
-        ValueError: it is no JSON, larger or deeper than that, or (unless `any_text`) has a string that is longer than
-            `LONGEST_TEXT` or that a terminal cannot show as it is. The message, without a full stop, is one line.
+        ValueError: the text is not JSON, exceeds a limit, or (unless `any_text`) has a string that is longer than
+            `LONGEST_TEXT` or holds control characters. The message is one line without a full stop.
     """
     if max_bytes is not None and len(text) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 10} KiB")
@@ -58,7 +58,8 @@ def parse_json(
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is no UTF-8") from error
-    _check_sizes(_STRING.sub("", decoded), max_values, max_depth)  # the parser finds strings that are not ended
+    # Counted before parsing, since the parser allocates; unterminated strings are left to the parser.
+    _check_sizes(_STRING.sub("", decoded), max_values, max_depth)
     try:
         data = json.loads(decoded, parse_constant=_no_number)
     except json.JSONDecodeError as error:
@@ -69,7 +70,7 @@ def parse_json(
 
 
 def _check_sizes(bare: str, max_values: int, max_depth: int) -> None:
-    """The same of a text without its strings."""
+    """Raise ValueError if a JSON text, given without its strings, has too many values or nests too deep."""
     values = sum(map(bare.count, ",[{")) + 1
     if values > max_values:
         raise ValueError(f"it has {values} values, of at most {max_values}")
@@ -87,7 +88,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _check_strings(data: Any) -> None:
-    left = [data]
+    left = [data]  # a stack instead of recursion, which deep nesting would exhaust
     while left:
         value = left.pop()
         if isinstance(value, dict):

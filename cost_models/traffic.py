@@ -1,4 +1,4 @@
-"""What each algorithm sends, on n devices whose links are all equal.
+"""Count the bytes and messages of each collective algorithm, on n devices with equal links.
 
 M is the buffer in the byte convention of `collective`, n the number of devices, L = ceil(log2 n), a the latency of a
 message, b the seconds per byte. Time is (serial messages) * a + (serial bytes) * b (Traffic.seconds), and the ramp of
@@ -34,8 +34,8 @@ partners first: 2 rounds and 2 r M more. In the network (NVLink SHARP) the switc
 spreads the sums, (n+1)/n M per device. Its messages are counted as the ring's, since measured latencies grow that way:
 10, 15 and 31 us for 2, 4 and 8 H100 (meta-pytorch/autoparallel, cost_models/nccl_cost_model.py).
 
-Lecture slides often round up: the ring is printed with N steps and 2MN bytes, the tree with 2NM, the naive way with
-N^2 M, each one device or step too many; and the ring is called best, which holds for its bandwidth term alone.
+Lecture slides often round up: the ring is printed with N steps and 2MN bytes, the tree with 2NM, the naive algorithm
+with N^2 M, each one device or step too many; and the ring is called best, which holds for its bandwidth term alone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from cost_models.link import Link, moving_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes and messages of one collective.
+    """Byte and message counts of one collective.
 
     Attributes:
-        total_sent_bytes: sent by all devices together.
-        max_sent_bytes: sent by the device that sends most.
-        num_rounds: steps of the algorithm.
-        num_serial_messages: messages that follow one another on the critical path.
+        total_sent_bytes: bytes sent by all devices together.
+        max_sent_bytes: bytes sent by the device that sends most.
+        num_rounds: number of steps of the algorithm.
+        num_serial_messages: number of messages that follow one another on the critical path.
         serial_bytes: bytes that follow one another on the critical path.
     """
 
@@ -64,15 +64,15 @@ class Traffic:
     serial_bytes: float = 0.0
 
     def latency_seconds(self, link: Link) -> float:
-        """The part of the time that does not depend on the size."""
+        """Return the part of the time that does not depend on the size, in seconds."""
         return self.num_serial_messages * link.latency_seconds
 
     def bandwidth_seconds(self, link: Link) -> float:
-        """The part of the time that grows with the size."""
+        """Return the part of the time that grows with the size, in seconds."""
         return moving_seconds(self.serial_bytes, link.bytes_per_second, link.ramp_seconds)
 
     def seconds(self, link: Link) -> float:
-        """Time over links like `link`."""
+        """Return the seconds of the collective where every link equals `link`."""
         return self.latency_seconds(link) + self.bandwidth_seconds(link)
 
 
@@ -81,7 +81,7 @@ def _log2(num_devices: int) -> int:
 
 
 def naive_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Everybody sends the whole buffer to everybody."""
+    """All-reduce in which each device sends its whole buffer to every other device."""
     peers = num_devices - 1
     sent = peers * bytes
     return Traffic(
@@ -94,22 +94,22 @@ def naive_all_reduce(bytes: float, num_devices: int) -> Traffic:
 
 
 def ring_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Reduce-scatter, then all-gather, slices of 1/n around a ring."""
+    """All-reduce as reduce-scatter and all-gather of slices of 1/n around a ring."""
     return _evenly(2 * (num_devices - 1), 2 * (num_devices - 1) * bytes, num_devices)
 
 
 def halving_doubling_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Reduce-scatter by halving, then all-gather by doubling."""
+    """All-reduce as reduce-scatter by recursive halving and all-gather by recursive doubling."""
     return _evenly(2 * _log2(num_devices), 2 * (num_devices - 1) * bytes, num_devices)
 
 
 def double_tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Two complementary trees, each for half of the buffer, in small pieces; bytes per device are the mean."""
+    """All-reduce on two complementary trees, each for half of the buffer; bytes per device are the mean."""
     return _evenly(2 * _log2(num_devices), 2 * (num_devices - 1) * bytes, num_devices)
 
 
 def in_network_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """The switch adds up: each device sends its buffer once and the sums of its part once."""
+    """All-reduce in the switch: each device sends its buffer once and the sums of its slice once."""
     if num_devices == 1:
         return Traffic()
     sent = (num_devices + 1) / num_devices * bytes
@@ -123,7 +123,7 @@ def in_network_all_reduce(bytes: float, num_devices: int) -> Traffic:
 
 
 def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Binomial tree: reduce to the root, broadcast back; the root sends most, on the way down."""
+    """All-reduce on a binomial tree: reduce to the root, then broadcast, in which the root sends most."""
     rounds = 2 * _log2(num_devices)
     return Traffic(
         total_sent_bytes=2 * (num_devices - 1) * bytes,
@@ -135,7 +135,7 @@ def tree_all_reduce(bytes: float, num_devices: int) -> Traffic:
 
 
 def butterfly_all_reduce(bytes: float, num_devices: int) -> Traffic:
-    """Recursive doubling: partners at distance 1, 2, 4, ... exchange whole buffers."""
+    """All-reduce by recursive doubling: partners at distance 1, 2, 4, ... exchange whole buffers."""
     exchanges = num_devices.bit_length() - 1
     surplus = num_devices - 2**exchanges
     rounds = exchanges + (2 if surplus else 0)
@@ -149,7 +149,7 @@ def butterfly_all_reduce(bytes: float, num_devices: int) -> Traffic:
 
 
 def parameter_server(bytes: float, num_devices: int, num_servers: int = 1) -> Traffic:
-    """Workers push to and pull from servers, whose links are the bottleneck; `max_sent_bytes` is a worker's."""
+    """All-reduce by pushing to and pulling from servers, the bottleneck; `max_sent_bytes` is per worker."""
     return Traffic(
         total_sent_bytes=2 * num_devices * bytes,
         max_sent_bytes=bytes,
@@ -170,18 +170,18 @@ def recursive_all_gather(bytes: float, num_devices: int) -> Traffic:
 
 
 def pairwise_all_to_all(bytes: float, num_devices: int) -> Traffic:
-    """Each pair exchanges its slice directly, one pair after the other."""
+    """All-to-all in which each pair of devices exchanges its slices directly, one pair after the other."""
     return _evenly(num_devices - 1, (num_devices - 1) * bytes, num_devices)
 
 
 def bruck_all_to_all(bytes: float, num_devices: int) -> Traffic:
-    """Half of the buffer moves in each of ceil(log2 n) rounds: fewer messages, more bytes."""
+    """All-to-all that moves half of the buffer in each of ceil(log2 n) rounds: fewer messages, more bytes."""
     rounds = _log2(num_devices)
     return _evenly(rounds, num_devices * rounds * bytes / 2, num_devices)
 
 
 def tree_broadcast(bytes: float, num_devices: int) -> Traffic:
-    """Binomial tree from the root."""
+    """Broadcast on a binomial tree from the root."""
     rounds = _log2(num_devices)
     return Traffic(
         total_sent_bytes=(num_devices - 1) * bytes,
@@ -193,7 +193,7 @@ def tree_broadcast(bytes: float, num_devices: int) -> Traffic:
 
 
 def chain_broadcast(bytes: float, num_devices: int) -> Traffic:
-    """Small pieces passed on from device to device; the last one sends nothing."""
+    """Broadcast along a chain of devices in small pieces; the last device sends nothing."""
     if num_devices == 1:
         return Traffic()
     return Traffic(
@@ -206,17 +206,17 @@ def chain_broadcast(bytes: float, num_devices: int) -> Traffic:
 
 
 def scatter_gather_broadcast(bytes: float, num_devices: int) -> Traffic:
-    """The root scatters slices, then all devices gather them."""
+    """Broadcast in which the root scatters slices and all devices gather them."""
     return halving_doubling_all_reduce(bytes, num_devices)
 
 
 def point_to_point(bytes: float, num_devices: int) -> Traffic:
-    """Each device sends one message (permute, send); a group of one sends nothing."""
+    """One message per device (permute, send); a group of one device sends nothing."""
     return _evenly(1, num_devices * bytes, num_devices) if num_devices > 1 else Traffic()
 
 
 def _evenly(rounds: int, total: float, num_devices: int) -> Traffic:
-    """Every device sends the same in every round, so what one sends is what follows one another."""
+    """Return traffic in which all devices send equal amounts, so that the serial bytes are those of one device."""
     sent = total / num_devices
     return Traffic(
         total_sent_bytes=total,

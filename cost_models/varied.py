@@ -1,6 +1,6 @@
-"""A cluster with something changed: what if its devices had less memory, or its links another bandwidth?
+"""Derive hypothetical clusters: other memory sizes, bandwidths or numbers of hosts.
 
-Where hosts differ, those of all groups are changed.
+Where hosts differ, the change applies to all host groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cost_models.link import Link
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """The cluster if programs could use `memory_bytes` of each device.
+    """Return the cluster with `memory_bytes` of usable memory on each device.
 
     Raises:
         ClusterError: a number that is not above 0.
@@ -25,7 +25,7 @@ def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
 
 
 def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """The cluster if programs could use no more than `memory_bytes` of any device.
+    """Return the cluster with the usable memory of each device limited to `memory_bytes`.
 
     Raises:
         ClusterError: a number that is not above 0.
@@ -35,13 +35,13 @@ def with_memory_limit(cluster: Cluster, memory_bytes: float) -> Cluster:
 
 
 def with_times_the_hosts(cluster: Cluster, times: int) -> Cluster:
-    """The cluster with `times` as many hosts."""
+    """Return the cluster with `times` as many hosts, in each host group."""
     groups = tuple(replace(group, num_hosts=times * group.num_hosts) for group in cluster.groups)
     return replace(cluster, num_hosts=times * cluster.num_hosts, groups=groups)
 
 
 def with_bandwidth(cluster: Cluster, scale: float) -> Cluster:
-    """The cluster if all of its links had `scale` times their bandwidth; latencies stay.
+    """Return the cluster with the bandwidth of all links multiplied by `scale`; latencies are unchanged.
 
     Raises:
         ClusterError: a scale that is not above 0.

@@ -1,8 +1,8 @@
-"""Work: what one device computes, before any device is chosen.
+"""Describe the work that one device computes, independent of any device.
 
     w * n = n kernels of the size of w, so flops and bytes grow n times      (Work.__mul__)
 
-The number of kernels is kept beside the totals: a loop of 1000 small matmuls must not be priced as one large matmul.
+The number of kernels is stored next to the totals: a loop of 1000 small matmuls must not be priced as one large matmul.
 A product keeps its shape, [count, rows, depth] x [count, depth, columns], because small and oddly shaped ones waste
 part of a device; flops = 2 * count * rows * columns * depth of each kernel.
 """
@@ -23,8 +23,8 @@ class Product:
     """The shape of one matrix product, or of the one that a convolution amounts to, on one device.
 
     Attributes:
-        rows, columns, depth: of [rows, depth] x [depth, columns].
-        count: products of this shape in one kernel (batched products).
+        rows, columns, depth: sizes of the operands, [rows, depth] x [depth, columns].
+        count: number of products of this shape in one kernel (batched products).
 
     Raises:
         CostModelError: a size that is not above 0.
@@ -57,7 +57,7 @@ class Work:
             fused kernel; "elementwise" is everything else (reductions and copies too), which compilers fuse with its
             neighbours.
         dtype: name of the operand type, as numpy and JAX spell it ("float32", "bfloat16", ...).
-        num_kernels: how many equal kernels `flops` and `bytes` are the totals of; element-wise work that is fused into
+        num_kernels: number of equal kernels that `flops` and `bytes` total; element-wise work that is fused into
             the kernel of its neighbours has none of its own.
         product: the shape of each kernel, for "matmul" and "convolution"; None where it is unknown.
 
@@ -79,7 +79,7 @@ class Work:
         require_choice("Work.kind", self.kind, WORK_KINDS)
 
     def __mul__(self, count: float) -> Work:
-        """The same kernels `count` times (a trip count; 0 leaves no work)."""
+        """Return the work of `count` repetitions (a trip count; 0 for no work)."""
         require_amount("The count that multiplies a Work", count, advice="give the trip count of the loop")
         return replace(self, flops=self.flops * count, bytes=self.bytes * count, num_kernels=self.num_kernels * count)
 
