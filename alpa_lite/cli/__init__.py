@@ -1,5 +1,7 @@
 """The command line: each command parses its arguments, calls one public function and prints what it returns.
 
+Comes in: the words after `alpa-lite`. Goes out: text, or JSON with `--json`, and an exit code. Read `entry` first.
+
 plan          plan a train step for a cluster, or compare clusters      `plan_command`
 check         compare a step that runs by its plan with jax.jit         `check_command`
 explain       show a saved plan, or the reasons for part of it          `plan_file_commands`

@@ -1,4 +1,4 @@
-"""Compile the stage DP ahead of its first use: `python -m alpa_lite.inter_op.compile_stage_kernels` (about 4 s, once)."""
+"""Compile the stage DP ahead of its first use: `python -m alpa_lite.inter_op.compile_stage_kernels` (4 s, once)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ With f_s the forward FLOPs of stage s and w_s its share of them, a cut is taken 
 
     max f / w <= (1 + UNEVEN) · Σ f / Σ w,  or  max f / w <= the least that stages of whole trips can have   `is_even`
 
-and if no argument comes in rows that several stages read: only loops in parts have them in parts (`alpa_lite.trace.passes.split_stacked`).
+and if no argument comes in rows that several stages read: only loops that are cut have their stacked arrays cut
+(`alpa_lite.trace.passes.split_stacked`).
 Else loops are cut into more parts, since each multiplies the step: as many as stages, twice as many, and so on. Who
 writes a model as one loop for each stage can also have it cut so, whatever the loops' FLOPs are (`by_loops`).
 """

@@ -193,7 +193,7 @@ def rows_of(array: Any, windows: Windows, number: int) -> Any:
 
 
 def _untyped(array: Any) -> Any:
-    """The array without axes of explicit type in its sharding, which would forbid slices that the axes do not divide."""
+    """Return the array on a mesh without explicit axis types, under which slices that the axes do not divide fail."""
     mesh = getattr(array.sharding, "mesh", None)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return array
