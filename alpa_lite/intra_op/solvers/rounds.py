@@ -51,8 +51,10 @@ _HOT = (1e-5, 1e-6, 1e-4)
 """The first heat of successive cycles, as a part of the cost."""
 _COOLING = 1e-4
 """The last heat of a cycle, as a part of its first."""
-_HOTTER = (1.0, 30.0, 900.0)
-"""Factors on the heat of successive cycles while search is stuck: the hottest begins at a tenth of the cost."""
+_HOTTER = (1.0, 10.0, 100.0, 1000.0)
+"""Factors on the heat of successive cycles while search is stuck: the hottest begin at a tenth of the cost.
+
+Their number has no factor in common with the periods of `_HOT` and of the starts, so that all of them meet."""
 _FIX_EVERY = 8
 _BOUND_SHARE = 0.25
 """The part of the time after which search no longer waits for the bound."""
