@@ -274,10 +274,10 @@ class RoundSearch:
             core.settled = number
 
     def _leave_basin(self, number: int) -> None:
-        """At the start of a cycle, see whether search saved little in the one before, and let exact blocks start anew.
+        """Count the cycles in a row in which search saved little; restart exact blocks from the annealed choices.
 
-        They give up choices only after several calls that saved nothing, for a trajectory takes longer than a cycle.
-        The best is among the starts: it may have come from search since.
+        Exact blocks give up their choices only once they stall, for their descent takes longer than one cycle. The
+        cycles that start from the best bring exact blocks back to it.
         """
         core, place = self._core, self._place(number)
         if not self.options.heat or place == 0 or place % core.cycle > 0:
