@@ -2,7 +2,8 @@
 
 Where all stages hold equally many rows in one form, on devices of their own, the array lies over these devices as it
 is. Else its rows lie in equal blocks (`alpa_lite.sharding.stacked_rest`): before a step the devices of a stage
-distribute the rows of theirs among each other, and bring them together after it; rows of blocks that lie on another stage come from there.
+distribute the rows of theirs among each other, and bring them together after it; rows of blocks on another stage
+come from there.
 
 Rows of stacked arguments between steps: what a stage takes to move its own, where stages hold different ones.
 

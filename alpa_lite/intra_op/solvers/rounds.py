@@ -7,6 +7,8 @@
     heat        falls within a cycle of rounds, and rises again with the next                ``_heat``
     exactly     some blocks are solved to optimality (exact_blocks.py), while rounds
                 save little                                                    ``_solving_blocks``
+    stuck       a cycle in which search saved little is followed by a hotter one without prices,
+                and exact blocks take its result further instead of the best    ``_leave_basin``
     between     the best choices take over improvements of others (recombine.py)             ``_offer``
     fixing      strategies that the bound excludes are removed; the rest is passed to HiGHS
                 as soon as it is small, and reduced when it has become much smaller          ``_fix``
@@ -31,7 +33,7 @@ from alpa_lite.intra_op.simplify import Simplified, simplify
 from alpa_lite.intra_op.solvers.cost_range import cost_span, largest_cost, smallest_cost
 from alpa_lite.intra_op.solvers.dual import Dual
 from alpa_lite.intra_op.solvers.exact_blocks import ExactBlocks
-from alpa_lite.intra_op.solvers.flat_problem import Flat, flat_problem, with_finite_costs, with_rows
+from alpa_lite.intra_op.solvers.flat_problem import Flat, cost_of, flat_problem, with_finite_costs, with_rows
 from alpa_lite.intra_op.solvers.highs import Highs
 from alpa_lite.intra_op.solvers.neighbourhood import Neighbourhood
 from alpa_lite.intra_op.solvers.recombine import recombine
@@ -44,11 +46,16 @@ _ENTRIES_PER_LINK = 25
 _SHORT_ROUNDS = 4
 """The first rounds are shorter: easy problems end there."""
 _BLOCKS_PER_ROUND = 4000
-_CYCLE = 24
+_CYCLE, _SHORT_CYCLE, _NODES_PER_ROUND = 24, 6, 100
+"""Rounds of a cycle, which is shorter for few nodes: every round searches so many blocks around each of them."""
 _HOT = (1e-5, 1e-6, 1e-4)
 """The first heat of successive cycles, as a part of the cost."""
 _COOLING = 1e-4
 """The last heat of a cycle, as a part of its first."""
+_HOTTER = (1.0, 10.0, 100.0, 1000.0)
+"""Factors on the heat of successive cycles while search is stuck: the hottest begin at a tenth of the cost.
+
+Their number has no factor in common with the periods of `_HOT` and of the starts, so that all of them meet."""
 _FIX_EVERY = 8
 _BOUND_SHARE = 0.25
 """The part of the time after which search no longer waits for the bound."""
@@ -59,7 +66,7 @@ _LIKELY_GAP = 0.5
 _LEAST_GAP = 0.04
 """Steps are never shorter than for this part of the likely gap, until they fail: short ones creep."""
 _IDLE_ROUNDS, _LITTLE = 12, 1e-6
-"""Blocks are solved exactly once so many rounds saved less than this part of the cost; fixing comes before."""
+"""Blocks are solved exactly once so many rounds of search saved less than this part of the cost; fixing goes first."""
 _EXACT_BLOCKS = 4
 _LEAST_PAUSE, _MOST_PAUSE = 2, 6
 """Rounds from one to the next in which some are; the pause doubles while that saves nothing."""
@@ -101,7 +108,11 @@ class _Core:
     at_exact: IntArray | None = None
     next_exact: int = 0
     exact_pause: int = _LEAST_PAUSE
+    exact_saved: bool = False
     settled: int | None = None
+    saved_by_search: float = 0.0
+    stuck_cycles: int = 0
+    cycle: int
     bounds: list[float] = field(default_factory=list[float])
     seconds_per_pass: float = 0.0
     seconds_per_block: float = 0.0
@@ -190,6 +201,7 @@ class RoundSearch:
         return _Core(
             problem=problem, flat=searched, dual=dual, searches=searches, exact=exact, at=nothing,
             offered=nothing.copy(), span=span,
+            cycle=min(max(problem.num_nodes // _NODES_PER_ROUND, _SHORT_CYCLE), _CYCLE),
         )  # fmt: skip
 
     def _descent(self, flat: Flat) -> float:
@@ -221,6 +233,7 @@ class RoundSearch:
     def _round(self, number: int, pool: ThreadPoolExecutor) -> None:
         core = self._core
         self._settle(number)
+        self._leave_basin(number)
         jobs: list[Callable[[], None]] = []
         if not core.dual.converged:
             jobs.append(self._bounding(number))
@@ -234,16 +247,17 @@ class RoundSearch:
         run_attended(pool, jobs, over=self._over, halt=self._halt)
         self.bound = max(self.bound, min(core.dual.bound + self._offset, self.cost))
         self._offer(core.dual.choices)
-        for choices in improved:
-            known = self.cost
-            self._offer(choices)
-            core.exact_pause = _LEAST_PAUSE if self.cost < known else min(2 * core.exact_pause, _MOST_PAUSE)
-            core.next_exact = number + core.exact_pause
         for index, search in enumerate(core.searches):
             if search.best is not None and search.best is not core.offered[index]:
                 core.offered[index] = search.best
                 self._offer(search.best)
+        # What exact blocks save says nothing about search: it counts neither here nor for ``_leave_basin``.
+        core.saved_by_search += before - self.cost if math.isfinite(before) else 0.0
         self._idle = 0 if self.cost < before - _LITTLE * abs(before) or math.isinf(self.cost) else self._idle + 1
+        for choices in improved:
+            self._offer(choices)
+            core.exact_pause = _LEAST_PAUSE if core.exact_saved else min(2 * core.exact_pause, _MOST_PAUSE)
+            core.next_exact = number + core.exact_pause
 
     def _settle(self, number: int) -> None:
         """The bound comes first: cycles of heat begin when it gains little, or has had its share of the time."""
@@ -259,6 +273,21 @@ class RoundSearch:
             slow = gained < _SLOW * abs(core.bounds[-1])
         if core.dual.converged or slow or spent > _BOUND_SHARE:
             core.settled = number
+
+    def _leave_basin(self, number: int) -> None:
+        """Count the cycles in a row in which search saved little; restart exact blocks from the annealed choices.
+
+        Exact blocks give up their choices only once they stall, for their descent takes longer than one cycle. The
+        cycles that start from the best bring exact blocks back to it.
+        """
+        core, place = self._core, self._place(number)
+        if not self.options.heat or place == 0 or place % core.cycle > 0:
+            return
+        core.stuck_cycles = core.stuck_cycles + 1 if core.saved_by_search <= _LITTLE * abs(self.cost) else 0
+        core.saved_by_search = 0.0
+        if core.stuck_cycles > 1 and core.exact_pause == _MOST_PAUSE:
+            core.at_exact = core.at[0]
+            core.exact_pause, core.next_exact = _LEAST_PAUSE, number
 
     def _bounding(self, number: int) -> Callable[[], None]:
         core = self._core
@@ -283,6 +312,9 @@ class RoundSearch:
         start = self._start_of(index, number)
         first_heat, last_heat = self._heat(index, number)
         prices = core.dual.best_prices.copy()  # the bound moves on at the same time
+        if self._hotter > 1.0:
+            # Where the bound is far from the best cost, prices pull every search to the same few choices.
+            prices[:] = 0.0
         num_blocks = self._within(int(_BLOCKS_PER_ROUND * _share_of(number)), core.seconds_per_block)
 
         def job() -> None:
@@ -295,14 +327,19 @@ class RoundSearch:
         return job
 
     def _solving_blocks(self, improved: list[IntArray]) -> Callable[[], None]:
-        """What was equal before, and is another answer now, is kept as well: the next blocks begin elsewhere."""
+        """What was equal before, and is another answer now, is kept as well: the next blocks begin elsewhere.
+
+        While search is stuck, they may also continue from choices that cost more than the best.
+        """
         core = self._core
-        best = self._project(self.choices or ())
-        start = core.at_exact if core.at_exact is not None and self._costs_as_much(core.at_exact) else best
+        start = core.at_exact
+        if start is None or not self._fits(start) or not (core.stuck_cycles or self._costs_as_much(start)):
+            start = self._project(self.choices or ())
 
         def job() -> None:
             if self._fits(start):
                 core.at_exact = core.exact.improve(start, _EXACT_BLOCKS)
+                core.exact_saved = cost_of(core.flat, core.at_exact) < cost_of(core.flat, start)
                 improved.append(core.at_exact)
 
         return job
@@ -324,9 +361,9 @@ class RoundSearch:
         at, place = core.at[index], self._place(number)
         if core.settled is None or at is None:
             return core.dual.choices.copy()
-        if place % _CYCLE > 0:
+        if place % core.cycle > 0:
             return at
-        if self.choices is None or (place // _CYCLE + index) % 3 == 1:
+        if self.choices is None or (place // core.cycle + index) % 3 == 1:
             return core.dual.choices.copy()
         return self._project(self.choices)
 
@@ -339,8 +376,15 @@ class RoundSearch:
         core, place = self._core, self._place(number)
         if self.choices is None or core.settled is None or not self.options.heat:
             return 0.0, 0.0
-        hot = _HOT[(place // _CYCLE + index) % len(_HOT)] * max(abs(self.cost - self._offset), self.cost - self.bound)
-        return hot * _COOLING ** (place % _CYCLE / _CYCLE), hot * _COOLING ** ((place % _CYCLE + 1) / _CYCLE)
+        hot = self._hotter * _HOT[(place // core.cycle + index) % len(_HOT)]
+        hot *= max(abs(self.cost - self._offset), self.cost - self.bound)
+        cycle, place = core.cycle, place % core.cycle
+        return hot * _COOLING ** (place / cycle), hot * _COOLING ** ((place + 1) / cycle)
+
+    @property
+    def _hotter(self) -> float:
+        """The factor on the heat of a cycle: 1 unless search is stuck."""
+        return _HOTTER[self._core.stuck_cycles % len(_HOTTER)]
 
     # ------------------------------------------------------------------------------------------------ answers
 
