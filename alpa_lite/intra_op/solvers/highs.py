@@ -25,9 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import highspy
 import numpy as np
-from scipy import sparse
 
 from alpa_lite.intra_op.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
@@ -105,6 +103,8 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
 
     Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column comes after those of the strategies.
     """
+    from scipy import sparse
+
     sizes, starts = problem.node_costs.sizes, problem.node_costs.starts
     sources, targets = problem.edge_nodes.T
     ends = sizes[sources] + sizes[targets]
@@ -128,6 +128,8 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
 
 def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) -> Any:
     """A HiGHS object with the linear program."""
+    import highspy
+
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
@@ -146,6 +148,8 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
 
 def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> None:
     """Add the rows that are overrun most and not yet there, of neighbours only one."""
+    import highspy
+
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
         return
@@ -176,6 +180,8 @@ def _row_terms(program: _HighsModel, row: int) -> tuple[IntArray, FloatArray]:
 
 def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
     """What ``choices`` keep alive at an overrun time is too much together: not all of it again."""
+    import highspy
+
     problem, limit = program.problem, program.problem.limit_bytes or 0.0
     values = np.zeros(problem.node_costs.values.size)
     values[problem.node_costs.starts[:-1] + np.asarray(choices)] = 1.0
@@ -271,6 +277,8 @@ class _HighsRun:
 
     def solve(self) -> Solution:
         """See ``Highs.solve``."""
+        import highspy
+
         ended = highspy.HighsModelStatus
         relaxed = self._until_nothing_is_overrun(_OVERRUN)
         if relaxed.status != ended.kOptimal:
@@ -290,6 +298,8 @@ class _HighsRun:
         return self._integral()
 
     def _integral(self) -> Solution:
+        import highspy
+
         ended = highspy.HighsModelStatus
         while True:
             if self.start is not None:
@@ -308,6 +318,8 @@ class _HighsRun:
 
     def _until_nothing_is_overrun(self, tolerance: float) -> _Ended:
         """Solve until no row outside the program is overrun."""
+        import highspy
+
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
@@ -341,6 +353,8 @@ class _HighsRun:
         )  # fmt: skip
 
     def _without_choices(self, status: Any) -> Solution:
+        import highspy
+
         ended = highspy.HighsModelStatus
         infeasible = status in (ended.kInfeasible, ended.kUnboundedOrInfeasible)
         if not infeasible and self.start is not None and evaluate(self.program.problem, self.start).feasible:

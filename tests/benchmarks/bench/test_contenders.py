@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli import PLANNERS
+from alpa_lite.planners.by_name import PLANNERS
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import (
     Auto,
