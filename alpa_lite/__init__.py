@@ -1,29 +1,38 @@
 """Decorate a JAX train step; alpa_lite finds the best way to spread it over your devices, shows why, and runs it."""
 
-from alpa_lite import errors, planners, schedule
-from alpa_lite.api.check import check
-from alpa_lite.api.parallelize import (
-    Calibration,
-    Checkpoints,
-    CheckReport,
-    CompiledFunction,
-    LoweredFunction,
-    ParallelFunction,
-    PlannedFunction,
-    TracedFunction,
-    calibrate,
-    cluster,
-    init_sharded,
-    local_cluster,
-    parallelize,
-    plan,
-)
-from alpa_lite.errors import AlpaLiteError
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from alpa_lite.inspection import views
-from alpa_lite.plan.plan import Plan
-from alpa_lite.rules import register_rule
-from alpa_lite.runtime.job.processes import batch_sharding
-from alpa_lite.runtime.job.start import initialize
+
+if TYPE_CHECKING:  # type checkers and editors see the public names here; `__getattr__` imports them at run time
+    from alpa_lite import errors, planners, schedule
+    from alpa_lite.api.check import check
+    from alpa_lite.api.parallelize import (
+        Calibration,
+        Checkpoints,
+        CheckReport,
+        CompiledFunction,
+        LoweredFunction,
+        ParallelFunction,
+        PlannedFunction,
+        TracedFunction,
+        calibrate,
+        cluster,
+        init_sharded,
+        local_cluster,
+        parallelize,
+        plan,
+    )
+    from alpa_lite.errors import AlpaLiteError
+    from alpa_lite.plan.plan import Plan
+    from alpa_lite.rules import register_rule
+    from alpa_lite.runtime.job.processes import batch_sharding
+    from alpa_lite.runtime.job.start import initialize
 
 __version__ = "0.1.0"
 
@@ -54,10 +63,46 @@ __all__ = [
     "schedule",
 ]
 
+_SOURCES = {
+    "AlpaLiteError": "errors",
+    "Plan": "plan.plan",
+    "batch_sharding": "runtime.job.processes",
+    "check": "api.check",
+    "initialize": "runtime.job.start",
+    "register_rule": "rules",
+}
+"""The modules that define public names; the others are sub-packages or come from `api.parallelize`."""
+
+_MODULES = ("errors", "planners", "schedule")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import alpa_lite` alone, as `alpa-lite --version` does, is cheap."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        value = getattr(import_module(f"{__name__}.{_SOURCES.get(name, 'api.parallelize')}"), name)
+    globals()[name] = value  # the next use finds it without this function
+    return value
+
 
 def __dir__() -> list[str]:
     """Show what is public; the rooms of the package are modules like any other, but no part of its surface."""
     return __all__
 
 
+class _Package(ModuleType):
+    """The type of this module, in which `plan` is always the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system binds each sub-package to its parent once it is imported, and would thereby replace the
+        # public function `plan` by the sub-package of that name, sooner or later depending on what is used first.
+        if name == "plan" and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 views.register()

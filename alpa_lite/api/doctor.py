@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pulp
 
 from alpa_lite import _jax
 from alpa_lite.api.parallelize import cluster, parallelize
@@ -265,6 +264,8 @@ def calibration_found() -> tuple[str, str]:
 
 def solver_error() -> str:
     """Solve max x + 2y with x + y <= 1.5 in whole numbers; return "" if the answer is right, else the failure."""
+    import pulp
+
     remedy = "Reinstall the solver: pip install --force-reinstall highspy 'pulp<4'."
     try:
         problem = pulp.LpProblem("doctor", pulp.LpMaximize)

@@ -18,7 +18,19 @@ completion    print a script that completes these commands in a shell   `complet
 share: output, exit codes, error messages.
 """
 
-from alpa_lite.cli.entry import build_parser as build_parser
-from alpa_lite.cli.entry import main as main
-from alpa_lite.cli.plan_command import make_planner as make_planner
-from alpa_lite.planners.by_name import PLANNERS as PLANNERS
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; see `alpa_lite.cli.entry.main`."""
+    # The parser of all commands imports planners and JAX, which the version of the package should not wait for.
+    if (sys.argv[1:] if argv is None else argv) == ["--version"]:
+        from alpa_lite import __version__
+
+        print(f"alpa_lite {__version__}")
+        raise SystemExit(0)  # as argparse ends after `--version`
+    from alpa_lite.cli import entry
+
+    return entry.main(argv)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from alpa_lite.errors import PlanError
 from alpa_lite.inter_op.pins import pinned_axes, pinned_specs
 from alpa_lite.program.phases import StepGraph
+
+if TYPE_CHECKING:
+    import yaml
 
 _MAX_BYTES = 256 * 2**10  # thousands of pins, which take a second to read
 _TAG = "tag:yaml.org,2002:"
@@ -53,6 +54,8 @@ class PinFile:
 
 def read_pins(path: str | Path) -> PinFile:
     """Read the pins of a file. Raises `PlanError`, with the line, if it is not YAML or holds no pins."""
+    import yaml
+
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -88,6 +91,7 @@ def read_pins(path: str | Path) -> PinFile:
 
 def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | None:
     """Return the axes that split one dim: None, an axis or several."""
+
     if node.tag == _TAG + "null":
         return None
     nodes: Sequence[yaml.Node] = node.value if _is_list(node) else [node]
@@ -99,11 +103,15 @@ def _entry(node: yaml.Node, where: str, name: str) -> str | tuple[str, ...] | No
 
 
 def _is_list(node: yaml.Node) -> bool:
+    import yaml
+
     return isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq"
 
 
 def _kind(node: yaml.Node | None) -> str:
     """Describe a node in words; a scalar is quoted as written."""
+    import yaml
+
     if node is None or not node.value:
         return "empty"
     if isinstance(node, yaml.ScalarNode):

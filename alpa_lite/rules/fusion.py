@@ -22,14 +22,15 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
-
-import networkx as nx
+from typing import TYPE_CHECKING, NamedTuple
 
 from alpa_lite.program.ir import Graph, Op
 from alpa_lite.program.memo import memoized
 from alpa_lite.rules.op_info import free_values, ranked_values, rule_of_op
 from cost_models.backend import Fusion
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: Ops that compilers always fold into their readers: they neither compute nor write anything of their own.
 FOLDED = frozenset(
@@ -346,6 +347,8 @@ def on_chip(graph: Graph) -> OnChip:
 
 def _masked_by_pairs(graph: Graph, large: set[int]) -> set[int]:
     """The values of those kernels in which a mask over pairs of positions hides half of the scores."""
+    import networkx as nx
+
     kernels: nx.Graph[int] = nx.Graph()
     for op in graph.ops:
         held = [v for v in (*op.operands, *op.results) if v in large]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import alpa_lite as al
-from alpa_lite.cli import PLANNERS, make_planner
+from alpa_lite.cli.plan_command import make_planner
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.by_name import PLANNERS
 from alpa_lite.planners.replay import Replay
 from cost_models.cluster import Cluster
 

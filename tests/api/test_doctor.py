@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import jax
+import pulp
 import pytest
 
 from alpa_lite.api import doctor
@@ -46,7 +47,7 @@ def test_no_advice_for_accelerators():
 
 
 def test_a_solver_of_another_version_is_a_sentence(monkeypatch):
-    monkeypatch.delattr(doctor.pulp, "LpStatusOptimal")
+    monkeypatch.delattr(pulp, "LpStatusOptimal")
     assert "HiGHS does not run" in doctor.solver_error() and "pulp<4" in doctor.solver_error()
 
 
@@ -54,7 +55,7 @@ def test_a_broken_solver_is_a_sentence(monkeypatch):
     def broken(**options):
         raise OSError("no library")
 
-    monkeypatch.setattr(doctor.pulp, "HiGHS", broken)
+    monkeypatch.setattr(pulp, "HiGHS", broken)
     assert "HiGHS does not run: no library" in doctor.solver_error()
 
 

@@ -19,7 +19,7 @@ import pytest
 import alpa_lite as al
 from alpa_lite import cli
 from alpa_lite.api import plan_cache
-from alpa_lite.cli import benchmark_commands, machine_commands, solve_command
+from alpa_lite.cli import benchmark_commands, machine_commands, plan_command, solve_command
 from alpa_lite.cli.command import Exit
 from alpa_lite.cli.user_step import load_example
 from alpa_lite.runtime.calibrate import device_fingerprint as fingerprints
@@ -365,7 +365,7 @@ def test_programs_of_the_benchmarks_run_in_processes_of_their_own(monkeypatch, c
 def test_every_planner_has_a_name():
     classes = {value for value in vars(al.planners).values() if isinstance(value, type)}
     planners = {c for c in classes if issubclass(c, al.planners.Planner) and c is not al.planners.Planner}
-    assert planners - {al.planners.Custom, al.planners.Replay} == set(cli.PLANNERS.values())
+    assert planners - {al.planners.Custom, al.planners.Replay} == set(plan_command.PLANNERS.values())
 
 
 def test_a_decorated_step_is_planned_as_it_is(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite import cli
 from alpa_lite.cli.command import Exit, OutputError, answer, writing
-from alpa_lite.cli.entry import COMMANDS
+from alpa_lite.cli.entry import COMMANDS, build_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
@@ -35,7 +34,7 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_has_an_example_that_parses(command, capsys):
-    parser = cli.build_parser()
+    parser = build_parser()
     with pytest.raises(SystemExit) as left:
         parser.parse_args([command.name, "--help"])
     assert left.value.code == 0

@@ -7,6 +7,7 @@ import pytest
 
 from alpa_lite import cli
 from alpa_lite.cli.completion import SHELLS, words_of
+from alpa_lite.cli.entry import build_parser
 
 
 def script(shell, capsys):
@@ -17,7 +18,7 @@ def script(shell, capsys):
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_and_option_is_known(shell, capsys):
-    text, words = script(shell, capsys), words_of(cli.build_parser())
+    text, words = script(shell, capsys), words_of(build_parser())
     assert set(words) >= {"plan", "explain", "diff", "simulate", "bench", "calibrate", "solve", "demo", "doctor"}
     for name, command in words.items():
         assert name in text

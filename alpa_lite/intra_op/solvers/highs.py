@@ -26,9 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import highspy
 import numpy as np
-from scipy import sparse
 
 from alpa_lite.intra_op.memory.memory_rows import binding_times, sum_over_rows
 from alpa_lite.intra_op.problem import FloatArray, IntArray, Problem, Solution, Status, evaluate
@@ -107,6 +105,8 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
 
     Pair k of finite cost is the ``entry[k]``-th of ``edge[k]``; its column follows those of the strategies.
     """
+    from scipy import sparse
+
     sizes, starts = problem.node_costs.sizes, problem.node_costs.starts
     sources, targets = problem.edge_nodes.T
     ends = sizes[sources] + sizes[targets]
@@ -130,6 +130,8 @@ def _matrix(problem: Problem, edge: IntArray, entry: IntArray) -> Any:
 
 def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) -> Any:
     """Return a HiGHS object with the linear program."""
+    import highspy
+
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     for name in ("mip_feasibility_tolerance", "primal_feasibility_tolerance", "dual_feasibility_tolerance"):
@@ -148,6 +150,8 @@ def _pass(matrix: Any, costs: FloatArray, upper: FloatArray, right: FloatArray) 
 
 def _add_overrun(program: _HighsModel, values: FloatArray, tolerance: float) -> None:
     """Add the most exceeded memory rows that are not in the program yet, but no two neighbouring ones at once."""
+    import highspy
+
     limit = program.problem.limit_bytes
     if limit is None or program.times.size == 0:
         return
@@ -178,6 +182,8 @@ def _row_terms(program: _HighsModel, row: int) -> tuple[IntArray, FloatArray]:
 
 def _cut_off(program: _HighsModel, choices: Sequence[int]) -> None:
     """Add cover cuts: the strategies of ``choices`` that are alive at an overrun time must not all be chosen again."""
+    import highspy
+
     problem, limit = program.problem, program.problem.limit_bytes or 0.0
     values = np.zeros(problem.node_costs.values.size)
     values[problem.node_costs.starts[:-1] + np.asarray(choices)] = 1.0
@@ -277,6 +283,8 @@ class _HighsRun:
 
     def solve(self) -> Solution:
         """Solve the relaxation, then the integer program; see ``Highs.solve``."""
+        import highspy
+
         ended = highspy.HighsModelStatus
         relaxed = self._until_nothing_is_overrun(_OVERRUN)
         if relaxed.status != ended.kOptimal:
@@ -296,6 +304,8 @@ class _HighsRun:
         return self._integral()
 
     def _integral(self) -> Solution:
+        import highspy
+
         ended = highspy.HighsModelStatus
         while True:
             if self.start is not None:
@@ -314,6 +324,8 @@ class _HighsRun:
 
     def _until_nothing_is_overrun(self, tolerance: float) -> _Ended:
         """Solve and add exceeded memory rows until no row outside the program is exceeded by more than `tolerance`."""
+        import highspy
+
         highs, count = self.program.highs, self.program.problem.node_costs.values.size
         while True:
             highs.setOptionValue("time_limit", highs.getRunTime() + max(self._left(), 0.01))
@@ -347,6 +359,8 @@ class _HighsRun:
         )  # fmt: skip
 
     def _without_choices(self, status: Any) -> Solution:
+        import highspy
+
         ended = highspy.HighsModelStatus
         infeasible = status in (ended.kInfeasible, ended.kUnboundedOrInfeasible)
         if not infeasible and self.start is not None and evaluate(self.program.problem, self.start).feasible:

@@ -28,20 +28,22 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import highspy
 import numpy as np
-import pulp
 
 from alpa_lite.intra_op.memory.memory_rows import MemoryRow, binding_times, maximal_rows, memory_rows
 from alpa_lite.intra_op.problem import Edge, FloatArray, Problem, Solution, Status, evaluate
 from alpa_lite.intra_op.solvers.solver import Control, Solver, no_solution, solution_of
 
+if TYPE_CHECKING:
+    # PuLP and HiGHS take 0.1 s to import, and few runs need this solver: the functions below import them.
+    import pulp
+
 _LARGEST_COST = 1e4
 _TOLERANCE = 1e-9
 
-Terms = dict[pulp.LpVariable, float]
+Terms = dict["pulp.LpVariable", float]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,15 +53,19 @@ class _Model:
     program: pulp.LpProblem
     scale: float
     offset: float = 0.0
-    objective: Terms = field(default_factory=dict[pulp.LpVariable, float])
-    nodes: list[dict[int, pulp.LpVariable]] = field(default_factory=list[dict[int, pulp.LpVariable]])
+    objective: Terms = field(default_factory=lambda: {})
+    nodes: list[dict[int, pulp.LpVariable]] = field(default_factory=lambda: [])
 
     def add_row(self, terms: Terms, sense: int, right: float) -> None:
         """Add the constraint terms (sense) right, with sense one of PuLP's LpConstraintEQ and LpConstraintLE."""
+        import pulp
+
         self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, None, right))
 
     def variable(self, name: str, *, integer: bool) -> pulp.LpVariable:
         """Return a new variable in [0, 1]."""
+        import pulp
+
         return self.program.add_variable(name, 0, 1, pulp.LpInteger if integer else pulp.LpContinuous)
 
     def shifted(self, costs: FloatArray) -> FloatArray:
@@ -71,11 +77,15 @@ class _Model:
 
 def _one_hot(model: _Model, variables: Mapping[int, pulp.LpVariable]) -> None:
     """Add the row sum_i s[v,i] = 1."""
+    import pulp
+
     model.add_row(dict.fromkeys(variables.values(), 1.0), pulp.LpConstraintEQ, 1.0)
 
 
 def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
     """Add the rows sum_j e[uv,i,j] = s[u,i] for every i."""
+    import pulp
+
     rows: dict[int, Terms] = {i: {variable: -1.0} for i, variable in model.nodes[edge.source].items()}
     for (i, _), variable in entries.items():
         rows[i][variable] = 1.0
@@ -85,6 +95,8 @@ def _row_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.
 
 def _column_sums(model: _Model, edge: Edge, entries: Mapping[tuple[int, int], pulp.LpVariable]) -> None:
     """Add the rows sum_i e[uv,i,j] = s[v,j] for every j."""
+    import pulp
+
     columns: dict[int, Terms] = {j: {variable: -1.0} for j, variable in model.nodes[edge.target].items()}
     for (_, j), variable in entries.items():
         columns[j][variable] = 1.0
@@ -104,12 +116,16 @@ def _memory_terms(model: _Model, row: MemoryRow, unit: float) -> Terms:
 
 def _memory_row(model: _Model, row: MemoryRow, limit_bytes: float) -> None:
     """Add the row sum_v,i b_vt(i) s[v,i] <= limit."""
+    import pulp
+
     unit = max(limit_bytes, 1.0)
     model.add_row(_memory_terms(model, row, unit), pulp.LpConstraintLE, limit_bytes / unit)
 
 
 def _cover_cut(model: _Model, row: MemoryRow, choices: tuple[int, ...]) -> None:
     """Add a cover cut: the strategies of ``choices`` that are alive in ``row`` must not all be chosen again."""
+    import pulp
+
     variables = [model.nodes[node][choices[node]] for node, used in row.bytes.items() if used[choices[node]] > 0]
     model.add_row(dict.fromkeys(variables, 1.0), pulp.LpConstraintLE, len(variables) - 1.0)
 
@@ -162,6 +178,8 @@ def _num_entries(problem: Problem) -> int:
 
 def _build(problem: Problem) -> _Model | None:
     """Build the program without its memory rows, or return None when some node or edge has no finite cost."""
+    import pulp
+
     model = _Model(program=pulp.LpProblem("intra_op", pulp.LpMinimize), scale=_cost_scale(problem))
     if not _add_nodes(model, problem):
         return None
@@ -185,6 +203,8 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
 
     It has no ``threads`` option: HiGHS shares one thread pool per process and refuses to change its size.
     """
+    import pulp
+
     return pulp.HiGHS(
         msg=False,
         timeLimit=max(seconds, 0.01),
@@ -198,6 +218,9 @@ def _highs(seconds: float, relative_gap: float) -> pulp.HiGHS:
 
 def _run(model: _Model, solver: pulp.HiGHS) -> _PulpRun:
     """Solve with HiGHS in the same steps as PuLP does, to read its status and bound, which PuLP hides."""
+    import highspy
+    import pulp
+
     program = model.program
     program.setObjective(pulp.LpAffineExpression(model.objective))
     solver.createAndConfigureSolver(program)
@@ -291,6 +314,8 @@ class IntegerProgram(Solver):
 
 def leanest_choices(problem: Problem, *, time_limit_seconds: float) -> tuple[int, ...] | None:
     """Return choices of finite cost with the smallest peak over the memory rows; None if there are none, or no time."""
+    import pulp
+
     model = _build(problem)
     if model is None:
         return None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from alpa_lite.intra_op.problem import FloatArray, Problem, evaluate, usage_over_time
 from alpa_lite.intra_op.solvers.elimination import EliminationPlan, cheapest_choices
@@ -106,6 +105,8 @@ class PricedSearch:
 
     def _next_prices(self) -> FloatArray:
         """Return the prices that maximise the cutting-plane model of L."""
+        from scipy.optimize import linprog
+
         overruns = np.stack(self._overruns)
         priced = np.flatnonzero((overruns > 0).any(axis=0))
         highest = _HIGHEST * max(self._costs) / max(1.0, float(self.problem.limit_bytes or 0.0))

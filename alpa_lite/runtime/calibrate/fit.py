@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from scipy.optimize import isotonic_regression, least_squares
 
 from cost_models.cluster import Cluster
 from cost_models.collective import Collective
@@ -63,6 +62,8 @@ def predicted_seconds(measurement: Measurement, cluster: Cluster) -> float:
 
 def monotone(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Return the measurements with seconds that never fall while the size grows; sorted by series and size."""
+    from scipy.optimize import isotonic_regression
+
     series: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         series.setdefault(measurement.series, []).append(measurement)
@@ -103,6 +104,8 @@ def measured_constants(cluster: Cluster, measurements: Sequence[Measurement]) ->
 
 def _fit(guess: Cluster, names: Sequence[str], measurements: Sequence[Measurement]) -> Cluster:
     """Return the cluster with the best values of the constants `names`, the others fixed."""
+    from scipy.optimize import least_squares
+
     if not measurements:
         return guess
     measured = np.log([m.seconds for m in measurements])

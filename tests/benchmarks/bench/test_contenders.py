@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 
 import alpa_lite as al
-from alpa_lite.cli import PLANNERS
 from alpa_lite.errors import PlanError
 from alpa_lite.planners import (
     Auto,
@@ -19,6 +18,7 @@ from alpa_lite.planners import (
     Planner,
     TorchGPipe,
 )
+from alpa_lite.planners.by_name import PLANNERS
 from benchmarks.bench.contenders import named_contenders
 
 HOST = al.cluster("p3.16xlarge")
