@@ -21,7 +21,7 @@
 
 from typing import Any, TypeVar
 
-from cost_models.text import message
+from cost_models.untrusted_text import message
 
 
 class AlpaLiteError(Exception):

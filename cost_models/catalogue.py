@@ -20,7 +20,7 @@ from typing import Any, cast
 from cost_models.errors import ClusterError
 from cost_models.hardware import Device
 from cost_models.link import Link
-from cost_models.text import parse_json
+from cost_models.untrusted_text import parse_json
 
 _MAX_BYTES, _MAX_VALUES = 2**20, 100_000
 

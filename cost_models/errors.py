@@ -7,7 +7,7 @@ ValueError
 
 from __future__ import annotations
 
-from cost_models.text import message
+from cost_models.untrusted_text import message
 
 
 class CostModelError(ValueError):

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from cost_models import CostModelError
-from cost_models.text import message
+from cost_models.untrusted_text import message
 
 VERSION = 1
 """The version of the `--json` schemas; it grows when an entry is removed or changes its meaning."""

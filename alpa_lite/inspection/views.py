@@ -1,4 +1,4 @@
-"""Registration of the functions that show programs, plans and instruction lists, with `alpa_lite.program.views`.
+"""Registration of the functions that show programs, plans and instruction lists (`alpa_lite.program.view_registry`).
 
 Each function is imported when it is first called: drawing pages and repricing plans need modules that planning and
 running do without.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from alpa_lite.program.views import View, register_views
+from alpa_lite.program.view_registry import View, register_views
 
 _FUNCTIONS = {
     View.GRAPH_HTML: ("page.notebook", "graph_html"),

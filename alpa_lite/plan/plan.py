@@ -28,7 +28,7 @@ from alpa_lite.plan.parts import UndividedDim as UndividedDim
 from alpa_lite.plan.plan_checks import check_plan
 from alpa_lite.program.ir import Graph
 from alpa_lite.program.phases import StepGraph
-from alpa_lite.program.views import View, view
+from alpa_lite.program.view_registry import View, view
 from alpa_lite.schedule import Schedule
 from alpa_lite.schedule.tasks import SpanLike
 from alpa_lite.sharding.meshes import sharing

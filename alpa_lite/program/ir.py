@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any
 
-from alpa_lite.program.views import View, view
+from alpa_lite.program.view_registry import View, view
 
 #: Bytes per element of the dtypes whose name does not end in their number of bits.
 _ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}

@@ -1,4 +1,7 @@
-"""Pipeline schedules: in which order each processor runs the tasks of its stages.
+"""Pipeline schedules: the order in which each processor runs the tasks of its stages.
+
+Comes in: the numbers of stages and micro-batches. Goes out: task lists (`orders`), checked and timed (`clock`).
+Read `tasks` first.
 
 A schedule is a frozen value. It only orders tasks; how long they take is an argument of `simulate`. A processor is the
 group of devices that a stage runs on. There is one per stage, unless the schedule gives each processor v stages (the

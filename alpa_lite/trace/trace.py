@@ -29,7 +29,7 @@ from alpa_lite.trace.batch import (
     without_state,
 )
 from alpa_lite.trace.passes.drop_meshes import without_meshes
-from cost_models.text import printable
+from cost_models.untrusted_text import printable
 
 
 @dataclass(frozen=True, kw_only=True)

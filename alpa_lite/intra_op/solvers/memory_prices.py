@@ -105,7 +105,8 @@ class PricedSearch:
 
     def _next_prices(self) -> FloatArray:
         """Return the prices that maximise the cutting-plane model of L."""
-        from scipy.optimize import linprog
+        # Imported at its first use: it takes longer to import than all of this package.
+        from scipy.optimize import linprog  # pyright: ignore
 
         overruns = np.stack(self._overruns)
         priced = np.flatnonzero((overruns > 0).any(axis=0))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded
-from cost_models.text import parse_json
+from cost_models.untrusted_text import parse_json
 
 RECORD = "alpa_lite_checkpoint.json"
 """Name of the file."""

@@ -27,7 +27,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import CheckpointError
 from alpa_lite.runtime.checkpoint.untrusted import read_bounded, shown
 from alpa_lite.trace.trace import unique
-from cost_models.text import parse_json
+from cost_models.untrusted_text import parse_json
 
 FORMAT = 1
 """Version of the description of the arrays in a checkpoint."""
