@@ -277,8 +277,8 @@ class RoundSearch:
     def _leave_basin(self, number: int) -> None:
         """Count the cycles in a row in which search saved little; restart exact blocks from the annealed choices.
 
-        Exact blocks give up their choices only once they stall, for their descent takes longer than one cycle. The
-        cycles that start from the best bring exact blocks back to it.
+        Exact blocks give up their choices only once they stall, for their descent takes longer than one cycle. A
+        later cycle that anneals from the best, at little heat, usually brings them back near it.
         """
         core, place = self._core, self._place(number)
         if not self.options.heat or place == 0 or place % core.cycle > 0:
