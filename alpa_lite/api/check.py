@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import jax
@@ -25,9 +26,9 @@ from cost_models.cluster import Cluster
 def check(
     step: Callable[..., Any],
     *args: Any,
-    planner: Planner | Plan | None = None,
+    planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | PathLike[str] | None = None,
     batch_argnums: BatchArgnums = None,
     static_argnums: int | Sequence[int] | None = None,
     donate_argnums: int | Sequence[int] | None = None,

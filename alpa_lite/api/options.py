@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import Any, TypeVar, get_args
 
 from alpa_lite.api.plan_cache import Cache
@@ -12,6 +13,7 @@ from alpa_lite.inter_op.plan_request import OnInterrupt
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.progress import Progress, Say
 from alpa_lite.planners import Auto, Planner
+from alpa_lite.planners.by_name import planner_by_name
 from alpa_lite.planners.replay import Replay
 from alpa_lite.runtime.calibrate.local_cluster import local_cluster
 from alpa_lite.runtime.execute.execute import WATCHDOG_SECONDS, OnHang
@@ -19,6 +21,7 @@ from alpa_lite.schedule.tasks import MOST_MICROBATCHES
 from alpa_lite.step.split import OnNonAdditive
 from alpa_lite.trace.batch import BatchArgnums
 from cost_models.cluster import Cluster, load_cluster
+from cost_models.untrusted_text import printable
 
 Chosen = TypeVar("Chosen", bound=str)
 
@@ -44,8 +47,8 @@ class Options:
     @staticmethod
     def of(
         *,
-        cluster: Cluster | str | None = None,
-        planner: Planner | Plan | None = None,
+        cluster: Cluster | str | PathLike[str] | None = None,
+        planner: Planner | type[Planner] | Plan | str | None = None,
         num_microbatches: int | str = "auto",
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
@@ -60,7 +63,7 @@ class Options:
     ) -> Options:
         """Check and convert the options that a user gave. Raises `PlanError` for a value that is not allowed."""
         return Options(
-            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            cluster=None if cluster is None else cluster_of(cluster),
             planner=planner_of(planner),
             num_microbatches=check_microbatches(num_microbatches),
             donate_argnums=as_numbers(donate_argnums),
@@ -76,17 +79,46 @@ class Options:
         )
 
 
-def planner_of(value: Planner | Plan | None) -> Planner:
-    """Return the given planner: `Auto` for None, and one that replays the plan for a saved plan."""
+def planner_of(value: Planner | type[Planner] | Plan | str | None) -> Planner:
+    """Return the given planner: `Auto` for None, and one that replays the plan for a saved plan.
+
+    A planner may be given by its name on the command line (``"fsdp"``), or by its class if it needs no options.
+    Raises `PlanError` for anything else.
+    """
+    if value is None:
+        return Auto()
     if isinstance(value, Plan):
         return Replay(saved=value)
-    return value if value is not None else Auto()
+    if isinstance(value, str):
+        return planner_by_name(value, ())
+    if isinstance(value, type) and issubclass(value, Planner):
+        try:
+            return value()
+        except TypeError as error:
+            raise PlanError(f"{value.__name__} needs options; give an object of it, as {value.__name__}(…).") from error
+    if isinstance(value, Planner):
+        return value
+    raise PlanError(
+        f"planner={printable(repr(value))} was given; it must be a planner such as al.planners.FSDP(), the name of "
+        "one, or a plan."
+    )
 
 
-def cluster_of(value: Cluster | str | None) -> Cluster:
-    """Return the given cluster, or the one of that name; for None, the devices of this process."""
-    named = load_cluster(value) if isinstance(value, str) else value
-    return named if named is not None else local_cluster()
+def cluster_of(value: Cluster | str | PathLike[str] | None) -> Cluster:
+    """Return the given cluster, or the one of that name or file; for None, the devices of this process.
+
+    Raises `PlanError` for anything else.
+    """
+    if value is None:
+        return local_cluster()
+    if isinstance(value, (str, PathLike)):
+        return load_cluster(fspath(value))
+    if isinstance(value, Cluster):
+        return value
+    raise PlanError(
+        f"cluster={printable(repr(value))} was given; it must be a cluster such as al.cluster('p3.16xlarge'), or the "
+        "name or file of one."
+    )
 
 
 def check_microbatches(value: int | str) -> int | str:

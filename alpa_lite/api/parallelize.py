@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
 import jax
@@ -103,8 +104,8 @@ class TracedFunction:
     def plan(
         self,
         *,
-        cluster: Cluster | str | None = None,
-        planner: Planner | Plan | None = None,
+        cluster: Cluster | str | PathLike[str] | None = None,
+        planner: Planner | type[Planner] | Plan | str | None = None,
         num_microbatches: int | str | None = None,
         cache: Cache | None = None,
     ) -> PlannedFunction:
@@ -335,8 +336,8 @@ class ParallelFunction:
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    cluster: Cluster | str | None = None,
-    planner: Planner | Plan | None = None,
+    cluster: Cluster | str | PathLike[str] | None = None,
+    planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str = "auto",
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -421,8 +422,8 @@ def parallelize(
 def plan(
     fun: Callable[..., Any],
     *args: Any,
-    cluster: Cluster | str | None = None,
-    planner: Planner | Plan | None = None,
+    cluster: Cluster | str | PathLike[str] | None = None,
+    planner: Planner | type[Planner] | Plan | str | None = None,
     num_microbatches: int | str = "auto",
     static_argnums: int | Sequence[int] = (),
     batch_argnums: BatchArgnums = None,

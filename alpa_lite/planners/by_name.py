@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from alpa_lite.errors import PlanError
@@ -63,7 +64,11 @@ def planner_by_name(name: str, options: Sequence[str]) -> Planner:
     """The planner of that name with `name=value` options. Raises `PlanError` for others, and for other options."""
     planner = PLANNERS.get(name.replace("-", "_"))
     if planner is None:
-        raise PlanError(f"There is no planner {name!r}. Choose one of {', '.join(PLANNERS)}, or give a saved plan.")
+        close = get_close_matches(name, PLANNERS, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise PlanError(
+            f"There is no planner {name!r}.{meant} Choose one of {', '.join(PLANNERS)}, or give a saved plan."
+        )
     hints, known = get_type_hints(planner), options_of(planner)
     values: dict[str, Any] = {}
     for option in options:

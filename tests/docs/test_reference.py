@@ -22,7 +22,8 @@ PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 def _public(module: ModuleType) -> dict[str, Any]:
     """What a module gives, but for modules."""
-    return {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismodule(v)}
+    given = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
+    return {k: v for k, v in given.items() if not k.startswith("_") and not inspect.ismodule(v)}
 
 
 def _exceptions() -> dict[str, Any]:

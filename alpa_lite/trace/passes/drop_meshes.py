@@ -5,6 +5,7 @@ Comes in: a closed jaxpr. Goes out: one that computes the same and names no mesh
     constraints, reshardings      go: they compute nothing
     types that name a mesh        become plain ones, in the bodies of loops too
     shard_map                     becomes vmap over the blocks, one dim for each mesh axis       `_without_shard_map`
+    primitives of other libraries become what they compute                                     `expand_libraries`
 
 Under `vmap` collectives are ordinary ops along a dim: a psum is a sum, a permute a gather, the index of a device an
 iota. They have rules, so that a planner may split these dims over the devices, or others.
@@ -21,6 +22,7 @@ from jax.extend import core as jex_core
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
+from alpa_lite.trace.passes.expand_libraries import expanded
 
 
 def without_meshes(jaxpr: Any) -> Any:
@@ -86,19 +88,26 @@ class _MeshRemover:
                 changed = True
                 continue
             operands, results = [renamed(v) for v in eqn.invars], [renamed(v) for v in eqn.outvars]
-            if eqn.primitive.name == "shard_map":
-                eqn = self._without_shard_map(eqn)
-            elif eqn.primitive.name in _INVARIANT:
-                eqn = eqn.replace(primitive=_INVARIANT[eqn.primitive.name], params={**_UNGROUPED, **eqn.params})
-            params = self._params(eqn.params)
-            context = _jax.context_without_mesh(eqn.ctx)
+            plain = expanded(self._without_region(eqn))
+            params, context = self._params(plain.params), _jax.context_without_mesh(plain.ctx)
             same = params is eqn.params and operands == eqn.invars and results == eqn.outvars and context is eqn.ctx
-            equations.append(eqn if same else eqn.replace(invars=operands, outvars=results, params=params, ctx=context))
-            changed |= not same
+            if not same:
+                plain = plain.replace(invars=operands, outvars=results, params=params, ctx=context)
+            equations.append(plain)
+            changed |= plain is not eqn
         if not changed:
             return jaxpr
         outvars = [renamed(v) for v in jaxpr.outvars]
         return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
+
+    def _without_region(self, eqn: Any) -> Any:
+        """Return an equation by which arrays are whole, in the place of one that is written for the devices."""
+        name = eqn.primitive.name
+        if name == "shard_map":
+            return self._without_shard_map(eqn)
+        if name in _INVARIANT:
+            return eqn.replace(primitive=_INVARIANT[name], params={**_UNGROUPED, **eqn.params})
+        return eqn
 
     def _without_shard_map(self, eqn: Any) -> Any:
         """Return a call of the function under `vmap` in the place of one under `shard_map`."""
