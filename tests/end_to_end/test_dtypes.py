@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,3 +125,34 @@ def test_gradients_of_integers_have_no_bytes(planner: str, devices: Any) -> None
         np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-5, atol=1e-6)
         mine, theirs = (got[0], got[2]), (want[0], want[2])
     assert len(step._compiled) == 1
+
+
+def test_starts_of_slices_of_64_bits_along_a_split_dim() -> None:
+    """Under 64 bits JAX makes starts of int64; those that the plan adds must be of the same type."""
+    program = """
+import tests.conftest
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+import alpa_lite as al
+
+def step(state, batch):
+    loss, slope = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+    buffer = jax.lax.dynamic_update_slice(state["buffer"], state["w"][:1] * 2, (state["n"], 0))
+    row = jax.lax.dynamic_slice(state["buffer"], (state["n"], 0), (1, 16))
+    return {"w": state["w"] - 0.1 * slope + row, "n": state["n"] + 1, "buffer": buffer}, loss
+
+state = {"w": jnp.ones((16, 16)) / 16, "n": jnp.asarray(3), "buffer": jnp.arange(256.0).reshape(16, 16)}
+assert state["n"].dtype == jnp.int64
+rows = al.planners.Custom(mesh={"m": 8}, in_specs=({"w": None, "n": None, "buffer": P("m", None)}, None))
+parallel = al.parallelize(step, planner=rows, cluster="p3.16xlarge", num_microbatches=1)
+got, expected = state, state
+for _ in range(2):
+    got, _ = parallel(got, jnp.ones((16, 16)))
+    expected, _ = jax.jit(step)(expected, jnp.ones((16, 16)))
+for name in state:
+    np.testing.assert_allclose(got[name], expected[name])
+print("equal")
+"""
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == "equal", done.stderr

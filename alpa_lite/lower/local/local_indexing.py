@@ -181,10 +181,12 @@ def _clamped(op: LocalOp, starts: Sequence[Any], window: Sequence[int]) -> list[
     """
     if not any(op.operand_specs[0].dims):
         return list(starts)
-    columns = zip(starts, op.operand_shapes[0], window, strict=True)
+    signed = [_Bounds.signed(jnp.asarray(start)) for start in starts]
+    # All starts of a slice must be of one type: int64 where 64 bits are enabled and one of them is.
+    dtype = jnp.result_type(*signed)
+    columns = zip(signed, op.operand_shapes[0], window, strict=True)
     return [
-        jnp.zeros((), jnp.int32) if n == size else jnp.clip(_Bounds.signed(jnp.asarray(start)), 0, n - size)
-        for start, n, size in columns
+        jnp.zeros((), dtype) if n == size else jnp.clip(start.astype(dtype), 0, n - size) for start, n, size in columns
     ]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, UnusableFileWarning
 from alpa_lite.runtime.calibrate.calibrate import quick_cluster
 from alpa_lite.runtime.calibrate.device_fingerprint import fingerprint, path_for
@@ -40,7 +41,12 @@ def local_cluster(path: str | Path | None = None, *, devices: Sequence[Any] | No
         ExecutionError: the given file was measured on other devices, or describes another number of them.
         ClusterError: the given file cannot be read.
     """
-    found = tuple(jax.devices() if devices is None else devices)
+    # The programs that are timed lie on the devices, whatever mesh the caller has set.
+    with _jax.no_mesh():
+        return _local_cluster(path, tuple(jax.devices() if devices is None else devices))
+
+
+def _local_cluster(path: str | Path | None, found: tuple[Any, ...]) -> Cluster:
     several = jax.process_count() > 1
     cluster = _of_first_process(path, found) if several else _described(path, found)
     if cluster is not None:
