@@ -259,6 +259,21 @@ def loop_without_batch(graph: Graph) -> set[int]:
     return loop
 
 
+def without_gaps(graph: Graph, loop: set[int]) -> set[int]:
+    """Return the loop with the ops through which one of its ops reads what another one made.
+
+    Such an op has no batch (a part of the batch that the user cut out, say), but can run neither before nor after the
+    loop.
+    """
+    needed, closed, made = _needed_by(graph, loop), set(loop), set[int]()
+    for op in graph.ops:
+        if op.id in needed and any(v in made for v in op.operands):
+            closed.add(op.id)
+        if op.id in closed:
+            made.update(op.results)
+    return closed
+
+
 def effects_before(graph: Graph, loop: set[int]) -> set[int]:
     """Ops with an effect that the loop waits for: they run in it."""
     return {i for i in _needed_by(graph, loop) if graph.ops[i].effectful}

@@ -34,6 +34,7 @@ from alpa_lite.program.phases import (
     loop_ops,
     loop_without_batch,
     with_own_bodies,
+    without_gaps,
 )
 from alpa_lite.program.verify import verify
 from alpa_lite.rules.batch_flow import follow_batch
@@ -339,6 +340,9 @@ def _step(
         loop: ids of the ops that run once per micro-batch.
         more: other fields of the step.
     """
+    if more["num_microbatches"] == 1:
+        # Of several micro-batches it is proven that the loop reads nothing that follows from its own sums.
+        loop = without_gaps(graph, loop)
     return StepGraph(
         graph=graph,
         full_shapes=tuple(v.shape for v in full.program.graph.values),

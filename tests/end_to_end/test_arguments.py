@@ -423,3 +423,20 @@ def test_batches_in_other_dims_and_inside_of_state(planner: str, devices: Any) -
         assert_same(got, want)
     with pytest.raises(al.errors.BatchError, match="dim 3 of steps"):
         al.plan(step, state, steps, batch_argnums={"steps": 3})
+
+
+@pytest.mark.parametrize("planner", [al.planners.DataParallel(), al.planners.Megatron(), al.planners.Auto()], ids=str)
+def test_parts_of_the_batch_that_the_step_cuts_out_itself(planner: Any, devices: Any) -> None:
+    """A part without the dim of the batch lies between ops of the loop, and runs in it."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        first, second = batch.reshape(2, 8, 4)
+
+        def loss(weights: Any) -> Any:
+            return jnp.mean((first @ weights) ** 2) + jnp.mean((second @ weights) ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    weights, batch = jnp.ones((4, 4)), jnp.arange(64.0).reshape(16, 4) / 64
+    parallel = al.parallelize(step, planner=planner, cluster="p3.16xlarge", cache=False)
+    np.testing.assert_allclose(parallel(weights, batch), jax.jit(step)(weights, batch), rtol=1e-5)
