@@ -95,8 +95,7 @@ class WarmupSchedule(Schedule):
     """Base class of schedules with warm-up forwards, alternating forwards and backwards, then the other backwards.
 
     Micro-batches run in ascending order in both directions (the backwards in GPipe's figure are descending): makespan
-    and memory are the same, and gradients are summed in the same order under every schedule, so that results agree
-    bit by bit.
+    and memory are the same, and gradients are summed in the same order under every schedule.
     """
 
     @abstractmethod
