@@ -1,6 +1,7 @@
-"""The only place that knows where JAX keeps its half-public parts, and what differs between its releases.
+"""Adapters to the private and release-dependent parts of JAX; no other module may import `jax._src`.
 
-Works on JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+).
+Supported are JAX 0.10 (Python 3.11) and 0.11 (Python 3.12+). Private names may move in any release; most uses of one
+therefore have a fallback, which may be slower or less precise.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ except ImportError:  # private: it may move
 
 _OWN_FOLDER = str(Path(__file__).parent)
 _NUMBERS_OF_FRAMES = (8, 100)
-"""Of a traceback: most calls of libraries are no deeper than the first."""
+"""Numbers of traceback frames to read, in this order: most calls of libraries are no deeper than the first number."""
 
 _STANDARD_LIBRARY = os.path.dirname(threading.__file__)
 _COMPILING = tuple(os.path.join("jax", "_src", *name) for name in (("compiler.py",), ("interpreters", "mlir.py")))
@@ -61,13 +62,15 @@ Var = jex_core.Var
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The equations of a jaxpr, closed or open (0.11 has one class for both)."""
+    """Return the open jaxpr of a closed or open one (JAX 0.11 has one class for both)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
-    """The parameters of an equation. Since 0.11.2 a scan tells by trees which operands are constants and which it
-    carries; the numbers of 0.10 are added."""
+    """Return the parameters of an equation, with `num_consts` and `num_carry` for a scan in every release.
+
+    Since JAX 0.11.2 a scan describes its constants and carried operands by pytrees (`ft_in`) instead of these numbers.
+    """
     params = dict(eqn.params)
     if "ft_in" in params:
         consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -76,32 +79,34 @@ def params_of(eqn: Any) -> dict[str, Any]:
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """Constants attached to a closed jaxpr."""
+    """Return the constants of a closed jaxpr; an open one has none."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
 def inner_jaxprs(eqn: Any) -> Sequence[Any]:
-    """The jaxprs inside an equation's parameters."""
+    """Return the jaxprs in the parameters of an equation."""
     return tuple(jex_core.jaxprs_in_params(eqn.params))
 
 
 def prune(jaxpr: Any) -> Any:
-    """The jaxpr without equations whose results nobody reads; inputs and outputs stay."""
+    """Return the jaxpr without dead equations; its inputs and outputs do not change."""
     pruned, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return pruned
 
 
 def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user code that made an equation; empty when unknown, or when none did.
+    """Return `file:line (function)` of the user code that an equation comes from, or an empty string if there is none.
 
-    Of code that calls a library of layers or optimizers it is the line of the call, not one of the library.
+    For code of a library of layers or optimizers, this is the line of the user's call rather than a line in the
+    library.
     """
     line = printable(source_info_util.summarize(eqn.source_info))
     if line.startswith(_OWN_FOLDER):
         return ""
     if not in_a_library(line):
         return line
-    # Innermost last; what lies outside of this package called it, and has no part in the step.
+    # Frames are read from the innermost outwards, up to the first one in this package: those further out called
+    # alpa_lite and are not part of the step.
     for num_frames in _NUMBERS_OF_FRAMES:
         frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=num_frames).split("\n"))
         inner = itertools.takewhile(lambda frame: not frame.startswith(_OWN_FOLDER), frames)
@@ -112,12 +117,12 @@ def source_line(eqn: Any) -> str:
 
 
 def traceback(eqn: Any) -> Any:
-    """What the source line of an equation follows from: equal ones have the same."""
+    """Return the traceback object of an equation, a cache key: equal tracebacks have the same source line."""
     return eqn.source_info.traceback
 
 
 def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a thread with this frame is inside JAX's compilation of a function."""
+    """Return whether a thread whose innermost frame is `frame` is lowering or compiling a function in JAX."""
     while frame is not None:
         if frame.f_code.co_filename.endswith(_COMPILING):
             return True
@@ -126,27 +131,27 @@ def is_compiling(frame: FrameType | None) -> bool:
 
 
 def is_in_a_library(file: str) -> bool:
-    """Whether a file of code is of an installed package, of this one, or of Python."""
+    """Return whether a source file belongs to an installed package, to alpa_lite or to Python itself."""
     return in_a_library(file) or file.startswith((_OWN_FOLDER, _STANDARD_LIBRARY, "<frozen"))
 
 
 def in_a_library(line: str) -> bool:
-    """Whether a `file:line` is of an installed package, as far as its folder tells."""
+    """Return whether a `file:line` belongs to an installed package, judged by the name of its folder."""
     return "site-packages" in line or "dist-packages" in line
 
 
 def name_stack(eqn: Any) -> str:
-    """Name stack of an equation, relative to the equation that encloses it."""
+    """Return the name stack of an equation, relative to the enclosing equation."""
     return printable(str(eqn.source_info.name_stack))
 
 
 _extended: dict[str, Any] = {}
-"""Extended dtypes (those of typed random keys) by name, as far as they were met."""
+"""Extended dtypes (of typed PRNG keys) by name. A name cannot be parsed back, so `name_of` records each dtype."""
 
 
 @lru_cache(maxsize=1_000)
 def name_of(dtype: Any) -> str:
-    """The name of a dtype, from which `struct` makes it again."""
+    """Return the name of a dtype, which `struct` can convert back to the dtype."""
     if dtype == jax.dtypes.float0:
         return "float0"
     name = str(dtype)
@@ -156,7 +161,7 @@ def name_of(dtype: Any) -> str:
 
 
 def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
-    """The abstract array of a shape and a dtype by its name, typed random keys (`key<...>`) included."""
+    """Return the abstract array of a shape and a dtype given by name, including typed PRNG keys (`key<...>`)."""
     if dtype == "float0":
         return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.float0)
     found = _key_dtype(dtype) if dtype.startswith("key<") else jax.numpy.dtype(dtype)
@@ -164,7 +169,8 @@ def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def _key_dtype(name: str) -> Any:
-    if name not in _extended:  # of a file, for example; all that JAX has registered are met now
+    # The name may come from a plan file, before any key of this dtype was traced: record all registered dtypes then.
+    if name not in _extended:
         for implementation in _registered_implementations():
             name_of(jax.eval_shape(lambda impl=implementation: jax.random.key(0, impl=impl)).dtype)
     return _extended[name]
@@ -181,17 +187,20 @@ def _registered_implementations() -> Sequence[str]:
 
 @lru_cache(maxsize=100)
 def key_implementation(dtype: str) -> Any:
-    """What JAX takes as `impl` for keys of a dtype `key<...>`: a name, or the specification of one not registered."""
+    """Return the `impl` argument of `jax.random.key` for a dtype `key<...>`.
+
+    This is a name, or the specification of an implementation that is not registered.
+    """
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct((), dtype))
     return found[0]
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """Apply a primitive to arrays with an equation's parameters."""
+    """Apply a primitive to arrays with the parameters of an equation, and return the list of its results."""
     if "ft_in" in params:
         params = {name: value for name, value in params.items() if name not in _COUNTS}
-    # Until 0.9 the functions among the parameters came apart from the rest.
+    # Up to JAX 0.9 `get_bind_params` returned callable parameters separately from the others.
     bound = primitive.get_bind_params(params)
     subfuns, bind_params = bound if isinstance(bound, tuple) else ((), bound)
     results = primitive.bind(*subfuns, *operands, **bind_params)
@@ -199,34 +208,37 @@ def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> lis
 
 
 def lowering_platform(device: Any) -> str:
-    """What JAX lowers for a device: "cuda" or "rocm" where the device says "gpu"."""
+    """Return the platform that JAX lowers to for a device: "cuda" or "rocm" for a device of platform "gpu"."""
     return getattr(device.client, "_raw_platform", device.client.platform)
 
 
 _OTHERS = ("jax_default_prng_impl", "jax_debug_nans", "jax_debug_infs")
-"""Names in the configuration that a compiled step depends on and that JAX's own list leaves out."""
+"""Configuration names that a compiled step depends on but that JAX's own trace context does not contain."""
 
 _WITHOUT_EFFECT = frozenset({"jax_default_device", "jax_enable_pgle", "jax_pgle_profiling_runs"})
-"""Names of JAX's list that change nothing here: a plan says which devices a step runs on."""
+"""Names in JAX's trace context that do not affect a parallel step, whose devices are given by the plan."""
 
 _NAMES = (
     "jax_enable_x64 jax_default_matmul_precision jax_threefry_partitionable jax_numpy_dtype_promotion "
     "jax_numpy_rank_promotion jax_disable_jit jax_debug_key_reuse jax_softmax_custom_jvp"
 ).split()
-"""Names that stand in for JAX's list where that has moved."""
+"""Fallback for the names in JAX's trace context, if that private function has moved."""
 
 _read_others, _read_names = attrgetter(*_OTHERS), attrgetter(*_NAMES)
 
 
 def configuration() -> tuple[Any, ...]:
-    """All in JAX's configuration that a traced and compiled function depends on, for comparison; takes 1 µs."""
+    """Return the parts of JAX's configuration on which a traced and compiled function depends, for comparison.
+
+    This runs at every call of a parallel function and takes 1 µs; names are therefore added only by `by_name`.
+    """
     if _trace_context is None:
         return _read_names(jax.config), jax.sharding.get_abstract_mesh(), _read_others(jax.config)
     return _trace_context(), None, _read_others(jax.config)
 
 
 def by_name(configuration: tuple[Any, ...]) -> dict[str, Any]:
-    """A configuration by names, without what has no effect on a parallel step."""
+    """Return a configuration as a dictionary by name, without entries that do not affect a parallel step."""
     values, mesh, others = configuration
     names: Sequence[str] = _NAMES
     if _trace_context is not None:
@@ -258,7 +270,7 @@ def under_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def context_without_mesh(context: Any) -> Any:
-    """Return what JAX sets while it runs an equation, without the mesh."""
+    """Return the context that JAX sets while it evaluates an equation, without its mesh."""
     mesh = getattr(context, "cur_abstract_mesh", None)
     if mesh is None or mesh.empty:
         return context
@@ -273,12 +285,12 @@ def context_without_mesh(context: Any) -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether JAX is tracing or transforming a function in this thread now."""
+    """Return whether JAX is tracing or transforming a function in this thread."""
     return _is_top_level is not None and not _is_top_level()
 
 
 def weak(array: jax.Array, aval: Any) -> jax.Array:
-    """The array with the aval given, whose type is weak; it takes over the buffers."""
+    """Return an array of the given weakly typed aval that shares the buffers of `array`, without a copy."""
     try:
         from jax._src.array import ArrayImpl
 
@@ -289,15 +301,16 @@ def weak(array: jax.Array, aval: Any) -> jax.Array:
 
 
 def addresses(array: jax.Array) -> list[tuple[Any, Any]]:
-    """The device and the address of each of an array's buffers in this process; nothing is awaited."""
+    """Return the (device, address) of each buffer of an array in this process, without waiting for its computation."""
     held = blocks(getattr(array, "_base_array", array))  # keys are arrays around arrays
     return [(*block.devices(), block.unsafe_buffer_pointer()) for block in held]
 
 
 def compiled(lowered: Any, **options: Any) -> Any:
-    """What a lowered function is compiled to; it can be called with arrays of less than a byte per element.
+    """Compile a lowered function so that it accepts arrays of sub-byte dtypes.
 
-    Executables say how these are packed, arrays do not, and JAX refuses what it takes for another layout.
+    The input layouts of an executable contain the element size in bits of packed dtypes, and those of arrays do not.
+    JAX takes this for a layout mismatch and refuses the call; the layouts of such inputs are therefore removed.
     """
     made = lowered.compile(**options)
     _accept_packed(made)
@@ -313,16 +326,16 @@ def _accept_packed(compiled: Any) -> None:
 
 
 def blocks(array: jax.Array) -> list[Any]:
-    """What each device of this process holds of an array, in the order of its sharding's devices."""
+    """Return the single-device array of each device of this process, in the device order of the sharding."""
     found = getattr(array, "_arrays", None)  # `addressable_shards` looks for the place of each in the whole as well
     return [shard.data for shard in array.addressable_shards] if found is None else list(found)
 
 
 def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[Any]], list[Any]]:
-    """What copies arrays to other devices, one per sharding, each block from a device to the one of the same number.
+    """Return a function that copies arrays to other devices: array i gets `shardings[i]`, block by block.
 
-    That is `jax.device_put` of arrays that are cut as the shardings say. It looks at this each time, which takes as
-    long as five copies (measured: 50 µs against 10); here the caller knows it.
+    The arrays must be split in the same way before; each block is copied to the device at the same position.
+    `jax.device_put` does the same, but checks this at every call, which takes 50 µs where the copy takes 10 µs.
     """
     wanted = list(shardings)
     try:
@@ -337,14 +350,15 @@ def copying_to(shardings: Sequence[Sharding]) -> Callable[[Sequence[Any]], list[
 
 
 def own_memory(array: np.ndarray[Any, Any], sharding: Sharding) -> np.ndarray[Any, Any]:
-    """A NumPy array for JAX to put on devices: a copy where these may read the host's memory."""
+    """Return a NumPy array that JAX may alias: a copy if the sharding contains CPU devices, else the array itself."""
     return np.array(array) if any(device.platform == "cpu" for device in sharding.device_set) else array
 
 
 def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
-    """`jax.device_put` of a NumPy array, which takes a quarter of the time where nothing need be found out about it.
+    """Put a NumPy array on devices, in a quarter of the time of `jax.device_put` if the dtype needs no conversion.
 
-    It shares no memory with the array: on CPU JAX would, and what is written there later would change the result.
+    The result never shares memory with the array. On CPU JAX would alias it, and writing to the NumPy array later
+    would change the result.
     """
     array = own_memory(array, sharding)
     try:
@@ -360,7 +374,12 @@ def put_numpy(array: np.ndarray[Any, Any], sharding: Sharding) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
-    """What JAX knows of the processes before it knows their devices; `client` of the service that coordinates them."""
+    """The processes of a job as known before its devices are initialized.
+
+    client          the client of JAX's distributed coordination service
+    process         the index of this process
+    num_processes   the number of processes
+    """
 
     client: Any
     process: int
@@ -368,7 +387,7 @@ class JobInfo:
 
 
 def job() -> JobInfo | None:
-    """The job that this process has joined, if it has."""
+    """Return the job that this process has joined by `jax.distributed.initialize`, or None."""
     try:
         from jax._src.distributed import global_state
 
@@ -383,7 +402,7 @@ def job() -> JobInfo | None:
 
 @contextmanager
 def preemption_service(on: bool) -> Iterator[None]:
-    """Within, `jax.distributed.initialize` starts JAX's preemption service, which takes SIGTERM, or does not."""
+    """Set inside the `with` block whether `jax.distributed.initialize` starts the service that handles SIGTERM."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name, None)
     if before is None:  # it has another name, or none
@@ -397,7 +416,10 @@ def preemption_service(on: bool) -> Iterator[None]:
 
 
 def collectives_at(host: str) -> None:
-    """Let CPU collectives of this process listen at the interface of a host: JAX takes that of the machine's name."""
+    """Make CPU collectives of this process listen on the network interface of `host`.
+
+    By default JAX uses the interface that the machine's name resolves to, which other machines may not reach.
+    """
     try:
         from jax._src import xla_bridge
         from jax._src.lib import _jax as lib  # pyright: ignore[reportPrivateImportUsage]
@@ -416,21 +438,24 @@ def collectives_at(host: str) -> None:
 
 
 def forget_job() -> None:
-    """At exit, do not wait until all processes of the job end. A process that fails would wait for those it keeps."""
+    """Do not wait at exit until all processes of the job end.
+
+    A process that fails would otherwise wait for processes that are themselves waiting for it.
+    """
     from jax._src import api
 
     atexit.unregister(api.clean_up)
 
 
 def compilation_cache_folder() -> str:
-    """Where JAX keeps compiled executables for the next start; empty where it does not."""
+    """Return the folder of JAX's persistent compilation cache, or an empty string if the cache is off."""
     is_on = getattr(jax.config, "jax_enable_compilation_cache", True)
     return (getattr(jax.config, "jax_compilation_cache_dir", None) or "") if is_on else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A compiled executable as bytes, and the devices that it was compiled for."""
+    """A serialized executable: its bytes, its input and output trees, and the devices that it was compiled for."""
 
     data: bytes
     in_tree: Any
@@ -439,26 +464,28 @@ class Packed:
 
 
 def packed(compiled: Any, devices: Sequence[Any]) -> Packed | None:
-    """A compiled executable, for `unpacked`; None where it has no such form (it calls back into Python).
+    """Serialize a compiled executable for `unpacked`; return None if that is not possible.
 
-    Nor where JAX's compilation cache is on: what that cache has loaded on CPU can be written once more, but is broken
-    then, and nothing tells it from what was compiled now.
+    An executable that calls back into Python cannot be serialized. Neither is one serialized while JAX's compilation
+    cache is on: serializing an executable that the cache has loaded on CPU succeeds but gives a broken one, and such
+    executables cannot be told from newly compiled ones.
     """
     if compilation_cache_folder():
         return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)
-    except Exception:  # each backend has its own way to say that it cannot
+    except Exception:  # every backend raises a different exception type
         return None
     return Packed(data=data, in_tree=in_tree, out_tree=out_tree, devices=tuple(devices))
 
 
 def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
-    """The executable on as many other devices of this process, not compiled again; None where that cannot be done.
+    """Load a serialized executable onto other devices of this process without compiling it again.
 
-    JAX's `deserialize_and_load` loads for the devices of before only. Here each device stands for another one, and
-    XLA is told so. An executable that is not on the devices asked for would end the process when it is called, so
-    that is looked at first.
+    Return None if that is not possible. JAX's `deserialize_and_load` loads an executable only onto its original
+    devices. Here every original device is replaced by the device at the same position, and XLA gets the new device
+    assignment. Calling an executable on wrong devices would crash the process, so the devices are checked after
+    loading.
     """
     try:
         from jax._src import compiler
@@ -478,13 +505,16 @@ def unpacked(packed: Packed, devices: Sequence[Any]) -> Any | None:
         _accept_packed(found)
         loaded = found.runtime_executable()
         return found if loaded is not None and loaded.local_devices() == list(devices) else None
-    except Exception:  # all of it is private to JAX; what it cannot do is compiled
+    except Exception:  # all names here are private to JAX; the caller compiles instead
         return None
 
 
 @lru_cache(maxsize=1)
 def _unpickler_class() -> Any:
-    """What reads an executable for other devices than it was written for; made when it is wanted, as it is private."""
+    """Return an unpickler that loads an executable for other devices than its own.
+
+    The class is created at first use, because its base class is private and may be missing.
+    """
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         options: Any = None

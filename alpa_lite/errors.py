@@ -1,4 +1,4 @@
-"""Exceptions of alpa_lite.
+"""The exceptions of alpa_lite, in one tree.
 
 ::
 
@@ -25,10 +25,13 @@ from cost_models.untrusted_text import message
 
 
 class AlpaLiteError(Exception):
-    """Base of everything that alpa_lite raises on purpose."""
+    """Base class of all exceptions that alpa_lite raises deliberately."""
 
     def __init__(self, *args: object) -> None:
-        """Messages quote what was given: none fills more than a screen, or says anything to a terminal."""
+        """Store the arguments, with control characters escaped and the middle of long messages removed.
+
+        Messages quote user input, which may fill many screens or contain terminal escape sequences.
+        """
         super().__init__(*(message(each) if isinstance(each, str) else each for each in args))
 
 
@@ -36,10 +39,10 @@ Kept = TypeVar("Kept", bound=Exception)
 
 
 def without_frames(problem: Kept) -> Kept:
-    """An exception to keep for later, with the frames that it passed forgotten.
+    """Return an exception that is to be stored, with its traceback removed, and those of its causes.
 
-    They hold all that was made on the way, and as one of them holds the exception, only the collector of cycles would
-    ever let go of it.
+    The frames of a traceback keep their local variables alive. One of these is usually the exception itself, so that
+    only the cyclic garbage collector could ever free them.
     """
     chain: BaseException | None = problem
     while chain is not None:
@@ -77,11 +80,11 @@ class ProblemFileError(AlpaLiteError, ValueError):
 
 
 class FigureError(AlpaLiteError, RuntimeError):
-    """A figure cannot be drawn, for want of matplotlib."""
+    """A figure cannot be drawn, because matplotlib is not installed."""
 
 
 class RuleError(AlpaLiteError, ValueError):
-    """A sharding rule that does not fit the op it is asked about, or a second one for the same primitive."""
+    """A sharding rule does not fit its op, or is the second one registered for a primitive."""
 
 
 class VerificationError(AlpaLiteError, AssertionError):
@@ -93,17 +96,17 @@ class ExecutionError(AlpaLiteError, RuntimeError):
 
 
 class HangError(ExecutionError):
-    """Nothing of a step has ended for too long; the message names the instruction that it waits for."""
+    """A step makes no progress within the time limit; the message names the instruction that it waits for."""
 
 
 class CheckError(AlpaLiteError, ArithmeticError):
-    """A step by its plan does not give what `jax.jit` gives.
+    """The results of a parallel step differ from those of `jax.jit`.
 
-    `report` is the comparison leaf by leaf (a `CheckReport`); None where the outputs do not have the same structure.
+    `report` is the comparison of the outputs, leaf by leaf (a `CheckReport`); None if their tree structures differ.
     """
 
     def __init__(self, message: str = "", report: Any = None) -> None:
-        """See the class."""
+        """Store the message and the report."""
         super().__init__(message)
         self.report = report
 
@@ -113,4 +116,4 @@ class CheckpointError(AlpaLiteError, RuntimeError):
 
 
 class UnusableFileWarning(UserWarning):
-    """A file or checkpoint that cannot be used was passed over."""
+    """A file or checkpoint was skipped, because it cannot be used."""

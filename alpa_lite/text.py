@@ -1,4 +1,7 @@
-"""Numbers as people read them: bytes in KiB, MiB, GiB; seconds in s, ms, µs; and source lines cut to what matters."""
+"""Text for people: bytes in KiB, MiB, GiB; seconds in s, ms, µs; shares, counts, and shortened source locations.
+
+Errors, tables and pages all use these functions, so that one quantity has one form everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _LOCATION = re.compile(r"^(?P<path>.*?):(?P<line>\d+)(?::\d+)?(?P<rest>.*)$")
 
 
 def show_bytes(num_bytes: float) -> str:
-    """`1536` → `1.5 KiB`."""
+    """Return a number of bytes with a binary unit: `1536` → `1.5 KiB`."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024.0:
@@ -21,7 +24,10 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def read_bytes(text: str) -> float:
-    """`40GB` → 4e10, `40GiB` → 40 × 2³⁰, `1e9` and `16000` as they are. Raises `ValueError` for other text."""
+    """Return the bytes that a text stands for: `40GB` → 4e10, `40GiB` → 40 × 2³⁰, `1e9` → 1e9.
+
+    Raises `ValueError` for text that is neither a size nor a number.
+    """
     match = _BYTES.match(text.strip())
     if match is None:
         return float(text)
@@ -30,7 +36,7 @@ def read_bytes(text: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """`0.0123` → `12.3 ms`."""
+    """Return a time with a unit: `0.0123` → `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(seconds) >= 0.9995 * scale:
             size = seconds / scale
@@ -39,40 +45,40 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_about(seconds: float) -> str:
-    """`43.2` → `45 s`: an estimate, as coarse as it is."""
+    """Return an estimated time, rounded coarsely as the estimate deserves: `43.2` → `45 s`."""
     if seconds < 57.5:
         return f"{max(1.0, seconds if seconds < 9.5 else 5 * round(seconds / 5)):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds >= 90 else "1 min"
 
 
 def show_milliseconds(seconds: float) -> str:
-    """Milliseconds without the unit, for a column that names it."""
+    """Return a time in milliseconds without the unit, for a column whose header names it."""
     size = seconds * 1e3
     return "0" if size == 0 else f"{size:.{_decimals(size)}f}"
 
 
 def show_percent(fraction: float) -> str:
-    """`0.123` → `12.3 %`."""
+    """Return a fraction as a percentage: `0.123` → `12.3 %`."""
     return f"{100 * fraction:.{_decimals(100 * fraction)}f} %"
 
 
 def show_ratio(ratio: float) -> str:
-    """`1.5` → `1.50×`."""
+    """Return a ratio as a factor: `1.5` → `1.50×`."""
     return f"{ratio:.2f}×"
 
 
 def show_range(first: int, last: int) -> str:
-    """`2–5`, or `2` when both ends are the same."""
+    """Return a range with both ends included: `2–5`, or `2` if the ends are equal."""
     return str(first) if first == last else f"{first}–{last}"
 
 
 def show_layers(first: int, last: int) -> str:
-    """`layers 2–5`, or `layer 2` when both ends are the same."""
+    """Return a layer range with both ends included: `layers 2–5`, or `layer 2` if the ends are equal."""
     return f"layer {first}" if first == last else f"layers {first}–{last}"
 
 
 def show_numbers(numbers: Iterable[int]) -> str:
-    """Runs of whole numbers: `0–3, 6`."""
+    """Return a set of whole numbers as ranges: `0–3, 6`."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -83,17 +89,17 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def show_number(number: float) -> str:
-    """`12`, or `0.5` for what runs every other step."""
+    """Return a number without trailing zeros: `12`, or `0.5` for a task that runs every other step."""
     return f"{number:.10g}"
 
 
 def show_count(number: float, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
+    """Return a number with its noun in the singular or plural: `1 stage`, `2 stages`."""
     return f"{show_number(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith(("sh", "ch")) else "s")
 
 
 def short_source(source: str) -> str:
-    """`/long/way/to/models/gpt.py:12:3 (mlp)` → `models/gpt.py:12 (mlp)`."""
+    """Return a source location with a short path: `/home/me/models/gpt.py:12:3 (mlp)` → `models/gpt.py:12 (mlp)`."""
     match = _LOCATION.match(source)
     if match is None:
         return source
@@ -102,7 +108,7 @@ def short_source(source: str) -> str:
 
 
 def short_sources(text: str) -> str:
-    """The same for every place of code within a text, without its function."""
+    """Return a text in which every source location has a short path and no function name."""
     return _PLACE.sub(r"\1", text)
 
 

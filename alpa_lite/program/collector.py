@@ -1,5 +1,8 @@
-"""Tracing, splitting and planning make millions of objects that stay: the collector of cycles need not look at them all
-along. With Python's own thresholds that takes an eighth of the time to plan, and a third of the time to split a step.
+"""Less frequent garbage collection while millions of long-lived objects are created.
+
+Tracing, splitting and planning allocate objects that nearly all survive, so Python's cyclic collector scans them again
+and again and frees almost nothing. With Python's default thresholds, collection takes one eighth of the planning time
+and one third of the time to split a step into micro-batches.
 """
 
 from __future__ import annotations
@@ -9,16 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _THRESHOLDS = (5_000_000, 10, 10)
-"""New objects before a collection, and how many of each generation lead to one of the next."""
+"""Thresholds for `gc.set_threshold`: new objects before a collection of generation 0, and collections of generations 0
+and 1 before the next older generation is collected too."""
 
 
 _FROZEN_BY_PYTHON = 1000
-"""Python 3.12 starts with some hundreds of frozen objects; a user who freezes has at least those of JAX, 100,000."""
+"""Upper bound on the number of objects that Python freezes by itself: Python 3.12 starts with a few hundred. A user who
+calls `gc.freeze` after importing JAX has at least 100,000 frozen objects, so the two cases are easy to tell apart."""
 
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Let the collector of cycles run rarely meanwhile; one that is off, or is rarer still, is left as it is."""
+    """Raise the thresholds of the cyclic garbage collector inside the `with` block, and restore them afterwards.
+
+    A collector that the user disabled, or whose thresholds are already higher, is left unchanged.
+    """
     before = gc.get_threshold()
     if before[0] == 0 or all(old >= new for old, new in zip(before, _THRESHOLDS, strict=True)):
         yield
@@ -32,9 +40,11 @@ def rare_collection() -> Iterator[None]:
 
 
 def _let_new_objects_be_old() -> None:
-    """Without it the next ordinary collection looks at all that was made, young as it still is.
+    """Promote all live objects to the oldest generation of the garbage collector.
 
-    Objects that are frozen go into the oldest generation when they are no longer; what the user froze stays frozen.
+    Otherwise the next ordinary collection would scan everything that the `with` block created, because those objects
+    are still in the youngest generation. `gc.unfreeze` moves every frozen object to the oldest generation, including
+    those that the user froze; the promotion is therefore skipped if the user has called `gc.freeze`.
     """
     if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:
         gc.freeze()

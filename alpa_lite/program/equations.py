@@ -1,4 +1,4 @@
-"""A graph with the equations that lowering needs to run its ops on real arrays, indexed by the same op ids."""
+"""A graph together with the JAX equations that lowering needs to run its ops on real arrays, indexed by op id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alpa_lite.program.ir import Graph, Op
 
 @dataclass(frozen=True, kw_only=True)
 class Equation:
-    """How to run one op: the JAX primitive, its parameters, and the equations of the bodies of a loop."""
+    """The JAX primitive of one op, its parameters, and, for control flow, the equations of each body."""
 
     primitive: Any
     params: Mapping[str, Any]
@@ -24,7 +24,7 @@ class Equation:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphWithEquations:
-    """A graph, the equation of each of its ops, and the arrays captured by the function (its last inputs)."""
+    """A graph, the equation of each op (by op id), and the captured arrays, which are the last inputs of the graph."""
 
     graph: Graph
     equations: tuple[Equation, ...]
@@ -32,7 +32,10 @@ class GraphWithEquations:
 
 
 def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
-    """The program without ops whose results nobody reads and that do nothing else, renumbered."""
+    """Return the program without dead ops (no effect, no result that is read), with values and ops renumbered.
+
+    The program itself is returned if it has no dead ops and no unused values.
+    """
     graph, needed, kept = program.graph, set(program.graph.outputs), list[Op]()
     for op in reversed(graph.ops):
         if op.effectful or any(r in needed for r in op.results):
@@ -61,22 +64,22 @@ def without_dead_ops(program: GraphWithEquations) -> GraphWithEquations:
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of an equation as plain data; whatever has no plain form is left out."""
+    """Return the parameters of an equation as plain Python data; parameters without a plain form are omitted."""
     plain = {key: _plain(value) for key, value in params.items()}
     return {key: value for key, value in plain.items() if value is not _NO_PLAIN_FORM}
 
 
 class PlainParams:
-    """`plain_params`, found once for each object that holds parameters: trips of a loop share theirs."""
+    """A cache of `plain_params` by the identity of the parameters: the iterations of an unrolled loop share them."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start with an empty cache."""
         self.known: dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
 
     def of(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters as plain data."""
+        """Return the parameters as plain Python data."""
         if id(params) not in self.known:
-            # The parameters are kept, so that their id stays their own.
+            # The cache holds a reference to the parameters, so that their id cannot be reused for another object.
             self.known[id(params)] = params, plain_params(params)
         return self.known[id(params)][1]
 

@@ -1,7 +1,8 @@
-"""Values, ops and graphs: a traced program as immutable data that knows nothing of JAX.
+"""Values, ops and graphs: a traced program as immutable data that does not depend on JAX.
 
-A graph is a list of ops in execution order (static single assignment). Values are numbered densely, so that every
-table about values or ops is a tuple indexed by id. Loops keep their body as a nested graph (`Op.bodies`).
+A graph is a list of ops in execution order, in static single assignment form. Values and ops are numbered densely, so
+that every table about values or ops is a tuple indexed by id. The bodies of control flow are nested graphs
+(`Op.bodies`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import Any
 
 from alpa_lite.program.view_registry import View, view
 
-#: Bytes per element of the dtypes whose name does not end in their number of bits.
+#: Bytes per element of the dtypes whose size does not follow from the digits of their name. JAX stores sub-byte
+#: integers in one byte per element.
 _ITEM_BYTES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
-#: Bytes of a typed PRNG key; those of other implementations have eight.
+#: Bytes of one typed PRNG key by dtype name; the keys of all other implementations have eight bytes.
 _KEY_BYTES = {"key<rbg>": 16, "key<urbg>": 16, "key<fry4>": 16, "key<phx2>": 4}
 
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype by its name; typed PRNG keys (`key<...>`) count their words."""
+    """Return the bytes per element of a dtype given by name; for typed PRNG keys (`key<...>`) the size of one key."""
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
     if dtype.startswith("key<"):
@@ -36,7 +38,7 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One array of the program: its number, shape and dtype; `literal` holds the number of a scalar constant."""
+    """One array of the program: its id, full shape and dtype; `literal` is the Python number of a scalar constant."""
 
     id: int
     shape: tuple[int, ...]
@@ -65,13 +67,13 @@ class Value:
         return self.dtype.startswith(("float", "bfloat", "complex")) and self.dtype != "float0"
 
     def numbered(self, number: int) -> Value:
-        """The same array under another number."""
+        """Return the same array under another id."""
         if number == self.id:
             return self
         return Value(id=number, shape=self.shape, dtype=self.dtype, literal=self.literal, name=self.name)
 
     def __str__(self) -> str:
-        """`%3:f32[8,16]`-like text; literals print their number."""
+        """Return text like `%3:float32[8,16]`, or `1.0:float32` for a literal."""
         if self.literal is not None:
             return f"{self.literal}:{self.dtype}"
         return f"%{self.id}:{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -79,12 +81,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation: primitive name, the ids of its operands and results, static parameters and where it came from.
+    """One operation: its primitive, the ids of its operands and results, its static parameters and its source line.
 
-    effectful     it does something beside computing its results (a print, a callback), so that it is never dropped
-    once          operands, by value, that are zeros in all micro-batches but the first
-    own_columns   columns of its index vectors that hold positions in the full batch, and that are to count from the
-                  start of the micro-batch
+    source        file and line of the user's code, for messages
+    name_stack    the name stack of JAX, which marks transformations like `jvp(...)` and `transpose(...)`
+    bodies        nested graphs of control flow; `program.wiring` maps their inputs and outputs to operands and results
+    effectful     the op has a side effect (a print, a callback), so that it is never eliminated as dead
+    once          ids of operands that are replaced by zeros in all micro-batches but the first
+    own_columns   columns of the op's index vectors that hold positions in the full batch; in a micro-batch these must
+                  be shifted to count from its first sample
     """
 
     id: int
@@ -100,7 +105,7 @@ class Op:
     own_columns: tuple[int, ...] = ()
 
     def numbered(self, number: int, operands: tuple[int, ...], results: tuple[int, ...]) -> Op:
-        """The same operation under another number, on other values."""
+        """Return the same op under another id, with other operands and results."""
         if (number, operands, results) == (self.id, self.operands, self.results):
             return self
         once = frozenset(v for v, old in zip(operands, self.operands, strict=False) if old in self.once)
@@ -123,7 +128,7 @@ class Op:
 class Graph:
     """A program: `values` and `ops` are indexed by id; `inputs` and `outputs` are value ids in calling order.
 
-    Graphs compare by identity, so that facts about them can be cached; `plan.fingerprint` compares content.
+    Graphs compare by identity, so that they are cheap keys of caches; `plan.fingerprint` compares their content.
     """
 
     values: tuple[Value, ...]
@@ -133,7 +138,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> tuple[int | None, ...]:
-        """For each value the op that computes it; None for inputs and literals."""
+        """The id of the op that computes each value, indexed by value id; None for inputs and literals."""
         table: list[int | None] = [None] * len(self.values)
         for op in self.ops:
             for result in op.results:
@@ -142,7 +147,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the ops that read it, in order, each once."""
+        """The ids of the ops that read each value, indexed by value id: in execution order, without duplicates."""
         table: list[list[int]] = [[] for _ in self.values]
         for op in self.ops:
             for operand in dict.fromkeys(op.operands):
@@ -150,22 +155,22 @@ class Graph:
         return tuple(tuple(ops) for ops in table)
 
     def operands(self, op: Op) -> tuple[Value, ...]:
-        """The operand values of an op."""
+        """Return the operands of an op as values."""
         return tuple(self.values[i] for i in op.operands)
 
     def results(self, op: Op) -> tuple[Value, ...]:
-        """The result values of an op."""
+        """Return the results of an op as values."""
         return tuple(self.values[i] for i in op.results)
 
     def _repr_html_(self) -> str:
         return view(View.GRAPH_HTML, self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython prints where it shows no HTML."""
+        """Print the graph as text in IPython, where no HTML is shown."""
         printer.text(view(View.GRAPH_SUMMARY if cycle else View.GRAPH_TEXT, self))
 
     def walk(self) -> Iterator[tuple[Graph, Op]]:
-        """Every op with the graph that holds it, bodies after their op."""
+        """Yield every op, at any depth, with the graph that contains it; an op comes before the ops of its bodies."""
         for op in self.ops:
             yield self, op
             for body in op.bodies:

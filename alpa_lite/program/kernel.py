@@ -1,6 +1,6 @@
 """The decorator of functions that numba compiles at their first use and caches on disk."""
 
-# What numba makes of functions pyright cannot know.
+# numba's decorators return objects whose types pyright cannot infer.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportPrivateUsage=false, reportUnknownParameterType=false, reportMissingParameterType=false
 
@@ -18,10 +18,10 @@ _compiling = threading.RLock()
 
 
 class _Kernel:
-    """A function that numba compiles when it is first called.
+    """A function that numba compiles at its first call.
 
-    numba itself is imported then, since that takes longer than importing JAX: neither `import alpa_lite` nor a command
-    that plans nothing should wait for it.
+    numba itself is imported only then, because that takes longer than importing JAX: `import alpa_lite` and commands
+    that plan nothing must not pay for it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -38,10 +38,10 @@ class _Kernel:
         return getattr(self.dispatcher(), name)  # `signatures` and `stats` of numba
 
     def dispatcher(self) -> Any:
-        """Return the dispatcher of numba, which is also put into the module in place of this object.
+        """Return numba's dispatcher, and replace every kernel among the function's globals by its dispatcher.
 
-        numba looks up the names that a function uses among the globals of its module, and knows dispatchers but not
-        this class: all kernels that this one may call are therefore replaced before it is compiled.
+        numba resolves the names that a function uses in the globals of its module, and accepts dispatchers but not
+        instances of this class. All kernels that this one may call are therefore replaced before it is compiled.
         """
         with _compiling:
             if self._dispatcher is None:
@@ -55,19 +55,19 @@ class _Kernel:
 
 @functools.cache
 def _cache_class() -> Any:
-    """Return the class of numba's cache on disk that survives a change of the types that signatures name.
+    """Return a subclass of numba's on-disk cache that discards an index it cannot read.
 
-    numba unpickles the index of a cache before it compares the stamp of the source file: an index that names a class
-    of an older version would raise `AttributeError` on every use, and nobody would know which file to delete.
+    numba unpickles the index of a cache before it compares the time stamp of the source file. An index whose signatures
+    name a class that no longer exists would raise `AttributeError` at every call until the user deletes the file.
     """
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
         def load_overload(self, sig: Any, target_context: Any) -> Any:
-            """Return the compiled function for a signature, or None, after which numba compiles and saves it."""
+            """Return the compiled function for a signature, or None, which makes numba compile and save it."""
             try:
                 return super().load_overload(sig, target_context)
-            except Exception:  # unpickling may fail in any way
+            except Exception:  # unpickling a stale index can raise almost any exception type
                 self.flush()
                 return None
 
@@ -83,5 +83,5 @@ def _compiled(function: FunctionType) -> Any:
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function by numba at its first use; it holds no lock of Python's while it runs."""
+    """Return the function compiled by numba at its first call; the compiled code releases the GIL while it runs."""
     return cast(Function, _Kernel(function))

@@ -1,24 +1,25 @@
-"""Micro-batching is sharding the batch over time: which ops run once per micro-batch, and which once per step.
+"""The phases of a train step: which ops run once per micro-batch, and which once per step.
 
-Two traces of one step at two batch sizes have the same ops and differ in shapes; the dims that differ carry the
-batch (batch_dims). From them, and from the data flow, follow the phases of the ops (assign_phases):
+Micro-batching shards the batch over time. Two traces of one step at two batch sizes have the same ops and differ only
+in shapes; the dims that differ carry the batch (`batch_dims`). The phases follow from these dims and from the data flow
+(`assign_phases`):
 
-    FORWARD, BACKWARD   the loop: ops that touch the batch, once per micro-batch
-    UPDATE              ops that follow what the loop sums up, once per step, and those on arrays of state that the loop
-                        does not read (the size of each weight, by which some optimizers scale)
-    INVARIANT           ops that depend on parameters, keys and counters alone; cheap, repeated wherever they are read
+    FORWARD, BACKWARD   the micro-batch loop: ops that depend on the batch, once per micro-batch
+    UPDATE              once per step: ops that depend on results of the loop, and ops on arrays of state that the loop
+                        does not read (for instance the norm of each weight, by which some optimizers scale)
+    INVARIANT           ops that depend only on parameters, keys and counters; cheap, and repeated in every reader
 
-What the loop hands to the update is put together from its micro-batches, in the way that is proven to give the full
-batch's value (`step.additivity`); a step for which there is no proof is refused with the user's line.
+A result of the loop that the update reads is combined over micro-batches by a rule that is proven to give its value at
+the full batch (`step.additivity`); a step without a proof is rejected with an error that names the user's line.
 
-The values of a step that are there before its loop begins and that no micro-batch has one of its own of.
+The loop reads two sorts of values from outside: slices of the batch, and `parameters`, which are available before the
+loop starts and are the same for all micro-batches.
 
-The part of a stage's backward pass that no other stage waits for: mostly the gradients of its weights.
+For zero-bubble schedules, the backward pass of a stage is split in two (Qi et al., "Zero Bubble Pipeline Parallelism",
+ICLR'24, section 2; here for any graph, by data flow):
 
-    input part     backward ops from which a value of another stage's loop descends
-    weight part    the other backward ops of the stage                                       (`weight_gradient_ops`)
-
-Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR'24), section 2, for any graph: the data flow decides.
+    input part     backward ops on which the loop of another stage depends
+    weight part    the other backward ops, mostly gradients of weights                       (`weight_gradient_ops`)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from alpa_lite.program.memo import memoized
 
 
 class Phase(Enum):
-    """When an op runs."""
+    """The part of a train step in which an op runs; the module docstring defines the members."""
 
     INVARIANT = "invariant"
     FORWARD = "forward"
@@ -47,7 +48,10 @@ class Phase(Enum):
 
 
 class Combination(Enum):
-    """How the micro-batches' parts of a value without samples are combined, where they are not added up."""
+    """The reduction over micro-batches of a loop result without a batch dim, for results that are not summed.
+
+    SAME means that all micro-batches compute the same value.
+    """
 
     SAME = "same"
     MAX = "max"
@@ -56,9 +60,10 @@ class Combination(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPart:
-    """What a graph input (or output) is: an argument (or output) of the step, by number, or some rows of it.
+    """The origin of a graph input (or output): a leaf of the step's arguments (or outputs), or a range of its rows.
 
-    `rows` are the first and last + 1 of the leading dim. Arrays that the function captured count after the arguments.
+    leaf    position among the flattened arguments (or outputs); arrays captured by the function follow the arguments
+    rows    (start, stop) along the leading dim, or None for the whole array
     """
 
     leaf: int
@@ -67,21 +72,23 @@ class LeafPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """A train step cut into phases, at the size of one micro-batch.
+    """A train step divided into phases, traced at the size of one micro-batch.
 
-    graph        the ops at micro-batch shapes, with the literals of the full batch
-    full_shapes  shape of each value in the full-batch step
-    batch_dims   for each value the dim that carries the batch, or None
-    phases       for each op its phase
-    bodies       the same of the values of each body of control flow, at any depth
-    input_parts  what each graph input is; stacked arguments come in parts where loops do
-    output_parts what each graph output is
-    aliases      graph output value → graph input value that it replaces in the next step (state in, state out)
-    batch_problem  why there is no batch size
-    loop_parts   into how many parts at least loops over layers were cut; 0 when they were kept
-    averaged     the loop's results are averaged over micro-batches, as the step is no sum over its samples
-    combined     results of the loop without samples that are not added up over micro-batches: how they are combined
-    runs         graph output → into how many runs its samples are dealt out again (1)
+    graph             the ops at micro-batch shapes, with the literals of the full batch
+    full_shapes       shape of each value in the full-batch step
+    batch_dims        for each value the dim that carries the batch, or None
+    phases            for each op its phase
+    num_microbatches  how often the loop runs per step
+    batch_size        number of samples in the full batch; None if it is unknown (see `batch_problem`)
+    bodies            full shapes and batch dims of the values of each body of control flow, at any depth
+    input_parts       the origin of each graph input; stacked arguments are split where the loops that read them are
+    output_parts      the origin of each graph output
+    aliases           graph output value → graph input value that it replaces in the next step (updated state)
+    batch_problem     the reason why no batch size could be determined; empty otherwise
+    loop_parts        minimum number of parts into which loops over layers were split; 0 if they were not split
+    averaged          loop results are averaged over micro-batches, because the step is not a sum over its samples
+    combined          loop results without a batch dim that are not summed over micro-batches → their reduction
+    runs              graph output value → number of runs into which its samples are divided; 1 if absent
     """
 
     graph: Graph
@@ -101,20 +108,20 @@ class StepGraph:
     runs: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def runs_of(self, op: Op) -> int:
-        """How often an op runs per step."""
+        """Return the number of times that an op runs per step."""
         return self.num_microbatches if self.phases[op.id].in_loop else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyScope:
-    """Shapes at the full batch and batch dims of the values of one loop body."""
+    """The full-batch shapes and the batch dims of the values of one body of control flow, indexed by value id."""
 
     full_shapes: tuple[tuple[int, ...], ...]
     batch_dims: tuple[int | None, ...]
 
 
 def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, BodyScope]:
-    """The scope of each body in `graph`, from the traces at the full batch and at another size; see `batch_dims`."""
+    """Return the scope of each body in `graph`, given traces at the full batch and at another size (`batch_dims`)."""
     table: dict[Graph, BodyScope] = {}
     for a, b, c in zip(graph.ops, full.ops, other.ops, strict=True):
         for body, large, small in zip(a.bodies, b.bodies, c.bodies, strict=True):
@@ -127,7 +134,10 @@ def body_scopes(graph: Graph, full: Graph, other: Graph) -> dict[Graph, BodyScop
 
 
 def with_own_bodies(graph: Graph) -> Graph:
-    """The graph with bodies of which none is one object with another, at any depth."""
+    """Return a copy of the graph in which no two ops share a body object, at any depth.
+
+    Tables about bodies are keyed by identity, and equal bodies can have different batch dims.
+    """
     if not any(op.bodies for op in graph.ops):
         return replace(graph)
     ops = (replace(op, bodies=tuple(map(with_own_bodies, op.bodies))) if op.bodies else op for op in graph.ops)
@@ -135,7 +145,7 @@ def with_own_bodies(graph: Graph) -> Graph:
 
 
 def check_same_structure(full: Graph, other: Graph) -> None:
-    """Both traces must be one program at two sizes; a step that branches on its batch size in Python is refused."""
+    """Raise TraceError unless both traces have the same ops: a step must not branch on its batch size in Python."""
     checked: set[tuple[Graph, Graph]] = set()
     for a, b in zip(full.ops, other.ops, strict=False):
         if a.primitive != b.primitive or a.operands != b.operands:
@@ -156,7 +166,7 @@ def check_same_structure(full: Graph, other: Graph) -> None:
 
 
 def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
-    """For each value the dim whose size differs between the two traces; the first where several do."""
+    """Return for each value the first dim whose size differs between the two traces, or None."""
     table: list[int | None] = []
     for a, b in zip(full.values, other.values, strict=True):
         dims = (d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
@@ -165,7 +175,10 @@ def batch_dims(full: Graph, other: Graph) -> tuple[int | None, ...]:
 
 
 def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> set[int]:
-    """Ops that touch the batch, and those between them: which follow from some and which others wait for."""
+    """Return the ids of the ops that read or compute a value with a batch dim, and of the ops between them.
+
+    An op is between if it depends on one of them and another one depends on it.
+    """
     touches = {op.id for op in graph.ops if any(batch[v] is not None for v in (*op.operands, *op.results))}
     follows: set[int] = set()  # values
     between: list[Op] = []
@@ -185,10 +198,12 @@ def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> set[int]:
 
 
 def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> dict[int, Phase]:
-    """Phase of each op of the loop: by JAX's transpose marks and data flow; without marks by the last first use.
+    """Return the phase of each op of the loop, FORWARD or BACKWARD, by op id.
 
-    `batch`: the batch dim of each value. A loop without marks that sums up nothing of the form of a parameter has no
-    backward pass.
+    Ops that JAX marked as transposed are backward, and so is every op that depends on one. In a step without marks
+    (gradients written by hand) the backward pass starts after the op at which the last input is first used, since a
+    forward pass reads every parameter once. A loop without marks has no backward pass at all if it computes nothing
+    with the shape and dtype of a parameter. `batch` holds the batch dim of each value.
     """
     marked = any("transpose(" in graph.ops[i].name_stack for i in loop)
     if not marked and batch and not _sums_gradients(graph, loop, batch):
@@ -199,7 +214,7 @@ def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None
     backward_values: set[int] = set()
     for op in graph.ops:
         if op.id not in loop:
-            # An op outside the loop hands the mark on, so that no forward op ever follows a backward one.
+            # Ops outside the loop propagate the mark too, so that no forward op depends on a backward one.
             if any(v in backward_values for v in op.operands):
                 backward_values.update(op.results)
             continue
@@ -213,7 +228,7 @@ def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None
 
 
 def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -> bool:
-    """Whether the loop hands on a value without the batch that has the form of an argument without the batch."""
+    """Return whether the loop has a result without a batch dim that has the shape and dtype of such an argument."""
     forms = {(v.shape, v.dtype) for v in map(graph.values.__getitem__, graph.inputs) if v.rank and batch[v.id] is None}
     outputs = set(graph.outputs)
     return any(
@@ -226,7 +241,7 @@ def _sums_gradients(graph: Graph, loop: set[int], batch: Sequence[int | None]) -
 
 
 def assign_phases(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> tuple[Phase, ...]:
-    """Phase of every op of the graph, given the ops of the loop, and the batch dim of each value."""
+    """Return the phase of every op of the graph, given the op ids of the loop and the batch dim of each value."""
     inside = forward_or_backward(graph, loop, batch)
     needed, of_state, depends = _needed_by(graph, loop), set(graph.inputs), set[int]()
     phases: list[Phase] = []
@@ -238,7 +253,8 @@ def assign_phases(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()
             phases.append(inside[op.id])
             depends.update(op.results)
         elif op.effectful or any(v in depends for v in op.operands) or (arrays and op.id not in needed):
-            # What has an effect happens once, not wherever it is read; and state is not brought to all its readers.
+            # Invariant ops are repeated in every reader. An effect must happen once, and repeating an op on an array of
+            # state would send this array to all readers.
             phases.append(Phase.UPDATE)
             depends.update(op.results)
         else:
@@ -247,7 +263,10 @@ def assign_phases(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()
 
 
 def loop_without_batch(graph: Graph) -> set[int]:
-    """The loop of a step whose batch is unknown: the ops that JAX marked as differentiated, and what lies between."""
+    """Return the op ids of the loop of a step whose batch is unknown.
+
+    These are the ops that JAX marked as differentiated, and the ops between them; without marks, all ops.
+    """
     marked = [op.id for op in graph.ops if "jvp(" in op.name_stack or "transpose(" in op.name_stack]
     last = max(marked, default=len(graph.ops) - 1)
     depends: set[int] = set()
@@ -275,12 +294,12 @@ def without_gaps(graph: Graph, loop: set[int]) -> set[int]:
 
 
 def effects_before(graph: Graph, loop: set[int]) -> set[int]:
-    """Ops with an effect that the loop waits for: they run in it."""
+    """Return the ids of the ops with an effect on which the loop depends; these run in the loop."""
     return {i for i in _needed_by(graph, loop) if graph.ops[i].effectful}
 
 
 def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
-    """Ops outside the loop whose results it reads, through others too."""
+    """Return the ids of the ops outside the loop on which it depends, directly or indirectly."""
     needed = {v for i in loop for v in graph.ops[i].operands}
     found: set[int] = set()
     for op in reversed(graph.ops):
@@ -292,14 +311,17 @@ def _needed_by(graph: Graph, loop: set[int]) -> set[int]:
 
 @memoized
 def parameters(step: StepGraph) -> frozenset[int]:
-    """Arguments without a batch, and what invariant ops make."""
+    """Return the ids of the values that are available before the loop and are the same for all micro-batches.
+
+    These are the inputs and literals without a batch dim, and the results of invariant ops without one.
+    """
     graph = step.graph
     ready = ((v.id, graph.producer[v.id]) for v in graph.values if step.batch_dims[v.id] is None)
     return frozenset(v for v, producer in ready if producer is None or step.phases[producer] is Phase.INVARIANT)
 
 
 def weight_gradient_ops(step: StepGraph, ops: Iterable[int]) -> frozenset[int]:
-    """Of the ops of a stage, by number, the backward ones that nothing in the loop of another stage waits for."""
+    """Return the backward ops of a stage, given its op ids, on which nothing in the loop of another stage depends."""
     graph, phases = step.graph, step.phases
     mine = sorted(o for o in ops if phases[o] is Phase.BACKWARD)
     awaited, here = set[int](), frozenset(mine)

@@ -1,4 +1,4 @@
-"""What every graph must obey; a violation is a defect of alpa_lite, found where it arises."""
+"""The invariants of graphs. A violation is a defect of alpa_lite, reported by the pass that introduced it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from alpa_lite.program.wiring import wiring_of
 
 
 def verify(graph: Graph) -> Graph:
-    """The graph itself, if it is well formed; else `VerificationError`.
+    """Return the graph unchanged, or raise `VerificationError` if it is not well formed.
 
-    Numbers are dense and in order; every value has one origin (input, literal, or one op) and is made before it is
-    read; control flow feeds each input of its bodies, and each output becomes a result or decides.
+    Ids must be dense and in order. Every value must have exactly one origin (an input, a literal or one op) and be
+    defined before it is read. Each body of control flow must have as many inputs and outputs as its wiring.
     """
     for numbered, what in ((graph.values, "value"), (graph.ops, "op")):
         for position, item in enumerate(numbered):
@@ -35,7 +35,10 @@ def verify(graph: Graph) -> Graph:
 
 
 def _verify_bodies(op: Op, verified: set[Graph]) -> None:
-    """The bodies of an op, unless they are among those `verified`, to which they are added."""
+    """Verify the bodies of an op and add them to `verified`; bodies in `verified` are skipped.
+
+    Ops may share one body object: without the set, nested shared bodies would be verified exponentially often.
+    """
     wiring = wiring_of(op)
     for body, inputs, outputs in zip(op.bodies, wiring.inputs, wiring.outputs, strict=True) if wiring else ():
         if body not in verified:

@@ -1,7 +1,7 @@
-"""Views: how programs, plans and instruction lists show themselves.
+"""The registry of views: the functions that render programs, plans and instruction lists as text or HTML.
 
-The room that draws them, `alpa_lite.inspection`, comes after the rooms that define them, and registers its functions
-here when the package is imported. A value asks for its view by name.
+`alpa_lite.inspection` renders values of packages that must not import it. It registers its functions here when
+`alpa_lite` is imported, and values look up their view by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class View(Enum):
-    """What can be asked of a value."""
+    """The names of the views that a value can be rendered as."""
 
     GRAPH_HTML = auto()
     GRAPH_TEXT = auto()
@@ -33,10 +33,10 @@ _views: dict[View, Callable[..., str]] = {}
 
 
 def register_views(views: Mapping[View, Callable[..., str]]) -> None:
-    """Make functions known by which values are shown; each takes the value first and returns text."""
+    """Register the functions that render values; each takes the value as its first argument and returns text."""
     _views.update(views)
 
 
 def view(kind: View, *arguments: Any, **options: Any) -> str:
-    """Return the view of ``arguments[0]`` of this kind."""
+    """Return the value ``arguments[0]`` rendered as this kind of view."""
     return _views[kind](*arguments, **options)

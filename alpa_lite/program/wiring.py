@@ -1,12 +1,13 @@
-"""How the values outside an op of control flow meet the values inside its bodies.
+"""The wiring of control flow: how the operands and results of an op map to the inputs and outputs of its bodies.
 
     op       operands                     bodies              results
     scan     consts ‖ carry ‖ xs          (body,)             carry ‖ stacked ys
     while    consts ‖ consts ‖ carry      (condition, body)   carry
     cond     index ‖ arguments            one per branch      one each
 
-A *carried* result is an operand that the body hands from trip to trip: it keeps one spec throughout. Everything that
-looks into bodies (batch tracking, search, pricing, emission) goes through `wiring_of`, and knows no primitive.
+A *carried* result is the last state of an operand that the body passes from iteration to iteration; it has the same
+spec in all of them. All code that looks into bodies (batch tracking, search, pricing, emission) uses `wiring_of` and
+does not depend on the primitive.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from itertools import pairwise
 
 from alpa_lite.program.ir import Graph, Op
 
-#: Additions, which may take partial sums and resolve them once.
+#: Primitives that add. They are linear, so they can add partial sums and leave the reduction to the end of the loop.
 ADDITIONS = ("add", "add_any")
 
-#: Longer loops are never cut: they are loops over time or samples, not over layers.
+#: The largest trip count of loops that are split into parts: longer loops run over time or samples, not over layers.
 MAX_TRIPS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """Who feeds whom in one op of control flow.
+    """The mapping between the operands and results of one op and the inputs and outputs of its bodies.
 
-    inputs    per body, for each of its inputs the number of the operand that feeds it
-    scanned   operands of which each trip reads one slice of the leading dim
-    outputs   per body, for each of its outputs the number of the result that it makes; None for a predicate
-    stacked   results that stack one element per trip along a new leading dim
-    carried   number of a result → number of the operand that it is the last state of
-    trips     how often each body runs: the length of a scan, once for a while (nobody knows), and a branch as often
-              as if all branches were equally likely
+    Operands and results are given by their position in the op.
+
+    inputs    per body, for each of its inputs the position of the operand that feeds it
+    scanned   operands of which each iteration reads one slice of the leading dim
+    outputs   per body, for each of its outputs the position of the result it becomes; None for a predicate
+    stacked   results that stack one element per iteration along a new leading dim
+    carried   position of a result → position of the operand that holds its initial state
+    trips     expected number of runs of each body: the length of a scan, 1 for a while loop (its trip count is not
+              static), and 1 / number of branches for a branch, as if all branches were equally likely
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -47,7 +50,7 @@ class Wiring:
 
 
 def wiring_of(op: Op) -> Wiring | None:
-    """The wiring of an op; None when it has no bodies."""
+    """Return the wiring of an op, or None if it has no bodies."""
     if not op.bodies:
         return None
     names = {"scan": ("num_consts", "num_carry", "length"), "while": ("cond_nconsts", "body_nconsts")}
@@ -86,9 +89,12 @@ def _wiring(primitive: str, num_operands: int, num_results: int, numbers: tuple[
 
 
 def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
-    """First and last + 1 of each part of a loop or a stack: `num_parts` of nearly equal size, if they have two or more
-    each; else the next number of equal parts, at last single ones. Larger parts come earlier, as what follows the
-    last layer (a product with the vocabulary, say) mostly takes longer than what comes before the first."""
+    """Return the (start, stop) of each part when `length` iterations or rows are split into parts of nearly equal size.
+
+    There are `num_parts` parts if each gets at least two; otherwise the next larger number of equal parts, in the
+    limit parts of size one. Larger parts come first, because the ops after the last layer (the product with the
+    vocabulary, for instance) usually take longer than those before the first layer.
+    """
     count = min(num_parts, length)
     if length < 2 * count:
         count = next(c for c in range(count, length + 1) if length % c == 0)
@@ -97,7 +103,11 @@ def parts_of(length: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
-    """Operands that a loop only adds to: number of the operand → the op of the last body that adds to it."""
+    """Return the operands that a loop uses only as accumulators: position of the operand → id of the adding op.
+
+    The adding op is the one in the last body (the only one, except for the condition of a while loop). An operand is an
+    accumulator if nothing else reads it and the new sum is read by nothing but the next iteration.
+    """
     found: dict[int, int] = {}
     for r, i in wiring.carried.items():
         *others, body = op.bodies
@@ -114,7 +124,7 @@ def accumulators(op: Op, wiring: Wiring) -> dict[int, int]:
 
 
 def accumulated(op: Op) -> tuple[int, ...]:
-    """Numbers of the results of a loop that are what came in and sums that its trips only added to."""
+    """Return the positions of the results of a loop that are accumulators: the initial value plus a sum."""
     wiring = wiring_of(op)
     if wiring is None or not wiring.carried:
         return ()

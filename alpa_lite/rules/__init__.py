@@ -1,6 +1,7 @@
-"""Factor rules: for each primitive, which dims of its operands and results belong together.
+"""Factor rules: for each primitive, which dims of its operands and results are split together.
 
-Comes in: an op. Goes out: its rule (`registry`), and what the rules say of a whole graph (`op_info`, `dims`, `fusion`).
+Comes in: an op. Goes out: its factor rule (`registry`), and properties of whole graphs that follow from the rules of
+their ops (`op_info`, `dims`, `fusion`).
 Read `registry` first, then `elementwise` and `contraction`; importing this package registers all rules.
 """
 
@@ -19,4 +20,4 @@ from alpa_lite.rules.registry import rule_source as rule_source
 from alpa_lite.rules.registry import view_of as view_of
 
 RULE_MODULES = (contraction, convolution, elementwise, indexing, layout, random, reduction, windows)
-"""The modules that register rules, so that a reader finds them all."""
+"""The modules that register rules; importing them here registers all rules."""

@@ -1,10 +1,10 @@
-"""Where the batch goes, by the rules of the ops that it meets: for steps that run at one batch size only.
+"""Batch dims by factor rules, for steps that run at one batch size only.
 
-A step with its batch size written into it, or one that looks at it, cannot be traced at another size to see which dims
-follow the batch (`graph.phases.batch_dims`). Its batch is then followed from the arguments through every factor that
-passes, in and out of the bodies of control flow. A batch of one sample shares a factor with nothing in a reshape; there
-it goes to the dim of size 1 that as many elements lie in front of. What is missed is merely not split as the batch is:
-nothing that has to be exact rests on it, and micro-batches are not made of it.
+A step that hard-codes or inspects its batch size cannot be traced at another size to see which dims depend on it
+(`program.phases.batch_dims`). The batch is then followed from the arguments through every factor that passes, into and
+out of the bodies of control flow. In a reshape, a batch of one sample shares no factor with any result dim; it is
+assigned to the dim of size 1 with the same number of elements before it. The result is a heuristic: a missed dim is
+only not split along the batch, and micro-batches are never formed from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Known = Mapping[Graph, Mapping[int, int | None]]
 def follow_batch(
     graph: Graph, inputs: Sequence[int | None], known: Known | None = None
 ) -> tuple[Dims, dict[Graph, BodyScope]]:
-    """For each value the dim that carries the batch, or None; and the same of every body. `inputs`: of the inputs."""
+    """Return the batch dim of each value (or None), and the scope of every body, given those of the graph inputs."""
     known = known or {}
     given = known.get(graph, {})
     found: list[int | None] = [None] * len(graph.values)

@@ -1,12 +1,12 @@
-"""Which dims of a step's values are one dimension: classes of (value, dim), through the ops' rules.
+"""Equivalence classes of the dims of a step's values, by the factor rules of its ops.
 
-    (v, i) ~ (w, j)     if some rule gives both the same major factor                                    (DimClasses)
-                        if a body reads v as w, or hands w on as v, the leading dim of scanned arrays aside
+    (v, i) ~ (w, j)     if a rule gives both the same major factor                                     (`DimClasses`)
+                        if a body reads v as w, or returns w as v, without the leading dim of scanned arrays
                         if w replaces v in the next step
 
-A dim that is a product of factors goes by its major one, along which it can be cut. The classes are the names of a
-program without names: of a transformer the batch, the positions, the width, the heads and the hidden units of each
-layer are one each.
+A dim that is a product of factors is represented by its major factor, along which it can be split. The classes take the
+place of dimension names: in a transformer the batch, the positions, the width, the heads and the hidden units of each
+layer are one class each.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from alpa_lite.rules.registry import Dims, Rule
 
 
 def major_factor(rule: Rule, factors: Sequence[int]) -> int | None:
-    """The factor along which a dim is cut; None for a dim of size 1."""
+    """Return the factor along which a dim can be split, or None for a dim of size 1."""
     return next((f for f in factors if rule.sizes[f] > 1), None)
 
 
 class DimClasses:
-    """The classes of a step, bodies included."""
+    """The dim classes of a step, including the bodies of control flow (a union-find structure)."""
 
     def __init__(self, step: StepGraph) -> None:
-        """Find them all."""
+        """Compute the classes of all dims of the step."""
         self.graph = step.graph
         self._first: dict[Graph, list[int]] = {}
         self._parents: list[int] = []
@@ -39,19 +39,19 @@ class DimClasses:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """The graph of the step and all bodies."""
+        """The graph of the step and the graphs of all bodies."""
         return tuple(self._first)
 
     def of(self, graph: Graph, value: int, dim: int) -> int:
-        """The class of a dim, as a number that stands for it."""
+        """Return the class of a dim as a number."""
         return self._root(self._first[graph][value] + dim)
 
     def of_value(self, graph: Graph, value: int) -> tuple[int, ...]:
-        """The classes of the dims of a value."""
+        """Return the class of each dim of a value."""
         return tuple(self.of(graph, value, dim) for dim in range(graph.values[value].rank))
 
     def of_factor(self, graph: Graph, op: Op, factor: int) -> int | None:
-        """The class of the dims that a factor of an op's rule is the major one of; None when there is none."""
+        """Return the class of the dims whose major factor in the op's rule is `factor`, or None if there are none."""
         found = (self.of(graph, v, d) for v, d, f in _majors(graph, op) if f == factor)
         return next(found, None)
 
@@ -66,7 +66,7 @@ class DimClasses:
         self._parents[max(a, b)] = min(a, b)
 
     def _join_all(self, graph: Graph, v: int, other: Graph, w: int, skip: int, skip_other: int) -> None:
-        """Join the dims of two values, without so many leading ones of each."""
+        """Join the dims of two values pairwise, after skipping `skip` and `skip_other` leading dims."""
         first, second = self._first[graph][v] + skip, self._first[other][w] + skip_other
         for dim in range(graph.values[v].rank - skip):
             self._join(first + dim, second + dim)
@@ -101,7 +101,7 @@ class DimClasses:
 
 
 def _majors(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
-    """Value, dim and major factor of each dim of the operands and results of an op without bodies."""
+    """Yield (value id, dim, major factor) for each dim of the operands and results of an op without bodies."""
     rule = rule_of_op(graph, op.id)
     tensors: tuple[Dims, ...] = (*rule.operands, *rule.results)
     for v, dims in zip((*op.operands, *op.results), tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Element-wise ops: every dim of every operand is the same dim of the result.
+"""Factor rules of element-wise ops: every dim of every operand is the same dim of the result.
 
     unary, binary, …     ([i,j], [i,j]) -> ([i,j])                       (pointwise)
     selection            ([], [i,j], [i,j]) -> ([i,j])                   (select_n: a scalar predicate holds no factor)
@@ -48,25 +48,25 @@ _SERIES = (
 
 
 def ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Dims or sizes from an op's untyped parameters."""
+    """Return dims or sizes from an untyped parameter of an op as a tuple of ints."""
     return tuple(int(n) for n in numbers)
 
 
 def is_key(value: Value) -> bool:
-    """True for arrays of typed random keys, which can be moved but not added."""
+    """Return True for arrays of typed PRNG keys, which can be moved but not added."""
     return value.dtype.startswith("key<")
 
 
 def can_add(value: Value) -> bool:
-    """True when partial results of this dtype can be summed over devices."""
+    """Return True if partial results of this dtype can be summed over devices."""
     return value.dtype != "bool" and not is_key(value)
 
 
 def linear_groups(view: OpView, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The groups that can hold partial sums here.
+    """Return the groups of operands that can be partial sums in this op.
 
-    A number in the program is never a partial sum: a zero drops out of its group, any other number forbids the group.
-    Sums of integers wrap, so that integers of one width that become a wider number hold none.
+    A literal is never a partial sum: a zero is removed from its group, and any other literal excludes the group.
+    Integer sums wrap around, so integers that are converted to a wider type cannot be partial sums.
     """
     if not all(can_add(value) for value in view.results):
         return ()
@@ -89,7 +89,7 @@ def aligned(b: RuleBuilder, shape: tuple[int, ...], to: tuple[int, ...], dims: D
 
 
 def pointwise(view: OpView, *, flops: float = 1.0, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
-    """Identity per dim between all operands and all results; `flops` per element."""
+    """Return a rule in which dim d of all operands and results has the same factor; `flops` is per element."""
     b = RuleBuilder()
     shape = view.results[0].shape
     dims = b.factors(shape)
@@ -134,7 +134,7 @@ def series(view: OpView) -> Rule:
 
 @register_rule(*_FREE)
 def free(view: OpView) -> Rule:
-    """Ops that compute nothing; all of them are linear unless they change between number kinds."""
+    """Return the rule of ops without arithmetic, which are linear unless they convert between kinds of numbers."""
     same_kind = view.operands[0].dtype == view.results[0].dtype
     floats = view.operands[0].is_float and view.results[0].is_float
     return pointwise(view, flops=0.0, linear=linear_groups(view, (0,)) if same_kind or floats else ())
@@ -142,37 +142,37 @@ def free(view: OpView) -> Rule:
 
 @register_rule("neg")
 def neg(view: OpView) -> Rule:
-    """Linear in its operand."""
+    """Return a rule that is linear in the operand."""
     return pointwise(view, linear=linear_groups(view, (0,)))
 
 
 @register_rule("add", "sub", "add_any", "complex")
 def add(view: OpView) -> Rule:
-    """Jointly linear: a sum of two partial sums is a partial sum."""
+    """Return a rule that is jointly linear in both operands: the sum of two partial sums is a partial sum."""
     return pointwise(view, linear=linear_groups(view, (0, 1)))
 
 
 @register_rule("mul")
 def mul(view: OpView) -> Rule:
-    """Linear in either factor while the other is whole."""
+    """Return a rule that is linear in either operand while the other is not a partial sum."""
     return pointwise(view, linear=linear_groups(view, (0,), (1,)))
 
 
 @register_rule("div")
 def div(view: OpView) -> Rule:
-    """Linear in the numerator, except among integers, which round."""
+    """Return a rule that is linear in the numerator, except for integers, whose division rounds."""
     return pointwise(view, linear=linear_groups(view, (0,)) if view.results[0].is_float else ())
 
 
 @register_rule("select_n")
 def select_n(view: OpView) -> Rule:
-    """Jointly linear in its cases."""
+    """Return a rule that is jointly linear in the cases, but not in the predicate."""
     return pointwise(view, linear=linear_groups(view, tuple(range(1, len(view.operands)))))
 
 
 @register_rule("optimization_barrier", "device_put")
 def barrier(view: OpView) -> Rule:
-    """Values pass independently of each other."""
+    """Return a jointly linear rule in which each operand shares its factors only with its own result."""
     b = RuleBuilder()
     dims = tuple(b.factors(v.shape) for v in view.operands)
     return b.build(dims, dims, linear=linear_groups(view, tuple(range(len(view.operands)))))

@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: reshape, transpose, broadcast, slice, pad, concatenate.
+"""Factor rules of ops that move elements without computing: reshape, transpose, broadcast, slice, pad, concatenate.
 
     transpose          ([i,j]) -> ([j,i])
     broadcast_in_dim   ([i]) -> ([j,i])               new dims are free
@@ -22,14 +22,14 @@ from alpa_lite.rules.registry import Dims, FactorKind, OpView, Rule, RuleBuilder
 
 @register_rule("iota", "empty")
 def source(view: OpView) -> Rule:
-    """Arrays made from nothing: every dim may be split."""
+    """Return the rule of ops that create an array without operands: every dim may be split."""
     b = RuleBuilder()
     return b.build((), (b.factors(view.results[0].shape),), positional=view.primitive == "iota")
 
 
 @register_rule("broadcast_in_dim")
 def broadcast_in_dim(view: OpView) -> Rule:
-    """Mapped dims pass; new and expanded dims have a factor of their own."""
+    """Return a rule in which mapped dims pass; new and expanded dims have factors of their own."""
     b = RuleBuilder()
     operand, shape = view.operands[0], view.results[0].shape
     result = b.factors(shape)
@@ -40,7 +40,7 @@ def broadcast_in_dim(view: OpView) -> Rule:
 
 @register_rule("transpose")
 def transpose(view: OpView) -> Rule:
-    """Dims change places."""
+    """Return a rule that permutes the factors of the dims."""
     b = RuleBuilder()
     dims = b.factors(view.operands[0].shape)
     return b.build(
@@ -50,7 +50,7 @@ def transpose(view: OpView) -> Rule:
 
 @register_rule("squeeze")
 def squeeze(view: OpView) -> Rule:
-    """Dims of size 1 go."""
+    """Return a rule that removes dims of size 1."""
     b = RuleBuilder()
     dims = b.factors(view.operands[0].shape)
     gone = {d % len(dims) for d in ints(view.params["dimensions"])}
@@ -60,7 +60,7 @@ def squeeze(view: OpView) -> Rule:
 
 @register_rule("expand_dims")
 def expand_dims(view: OpView) -> Rule:
-    """Dims of size 1 come."""
+    """Return a rule that adds dims of size 1."""
     b = RuleBuilder()
     result = b.factors(view.results[0].shape)
     new = {d % len(result) for d in ints(view.params["dimensions"])}
@@ -167,13 +167,13 @@ def pad(view: OpView) -> Rule:
 
 @register_rule("rev")
 def rev(view: OpView) -> Rule:
-    """Reversed dims move as a whole."""
+    """Return a linear rule in which reversed dims move data across block borders and the others pass."""
     return _partly(view, lambda d: d in view.params["dimensions"], [(0,)])
 
 
 @register_rule("concatenate", "split")
 def concatenate(view: OpView) -> Rule:
-    """The joined dim is whole in every part; jointly linear."""
+    """Return a jointly linear rule in which the joined dim is whole in every part and the others pass."""
     joined: int = view.params["dimension" if view.primitive == "concatenate" else "axis"]
     b = RuleBuilder()
     shared = b.factors(view.operands[0].shape)
@@ -194,7 +194,7 @@ def concatenate(view: OpView) -> Rule:
 
 @register_rule("stack", "unstack")
 def stack(view: OpView) -> Rule:
-    """The new (or vanishing) dim is whole; the others pass. Jointly linear."""
+    """Return a jointly linear rule in which the new (or removed) dim is replicated and the others pass."""
     whole, part = (
         (view.results[0], view.operands[0]) if view.primitive == "stack" else (view.operands[0], view.results[0])
     )

@@ -1,4 +1,4 @@
-"""What the rules say of a whole graph: the rule of each op, which ops are alike, which values cost nothing to move."""
+"""Properties of a whole graph that follow from rules: the rule and class of each op, opaque ops, and free values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from alpa_lite.rules import OpView, Rule, opaque_rule, rule_of, rule_source, vie
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpClass:
-    """What ops have in common that do the same to the same shapes; a class is one object, in all graphs.
+    """An equivalence class of ops that do the same to the same shapes, so that they share a rule and a price.
 
-    `view` is that of the op that was seen first: the numbers and names of its values, and where it reads in an array,
-    are not those of the others.
+    Ops without bodies share one object per class across all graphs; classes compare by identity. `view` is the view of
+    the first op of the class: its value ids and names, and the positions at which a slice reads, are not representative
+    of the others.
     """
 
     rule: Rule
@@ -26,30 +27,33 @@ class OpClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayoutClass:
-    """What classes have in common whose ops are laid out alike: the rule without its price. It is one object, too."""
+    """An equivalence class of op classes with the same possible shardings: the rule without its flops and work kind.
+
+    There is one object per class, compared by identity.
+    """
 
     rule: Rule
 
 
 def rule_of_op(graph: Graph, op_id: int) -> Rule:
-    """The rule of an op, found once per class. What has an effect runs whole, on one device: its rule is not asked."""
+    """Return the rule of an op, computed once per class. An op with an effect has the opaque rule: it is not split."""
     return op_classes(graph)[op_id].rule
 
 
 def op_class(graph: Graph, op_id: int) -> OpClass:
-    """The class of an op; the same for ops that do the same to the same shapes."""
+    """Return the class of an op."""
     return op_classes(graph)[op_id]
 
 
-#: Parameters that say where in an array an op reads: the shapes say all that its rule goes by.
+#: Parameters that only say at which positions an op reads an array: its rule depends on the shapes alone.
 _WHERE: Mapping[str, tuple[str, ...]] = {"slice": ("start_indices", "limit_indices")}
 
 
 @memoized
 def op_classes(graph: Graph) -> tuple[OpClass, ...]:
-    """The class of each op."""
+    """Return the class of each op, indexed by op id."""
     kinds = [(v.shape, v.dtype, v.literal) for v in graph.values]
-    texts: dict[tuple[str, int], str] = {}  # of parameters, by their id: ops that do the same often share them
+    texts: dict[tuple[str, int], str] = {}  # parameters as text, by primitive and id: equal ops often share the object
     known: dict[Hashable, OpClass] = {}
     found: list[OpClass] = []
     for op in graph.ops:
@@ -59,7 +63,7 @@ def op_classes(graph: Graph) -> tuple[OpClass, ...]:
         operands, results = tuple([kinds[v] for v in op.operands]), tuple([kinds[v] for v in op.results])
         key = (op.primitive, rule_source(op.primitive), operands, results, params, op.effectful)
         if op.bodies:
-            # A table of all classes would keep bodies alive.
+            # Not cached: the cache of `_class` would keep the graphs of bodies alive.
             found.append(_class_of(_Look(effectful=op.effectful, key=key, view=view_of(graph, op))))
             continue
         if key not in known:
@@ -75,7 +79,7 @@ def _text_of_params(op: Op) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """A view that equals all those which a rule cannot tell from it: numbers and names of values do not count."""
+    """A view as a cache key: it equals all views that a rule cannot distinguish, whatever their value ids and names."""
 
     effectful: bool
     key: Hashable
@@ -98,7 +102,7 @@ def _layout(rule: Rule) -> LayoutClass:
 
 
 def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
-    """Ops on arrays that have no rule, each with its graph: whole on every device. Bodies are looked into."""
+    """Return the ops on arrays without a rule, at any depth, each with its graph; they are replicated."""
     found: list[tuple[Graph, Op]] = []
     for op in graph.ops:
         for body in op.bodies:
@@ -112,15 +116,16 @@ def opaque_ops(graph: Graph) -> tuple[tuple[Graph, Op], ...]:
 
 @memoized
 def ranked_values(graph: Graph) -> frozenset[int]:
-    """Values that are no scalars."""
+    """Return the ids of the values that are not scalars."""
     return frozenset([v.id for v in graph.values if v.shape])
 
 
 @memoized
 def free_values(graph: Graph) -> frozenset[int]:
-    """Values that depend on scalars alone: literals of any op whose operands are scalars or free themselves.
+    """Return the ids of the arrays that depend only on scalars, and can be recomputed in any spec at no cost.
 
-    No reductions: over the samples of a micro-batch they are not what they are over the batch.
+    These are the results of elementwise ops whose operands are scalars or free themselves. Reductions are excluded,
+    because a reduction over a micro-batch differs from one over the full batch.
     """
     ranked, free = ranked_values(graph), set[int]()
     for op in graph.ops:
@@ -134,13 +139,13 @@ def free_values(graph: Graph) -> frozenset[int]:
 
 @memoized
 def free_ops(graph: Graph) -> frozenset[int]:
-    """The ops that make free values."""
+    """Return the ids of the ops that compute free values."""
     free = free_values(graph)
     return frozenset(op.id for op in graph.ops if not free.isdisjoint(op.results))
 
 
 def is_zero(graph: Graph, value: int) -> bool:
-    """True when a value is known to be all zeros."""
+    """Return True if a value is zero everywhere by construction: a literal zero, broadcast, converted or reshaped."""
     while graph.values[value].literal is None:
         producer = graph.producer[value]
         if producer is None:

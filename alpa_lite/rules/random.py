@@ -1,4 +1,4 @@
-"""Random keys and bits.
+"""Factor rules of random keys and random bits.
 
     random_bits      ([k]) -> ([k,i,j])         key dims pass; drawn dims are free: each device draws its block
     random_split     ([k]) -> ([k,i])           as above
@@ -27,7 +27,7 @@ def _key_kind(value: Value) -> FactorKind:
 
 @register_rule("random_bits", "random_split")
 def random_bits(view: OpView) -> Rule:
-    """Drawn dims are free factors; the dims of a batch of keys come first."""
+    """Return a rule in which the drawn dims may be split; the dims of a batch of keys come first."""
     b = RuleBuilder()
     (keys,), (result,) = view.operands, view.results
     key_dims = b.factors(keys.shape, _key_kind(keys))
@@ -38,7 +38,7 @@ def random_bits(view: OpView) -> Rule:
 
 @register_rule("rng_bit_generator")
 def rng_bit_generator(view: OpView) -> Rule:
-    """The key is whole, the bits are free."""
+    """Return a rule in which the key is replicated and the dims of the bits may be split."""
     b = RuleBuilder()
     key, bits = view.results
     key_dims = b.factors(key.shape, FactorKind.REPLICATED)
@@ -48,7 +48,7 @@ def rng_bit_generator(view: OpView) -> Rule:
 
 @register_rule("random_wrap", "random_unwrap")
 def random_wrap(view: OpView) -> Rule:
-    """Between typed keys and their words."""
+    """Return the rule of conversions between typed keys and their words."""
     b = RuleBuilder()
     (operand,), (result,) = view.operands, view.results
     keys, words = (result, operand) if view.primitive == "random_wrap" else (operand, result)

@@ -1,4 +1,4 @@
-"""Reductions, running reductions, sorting: ops that look along a dim.
+"""Factor rules of reductions, cumulative reductions, sorting and Fourier transforms.
 
 reduce_*            ([i,j]) -> ([i])                      reduction={j}, combined by sum, max, min, prod, and, or, xor
 argmax, argmin      ([i,j]) -> ([i])                      j whole: (value, index) pairs have no collective
@@ -32,7 +32,7 @@ def _reduced(view: OpView, axes: frozenset[int], kind: FactorKind) -> tuple[Rule
 
 @register_rule(*_COMBINER)
 def reduce_(view: OpView) -> Rule:
-    """Kept dims pass, reduced dims are reductions; only the sum may stay partial."""
+    """Return a rule in which reduced dims are reduction factors and the others pass; only a sum is linear."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REDUCTION)
     linear = linear_groups(view, (0,)) if view.primitive == "reduce_sum" else ()
     flops = float(view.operands[0].num_elements)
@@ -41,14 +41,14 @@ def reduce_(view: OpView) -> Rule:
 
 @register_rule("argmax", "argmin")
 def argmax(view: OpView) -> Rule:
-    """The searched dim must be whole."""
+    """Return a rule in which the searched dim is replicated."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["axes"])), FactorKind.REPLICATED)
     return b.build((dims,), (kept,), flops=float(view.operands[0].num_elements))
 
 
 @register_rule("reduce")
 def reduce_generic(view: OpView) -> Rule:
-    """A reduction by a function of the user's has no collective: reduced dims must be whole."""
+    """Return a rule in which reduced dims are replicated: no collective combines by a user-defined function."""
     b, dims, kept = _reduced(view, frozenset(ints(view.params["dimensions"])), FactorKind.REPLICATED)
     half = len(view.operands) // 2
     operands = (*(dims for _ in range(half)), *(() for _ in range(half)))
@@ -57,7 +57,7 @@ def reduce_generic(view: OpView) -> Rule:
 
 
 def _along(view: OpView, axes: frozenset[int], *, flops: float, linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
-    """Operands and results of one rank, alike but for the dims in `axes`, which are whole and may change size."""
+    """Return a rule in which the dims in `axes` are replicated, and may change size, and all others pass."""
     b = RuleBuilder()
     shape = view.operands[0].shape
     dims = tuple((b.factor(n, FactorKind.REPLICATED if d in axes else FactorKind.PASS),) for d, n in enumerate(shape))
@@ -74,14 +74,14 @@ def _along(view: OpView, axes: frozenset[int], *, flops: float, linear: tuple[tu
 
 @register_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(view: OpView) -> Rule:
-    """The scanned dim must be whole."""
+    """Return a rule in which the accumulated dim is replicated."""
     linear = linear_groups(view, (0,)) if view.primitive == "cumsum" else ()
     return _along(view, frozenset([view.params["axis"]]), flops=float(view.operands[0].num_elements), linear=linear)
 
 
 @register_rule("sort")
 def sort(view: OpView) -> Rule:
-    """The sorted dim must be whole; n log n comparisons."""
+    """Return a rule in which the sorted dim is replicated; n log2 n comparisons."""
     axis = int(view.params["dimension"])
     length = view.operands[0].shape[axis]
     flops = view.operands[0].num_elements * max(1.0, log2(max(length, 1)))
@@ -90,7 +90,7 @@ def sort(view: OpView) -> Rule:
 
 @register_rule("top_k", "approx_top_k")
 def top_k(view: OpView) -> Rule:
-    """The searched dim and the k found must be whole."""
+    """Return a rule in which the searched dim and the dim of the k results are replicated."""
     axis = int(view.params.get("axis", view.params.get("reduction_dimension", -1)))
     length = view.operands[0].shape[axis]
     flops = view.operands[0].num_elements * max(1.0, log2(max(length, 1)))
@@ -99,7 +99,7 @@ def top_k(view: OpView) -> Rule:
 
 @register_rule("fft")
 def fft(view: OpView) -> Rule:
-    """Transformed (trailing) dims must be whole; 5 n log2 n operations."""
+    """Return a rule in which the transformed (trailing) dims are replicated; 5 n log2 n operations."""
     lengths = ints(view.params["fft_lengths"])
     rank = view.operands[0].rank
     flops = 5.0 * view.operands[0].num_elements * max(1.0, log2(max(prod(lengths), 1)))

@@ -1,19 +1,19 @@
-"""Factor rules: which dims of an op's operands and results belong together, and what splitting them costs.
+"""Factor rules: which dims of an op's operands and results are split together, and what splitting them requires.
 
 A rule in Shardy's notation, `([b,i,k],[b,k,j])->([b,i,j]) reduction={k}`, gives every tensor dim a tuple of factors
 (several = the dim is their product, major first). Each factor has a kind that says what happens when it is split over
 mesh axes:
 
-    PASS         every tensor that holds it is split alike; no communication
+    PASS         every tensor that contains it is split in the same way; no communication
     REDUCTION    each device computes a partial result, combined by `Rule.reduction`
-    REPLICATED   the factor must be whole on every device
-    PERMUTATION  data crosses block borders: split where neighbours send it (Rule.halos), else as REPLICATED
+    REPLICATED   the factor must not be split
+    PERMUTATION  data crosses block borders: may be split if the rule has halos for it (`Rule.halos`), else REPLICATED
 
 `Rule.linear` lists the groups of operands in which the op is jointly linear with the others fixed; a group that holds
 partial sums gives a partial result: add ((0, 1),), multiply ((0,), (1,)), divide ((0,),).
 
-Rules register by decorator, keyed on the primitive's name; the engine knows no primitive. An op without a rule is
-opaque: every operand and result stays replicated (`opaque_rule`).
+Rules are registered by a decorator, keyed on the name of the primitive; no other code depends on primitives. An op
+without a rule is opaque: all its operands and results are replicated (`opaque_rule`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from alpa_lite.program.ir import Graph, Op, Value
 from cost_models.work import WorkKind
 
 Dims = tuple[tuple[int, ...], ...]
-"""For each dim of one tensor its factors, major first."""
+"""The factors of each dim of one tensor, major first."""
 
 
 class FactorKind(Enum):
-    """What splitting a factor means for the op."""
+    """The effect on an op of splitting a factor; the module docstring defines the members."""
 
     PASS = "pass"
     REDUCTION = "reduction"
@@ -44,7 +44,7 @@ class FactorKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpView:
-    """What a rule may look at: shapes, dtypes and static parameters of one op."""
+    """The input of a rule function: shapes, dtypes, static parameters and bodies of one op."""
 
     primitive: str
     operands: tuple[Value, ...]
@@ -55,7 +55,10 @@ class OpView:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Rows along a dim of an operand that a device reads of its neighbours' blocks when `factor` is split."""
+    """The rows along `dim` of an operand that a device reads from its neighbours' blocks when `factor` is split.
+
+    `before` and `after` are the numbers of rows read from the previous and from the next block.
+    """
 
     operand: int
     dim: int
@@ -68,9 +71,17 @@ class Halo:
 class Rule:
     """The factor rule of one op.
 
+    operands     per operand and dim, the factors of the dim, major first
+    results      the same for the results
+    sizes        size of each factor
+    kinds        kind of each factor
+    reduction    the reduction that combines partial results: sum, max, min, prod, and, or, xor
+    linear       groups of operands in which the op is jointly linear with the others fixed
     flops        floating-point operations of the whole, unsharded op
-    halos        what is exchanged when their factors are split, in this order, corners included
-    positional   its numbers count places in whole arrays (indices, starts, an iota): on a block it is another op
+    work_kind    the class of work by which cost models price the op
+    opaque       the primitive has no rule
+    positional   the op contains positions in whole arrays (indices, starts, an iota), so that it differs per block
+    halos        the halo exchanges when their factors are split, in this order, so that corners are included
     """
 
     operands: tuple[Dims, ...]
@@ -87,29 +98,29 @@ class Rule:
 
     @cached_property
     def shardable(self) -> tuple[int, ...]:
-        """Factors that may be split over mesh axes."""
+        """The factors of size above 1 that may be split over mesh axes."""
         free = (FactorKind.PASS, FactorKind.REDUCTION)
         fits = (kind in free or self.has_halo(f) for f, kind in enumerate(self.kinds))
         return tuple(f for f, fit in enumerate(fits) if fit and self.sizes[f] > 1)
 
     @cached_property
     def reduced(self) -> tuple[int, ...]:
-        """Factors of which each device computes a partial result."""
+        """The reduction factors: when one is split, each device computes a partial result."""
         return tuple(f for f, kind in enumerate(self.kinds) if kind is FactorKind.REDUCTION)
 
     @cached_property
     def major(self) -> frozenset[int]:
-        """Factors that are the major part of every dim that holds them: only then are their blocks contiguous."""
+        """The factors that are the major factor of every dim that contains them: only these have contiguous blocks."""
         dims = [factors for tensor in (*self.operands, *self.results) for factors in tensor if len(factors) > 1]
         after = (factors[i:] for factors in dims for i in range(1, len(factors)) if self.sizes[factors[i - 1]] > 1)
         return frozenset(range(len(self.sizes))).difference(*after)
 
     def has_halo(self, factor: int) -> bool:
-        """True when blocks along a factor read of each other."""
+        """Return True if splitting a factor requires a halo exchange between neighbouring blocks."""
         return any(halo.factor == factor for halo in self.halos)
 
     def splits_into(self, factor: int, count: int) -> bool:
-        """True when a factor may be cut in so many blocks: they are equal, and no halo is larger than a block."""
+        """Return True if a factor may be split into `count` blocks: equal ones, and none smaller than a halo."""
         if factor not in self.shardable or self.sizes[factor] % count:
             return False
         if not self.halos:
@@ -118,7 +129,7 @@ class Rule:
         return all(h.factor != factor or max(h.before, h.after) <= rows for h, rows in blocks)
 
     def __str__(self) -> str:
-        """Shardy's notation."""
+        """Return the rule in Shardy's notation."""
         names = [_factor_name(i) for i in range(len(self.sizes))]
 
         def tensor(dims: Dims) -> str:
@@ -137,7 +148,7 @@ def _factor_name(index: int) -> str:
 
 
 class RuleBuilder:
-    """Collects factors while a rule is written: `factor(size)` makes one, `build` makes the rule."""
+    """A builder of rules that numbers their factors: `factor(size)` adds a factor, and `build` returns the rule."""
 
     def __init__(self) -> None:
         """Start without factors."""
@@ -145,17 +156,17 @@ class RuleBuilder:
         self.kinds: list[FactorKind] = []
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS) -> int:
-        """A new factor; returns its index."""
+        """Add a factor and return its index."""
         self.sizes.append(size)
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
     def factors(self, shape: tuple[int, ...], kind: FactorKind = FactorKind.PASS) -> Dims:
-        """One new factor per dim of a shape."""
+        """Add one factor per dim of a shape, and return them as the dims of a tensor."""
         return tuple((self.factor(n, kind),) for n in shape)
 
     def build(self, operands: tuple[Dims, ...], results: tuple[Dims, ...], **rest: Any) -> Rule:
-        """The finished rule; `rest` = reduction, linear, flops, work_kind, positional, halos."""
+        """Return the rule; `rest` may set reduction, linear, flops, work_kind, opaque, positional and halos."""
         return Rule(operands=operands, results=results, sizes=tuple(self.sizes), kinds=tuple(self.kinds), **rest)
 
 
@@ -164,9 +175,9 @@ _RULES: dict[str, RuleFunction] = {}
 
 
 def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorator: a function from `OpView` to `Rule` is the rule of these primitives, by name, in traces from now on.
+    """Return a decorator that registers a function from `OpView` to `Rule` for these primitives, given by name.
 
-    Raises `RuleError` for a primitive that has a rule already.
+    The decorator raises `RuleError` for a primitive that already has a rule.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -184,28 +195,28 @@ def register_rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def only_own_rules() -> bool:
-    """True when no rule was registered by others, so that this package's source tells all of them."""
+    """Return True if all registered rules are part of alpa_lite, so that its source code determines them."""
     own = __name__.partition(".")[0]
     return all(function.__module__.partition(".")[0] == own for function in _RULES.values())
 
 
 def has_rule(primitive: str) -> bool:
-    """True when the primitive is not opaque."""
+    """Return True if the primitive has a rule."""
     return primitive in _RULES
 
 
 def known_primitives() -> tuple[str, ...]:
-    """Names of all primitives with a rule."""
+    """Return the names of all primitives with a rule, sorted."""
     return tuple(sorted(_RULES))
 
 
 def rule_source(primitive: str) -> RuleFunction:
-    """The function that makes the rules of a primitive now."""
+    """Return the rule function of a primitive; `opaque_rule` if none is registered."""
     return _RULES.get(primitive, opaque_rule)
 
 
 def opaque_rule(view: OpView) -> Rule:
-    """Every dim of every operand and result must be whole."""
+    """Return the rule in which no dim of any operand or result may be split."""
     b = RuleBuilder()
     operands = tuple(b.factors(v.shape, FactorKind.REPLICATED) for v in view.operands)
     results = tuple(b.factors(v.shape, FactorKind.REPLICATED) for v in view.results)
@@ -213,7 +224,10 @@ def opaque_rule(view: OpView) -> Rule:
 
 
 def rule_of(view: OpView) -> Rule:
-    """The rule of an op; opaque when the primitive is unknown. Raises `RuleError` when it does not fit the shapes."""
+    """Return the rule of an op, which is opaque if its primitive has none.
+
+    Raises `RuleError` if the rule does not fit the shapes of the op.
+    """
     found = rule_source(view.primitive)(view)
     tensors = [*zip(view.operands, found.operands, strict=False), *zip(view.results, found.results, strict=False)]
     fits = len(found.operands) == len(view.operands) and len(found.results) == len(view.results)
@@ -232,7 +246,7 @@ def _shape(dims: Dims, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view_of(graph: Graph, op: Op) -> OpView:
-    """The view of an op inside its graph."""
+    """Return the view of an op in its graph."""
     return OpView(
         primitive=op.primitive,
         operands=graph.operands(op),

@@ -1,15 +1,16 @@
 """Pipeline schedules: the order in which each processor runs the tasks of its stages.
 
-Comes in: the numbers of stages and micro-batches. Goes out: task lists (`orders`), checked and timed (`clock`).
-Read `tasks` first.
+Comes in: the numbers of stages and micro-batches, and for a simulation the seconds of each task and transfer.
+Goes out: one ordered task list per processor (`orders`), which is then validated, linearized and simulated (`clock`).
+Read `tasks` first, then `orders`.
 
-A schedule is a frozen value. It only orders tasks; how long they take is an argument of `simulate`. A processor is the
+A schedule is a frozen value that only orders tasks; their durations are arguments of `simulate`. A processor is the
 group of devices that a stage runs on. There is one per stage, unless the schedule gives each processor v stages (the
 chunks of an interleaved pipeline): then stage i of p*v runs on processor i mod p.
 
-    tasks     what is ordered, and how much lists of them hold at one time
+    tasks     tasks, task lists, and the peak memory that a list needs
     orders    the schedules
-    clock     lists checked, merged and simulated
+    clock     validation, linearization and simulation of task lists
 """
 
 from alpa_lite.schedule.clock import Span as Span

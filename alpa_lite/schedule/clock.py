@@ -1,9 +1,9 @@
-"""Task lists on a clock: when each task starts and ends, whether all can finish, and an order for one dispatcher.
+"""Validation, linearization and simulation of task lists.
 
 ready(i,b,forward)  = end(i-1,b,forward) + transfer(i-1,i)                              `_dependencies`
 ready(i,b,backward) = max(end(i+1,b,backward) + transfer(i,i+1), end(i,b,forward))      `_dependencies`
 ready(i,b,weight gradient) = end(i,b,input gradient), which is the backward in the line above
-start = max(ready, end of the task before it in the list of the processor), end = start + duration      `_run`
+start = max(ready, end of the previous task in the list of the processor), end = start + duration       `_run`
 bubble_fraction = idle / (idle + busy)   (GPipe's definition)                           `simulate`
 bubble_over_ideal = idle / busy          (Megatron's definition)                        `simulate`
 """
@@ -22,12 +22,12 @@ _PASSES: tuple[frozenset[TaskKind], ...] = (
     frozenset((TaskKind.FORWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT)),
     frozenset((TaskKind.FORWARD,)),
 )
-"""What stages may do with a micro-batch: all of the backward pass at once, in two parts, or nothing but the forward."""
+"""The sets of tasks that a stage may run per micro-batch: a backward pass in one task, in two tasks, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One executed task, in seconds from the start of the step."""
+    """One executed task, with its start and end in seconds since the beginning of the step."""
 
     stage: int
     microbatch: int
@@ -38,10 +38,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A simulated pipeline step, its spans in the order of execution.
+    """A simulated pipeline step.
 
-    The bubble is idle processor time, as a fraction of all and of the busy processor time. There is one processor per
-    task list, or a single one when all share it.
+    makespan_seconds    end of the last task, in seconds since the beginning of the step
+    spans               the executed tasks in order of execution
+    bubble_fraction     idle / (idle + busy) processor time
+    bubble_over_ideal   idle / busy processor time
+
+    There is one processor per task list, or a single one if the simulation was serialized.
     """
 
     makespan_seconds: float
@@ -57,10 +61,11 @@ def validate(
     *,
     in_flight: Sequence[int] = (),
 ) -> None:
-    """Raise PlanError unless the lists hold every task exactly once, stage i in list i mod their number, in an order
-    that can finish, and no stage holds more micro-batches at one time than `in_flight` says (empty: any number).
+    """Raise PlanError unless the task lists form a complete schedule that does not deadlock.
 
-    A stage runs one backward task per micro-batch, or an input and a weight gradient; or no stage runs any of them.
+    Each task must occur exactly once, those of stage i in list i mod the number of lists. A stage runs one backward
+    task per micro-batch, or an input and a weight gradient, unless no stage runs a backward pass. No stage may have
+    more micro-batches in flight than `in_flight[stage]` (empty: any number).
     """
     if not schedule_tasks or num_stages % len(schedule_tasks):
         raise PlanError(
@@ -96,12 +101,15 @@ def validate(
 
 
 def _pass_of(kinds: frozenset[TaskKind]) -> frozenset[TaskKind]:
-    """What a stage is to do with every micro-batch, from the kinds of task that it has."""
+    """Return the tasks that a stage must run per micro-batch, inferred from the kinds of task in its list.
+
+    Incomplete sets of kinds map to the closest valid set, so that the error message names the missing tasks.
+    """
     return next((wanted for wanted in _PASSES if kinds == wanted), _PASSES[0] if len(kinds) < 2 else _PASSES[1])
 
 
 def _check_passes(schedule_tasks: Sequence[Sequence[Task]]) -> None:
-    """Either all stages have a backward pass or none."""
+    """Raise PlanError if some stages have a backward pass and others have none."""
     found = {stage: kinds for tasks in schedule_tasks for stage, kinds in kinds_of(tasks).items()}
     without = [stage for stage, kinds in sorted(found.items()) if kinds == _PASSES[2]]
     if 0 < len(without) < len(found):
@@ -112,10 +120,10 @@ def _check_passes(schedule_tasks: Sequence[Sequence[Task]]) -> None:
 
 
 def linearize(tasks_per_processor: Sequence[Sequence[Task]]) -> tuple[Task, ...]:
-    """One order of all tasks that respects every dependency, for a single controller that dispatches them.
+    """Return all tasks in one order that respects every dependency, for a single controller that dispatches them.
 
-    Tasks are merged by the time at which they would end if a forward took 1 and a backward 2, so that a dispatched
-    task seldom waits behind one that ends later. Raises PlanError if the lists wait for each other.
+    Tasks are ordered by the time at which they would end if a forward took 1 and a backward 2 units, so that a
+    dispatched task seldom waits behind one that ends later. Raises PlanError if the lists deadlock.
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=0)
     unit = _seconds_by_kind([1.0] * num_stages, [2.0] * num_stages, [1.0] * num_stages)
@@ -133,15 +141,22 @@ def simulate(
     dispatch_seconds: float = 0.0,
     serialized: bool = False,
 ) -> Timeline:
-    """Run the task lists on a clock.
+    """Simulate the task lists and return the timeline of the step.
 
-    `forward_seconds` and `backward_seconds` are those of each stage, per micro-batch. `weight_seconds`, of the backward
-    ones, are those of weight gradients where they are tasks of their own (empty: half). Each task that takes any time
-    takes `dispatch_seconds` more. `transfer_seconds[i]` lies
-    between stages i and i+1, in either direction (empty: none): it delays the receiver and keeps neither stage busy,
-    but the way between two processors, which carries one micro-batch after the other in each direction.
-    Stage i belongs to list i mod their number. `serialized`: all of them share one processor, which runs the ready
-    tasks first come, first served. Raises PlanError for a wrong number of times, or lists that wait for each other.
+    Args:
+        tasks_per_processor: the ordered tasks of each processor; stage i belongs to list i mod the number of lists.
+        forward_seconds: per stage, seconds of the forward pass of one micro-batch.
+        backward_seconds: per stage, seconds of the whole backward pass of one micro-batch.
+        weight_seconds: per stage, the part of `backward_seconds` spent on weight gradients, for schedules in which
+            these are separate tasks (empty: half).
+        transfer_seconds: element i is the time to send a micro-batch between stages i and i+1, in either direction
+            (empty: none). A transfer delays the receiver and occupies neither stage, only the link between their
+            processors, which carries one micro-batch at a time in each direction.
+        dispatch_seconds: overhead added to each task of nonzero duration.
+        serialized: all lists share one processor, which runs ready tasks first come, first served.
+
+    Raises:
+        PlanError: the number of times does not match the number of stages, a time is negative, or the lists deadlock.
     """
     num_stages = 1 + max((task.stage for tasks in tasks_per_processor for task in tasks), default=-1)
     transfer_seconds = transfer_seconds if len(transfer_seconds) else [0.0] * (num_stages - 1)
@@ -182,13 +197,16 @@ def _seconds_by_kind(
 
 
 def _done(task: Task) -> Task:
-    """The name under which the end of a task is known to those that wait for it: a stage waits for what the next one
-    sends back, whether that is all of its backward pass or the first part."""
+    """Return the task under which the end of `task` is recorded: an input gradient counts as the backward task.
+
+    The previous stage waits for the gradients it receives, whether the sender runs its backward pass in one task or
+    in two, so `_dependencies` need not know which.
+    """
     return replace(task, kind=TaskKind.BACKWARD) if task.kind is TaskKind.INPUT_GRADIENT else task
 
 
 def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """The tasks whose results `task` reads: its neighbour's, and for a backward its own stage's activations."""
+    """Return the tasks on which `task` depends: that of the neighbouring stage, and for a backward its own forward."""
     if task.kind is TaskKind.FORWARD:
         return (Task(stage=task.stage - 1, microbatch=task.microbatch, kind=task.kind),) if task.stage > 0 else ()
     if task.kind is TaskKind.WEIGHT_GRADIENT:
@@ -200,7 +218,12 @@ def _dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _TaskTimes:
-    """When tasks ended, when their results arrived at the stage that reads them, and until when ways are taken."""
+    """The state of a simulation, in seconds.
+
+    ends        end of each finished task
+    arrivals    time at which the result of a task has reached the stage that reads it
+    taken       (sending, receiving) processor → time until which the link between them is occupied
+    """
 
     num_processors: int
     transfer: Sequence[float]
@@ -209,12 +232,12 @@ class _TaskTimes:
     taken: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def ready(self, task: Task, free: float) -> float:
-        """When `task` can start on its processor; infinite as long as something that it reads has not run."""
+        """Return the earliest start of `task` on a processor free from `free` on; inf if a dependency has not run."""
         needed = _dependencies(task, len(self.transfer) + 1)
         return max([free, *((self.ends if n.stage == task.stage else self.arrivals).get(n, math.inf) for n in needed)])
 
     def ended(self, task: Task, end: float) -> None:
-        """Note the end of a task, and send on its result."""
+        """Record the end of a task, and send its result to the stage that reads it."""
         task = _done(task)
         self.ends[task] = end
         reader = task.stage + (1 if task.kind is TaskKind.FORWARD else -1)
@@ -231,7 +254,11 @@ def _run(
     *,
     serialized: bool,
 ) -> tuple[Span, ...]:
-    """Run, again and again, the one of the next tasks that ends first (`serialized`: that was ready first)."""
+    """Repeatedly run the task at the head of a list that ends first (`serialized`: that was ready first).
+
+    A list whose head is ready has one entry in the heap; the others are in `waiting`. The result of a task is read only
+    by its own and the neighbouring stages, so only the lists in `changed` need another look: O(tasks · log lists).
+    """
     queues = [deque(tasks) for tasks in tasks_per_processor]
     free, clock = [0.0] * len(queues), _TaskTimes(num_processors=len(queues), transfer=transfer)
     spans: list[Span] = []

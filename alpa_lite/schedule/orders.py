@@ -1,6 +1,6 @@
-"""The schedules: in which order each processor runs its tasks.
+"""The schedules: the order in which each processor runs its tasks.
 
-With p processors s = 0..p-1, m micro-batches and equal processors of tf and tb seconds per micro-batch:
+With p equal processors s = 0..p-1, m micro-batches, and tf and tb seconds per forward and backward of a micro-batch:
 
     Sequential  makespan m*p*(tf+tb),     warm-up 0        `Sequential.num_warmup`
     GPipe       makespan (m+p-1)*(tf+tb), warm-up m        `GPipe.num_warmup`     (Huang et al., NeurIPS'19)
@@ -32,22 +32,22 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name in plans and on the command line."""
+        """The name of the schedule in plans and on the command line."""
 
     @property
     def stages_per_processor(self) -> int:
-        """How many stages share one processor."""
+        """The number of stages that share one processor."""
         return 1
 
     @property
     def overlaps_transfers(self) -> bool:
-        """Whether stages work on other micro-batches while one is on its way, however many micro-batches there are."""
+        """Whether stages work on other micro-batches during a transfer, for any number of micro-batches."""
         return False
 
     def num_processors(self, num_stages: int) -> int:
-        """How many processors run so many stages; stage i is on processor i mod this number.
+        """Return the number of processors for `num_stages` stages; stage i runs on processor i mod this number.
 
-        Raises PlanError when the stages cannot be dealt out evenly.
+        Raises PlanError if `num_stages` is not a positive multiple of `stages_per_processor`.
         """
         if num_stages < 1 or num_stages % self.stages_per_processor:
             raise PlanError(
@@ -58,29 +58,33 @@ class Schedule(ABC):
 
     @abstractmethod
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
-        """The ordered tasks of each processor. Raises PlanError for numbers that the schedule cannot run."""
+        """Return the ordered tasks of each processor. Raises PlanError for numbers that the schedule cannot run."""
 
     @abstractmethod
     def in_flight(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        """The largest number of micro-batches whose activations `stage` (from 0) holds at one time."""
+        """Return the largest number of micro-batches whose activations `stage` (from 0) holds at one time."""
 
     def __str__(self) -> str:
-        """`interleaved-1f1b(num_chunks=2)`-like text."""
+        """Return text like `interleaved-1f1b(num_chunks=2)`."""
         options = ", ".join(f"{key}={value}" for key, value in asdict(self).items())
         return f"{self.name}({options})" if options else self.name
 
     def to_json(self) -> dict[str, object]:
-        """A JSON-serialisable description, read back by `Schedule.from_json`."""
+        """Return a JSON-serialisable description, the input of `Schedule.from_json`."""
         return {"name": self.name, **asdict(self)}
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "Schedule":
-        """The schedule that `to_json` described. Raises PlanError for an unknown name or option, or a wrong value."""
+        """Return the schedule described by `to_json`.
+
+        Raises PlanError for an unknown name or option, or a value of the wrong type.
+        """
         default = schedule_named(str(data.get("name")))
         if unknown := data.keys() - default.to_json().keys():
             raise PlanError(f"The schedule {default.name!r} has no option named {', '.join(sorted(unknown))}.")
         options = {key: value for key, value in data.items() if key != "name"}
         for key, value in options.items():
+            # Compare exact types: `isinstance` would accept a bool where a number is needed.
             if type(value) is not type(getattr(default, key)):
                 raise PlanError(f"The option {key} of the schedule {default.name!r} is {value!r}; give a number.")
         return replace(default, **options)
@@ -88,15 +92,15 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSchedule(Schedule):
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Base class of schedules with warm-up forwards, alternating forwards and backwards, then the other backwards.
 
-    Micro-batches pass in ascending order in both directions (GPipe's figure has descending backwards): makespan and
-    memory are the same, and gradients are summed in the same order under every schedule.
+    Micro-batches run in ascending order in both directions (the backwards in GPipe's figure are descending): makespan
+    and memory are the same, and gradients are summed in the same order under every schedule.
     """
 
     @abstractmethod
     def num_warmup(self, stage: int, num_stages: int, num_microbatches: int) -> int:
-        """How many forwards `stage` runs before it alternates."""
+        """Return the number of forwards that `stage` runs before it alternates."""
 
     def tasks(self, num_stages: int, num_microbatches: int) -> TaskLists:
         _check_numbers(num_stages, num_microbatches)
@@ -115,7 +119,7 @@ class WarmupSchedule(Schedule):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential(WarmupSchedule):
-    """Naive model parallelism: a micro-batch passes all stages, forth and back, before the next one starts."""
+    """Naive model parallelism: a micro-batch runs through all stages, forward and backward, before the next starts."""
 
     @property
     def name(self) -> str:
@@ -145,7 +149,7 @@ class GPipe(WarmupSchedule):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneFOneB(WarmupSchedule):
-    """As many warm-up forwards as stages follow: backwards start as early, and memory is freed as early, as can be."""
+    """1F1B: as many warm-up forwards as there are later stages, so that backwards start and free memory earliest."""
 
     @property
     def name(self) -> str:
@@ -158,10 +162,10 @@ class OneFOneB(WarmupSchedule):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerOneFOneB(WarmupSchedule):
-    """1F1B with twice the warm-up: while a micro-batch is on its way between stages, another one is at work.
+    """1F1B with twice the warm-up, so that a stage computes another micro-batch during each transfer.
 
-    Under 1F1B the last two stages wait for a transfer in every turn. Zhuang et al., "On Optimizing the Communication of
-    Model Parallelism" (MLSys'23), section 4.
+    Under 1F1B the last two stages wait for a transfer in every iteration of the steady state. Zhuang et al., "On
+    Optimizing the Communication of Model Parallelism" (MLSys'23), section 4.
     """
 
     @property
@@ -179,10 +183,10 @@ class EagerOneFOneB(WarmupSchedule):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved1F1B(Schedule):
-    """1F1B on processors that own `num_chunks` stages each: a bubble `num_chunks` times smaller, more transfers.
+    """1F1B on processors with `num_chunks` stages each: a bubble `num_chunks` times smaller, but more transfers.
 
-    A processor runs its stages in turn, the first to the last, for p micro-batches at a time, and their backward
-    passes in the opposite turn; so m must be a multiple of p. With one chunk this is 1F1B, for any m.
+    A processor runs the forwards of its stages from first to last for p micro-batches at a time, and their backwards
+    from last to first; therefore m must be a multiple of p. With one chunk this is 1F1B, for any m.
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC'21).
     """
 
@@ -199,7 +203,7 @@ class Interleaved1F1B(Schedule):
         return self.num_chunks
 
     def num_warmup(self, processor: int, num_stages: int, num_microbatches: int) -> int:
-        """How many forwards `processor` runs, over all of its stages, before it alternates."""
+        """Return the number of forwards that `processor` runs, over all of its stages, before it alternates."""
         p = self.num_processors(num_stages)
         warmup = 2 * (p - processor - 1) + (self.num_chunks - 1) * p if self.num_chunks > 1 else p - processor - 1
         return min(warmup, num_microbatches * self.num_chunks)
@@ -232,10 +236,10 @@ class Interleaved1F1B(Schedule):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBubbleH1(Schedule):
-    """1F1B whose backward passes are cut in two: what no other stage waits for fills the time in which stages wait.
+    """1F1B with split backward passes: weight gradients, which no other stage needs, fill the bubble.
 
-    Stage s runs the gradients of its weights s micro-batches after those of its inputs, so that no stage holds more
-    micro-batches than the first one of 1F1B does.
+    Stage s runs the weight gradients of a micro-batch s micro-batches after its input gradients, so that no stage holds
+    more micro-batches than the first stage of 1F1B.
     """
 
     @property
@@ -269,7 +273,7 @@ def _weights(stage: int, microbatch: int) -> Task:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference(Schedule):
-    """Forward passes alone, one after the other: for functions without gradients."""
+    """Forward passes only, one micro-batch after the other, for functions without gradients."""
 
     @property
     def name(self) -> str:
@@ -302,7 +306,7 @@ def _check_numbers(num_stages: int, num_microbatches: int) -> None:
 
 
 def _warmed_up(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> tuple[Task, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return `warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
     steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
@@ -319,9 +323,9 @@ SCHEDULES: tuple[Schedule, ...] = (
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name, with default options: one of SCHEDULES, or of a class of the user's own.
+    """Return the schedule of this name with default options: one of SCHEDULES, or one that the user defined.
 
-    Raises PlanError if there is none.
+    Raises PlanError if there is no schedule of this name.
     """
     known = {schedule.name: schedule for schedule in SCHEDULES}
     if name in known:
@@ -336,7 +340,10 @@ def schedule_named(name: str) -> Schedule:
 
 
 def _subclasses(of: type[Schedule]) -> Iterator[type[Schedule]]:
-    """All concrete classes that can be made without options, the latest first: a notebook defines them again."""
+    """Yield the concrete subclasses that can be created without arguments, the latest first.
+
+    Running a notebook cell again defines the same class again, and the latest definition must take precedence.
+    """
     for found in reversed(of.__subclasses__()):
         yield from _subclasses(found)
         needed = [f for f in fields(found) if f.default is MISSING and f.default_factory is MISSING]

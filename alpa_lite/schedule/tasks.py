@@ -1,7 +1,8 @@
-"""Tasks of a pipeline, in lists by the processor that runs them, and what a list holds at one time.
+"""Tasks of a pipeline, task lists per processor, and the peak number of micro-batches that a list holds.
 
-A stage runs the backward pass of a micro-batch as one task or as two: the gradients of what it received, which the
-stage before it waits for, and those of its weights, for which nobody waits. A pipeline for inference has neither.
+A stage runs the backward pass of a micro-batch as one task or as two: the gradients of its inputs, on which the
+previous stage depends, and the gradients of its weights, on which no other stage depends. A pipeline for inference has
+no backward tasks.
 """
 
 import enum
@@ -11,11 +12,12 @@ from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 MOST_MICROBATCHES = 2**15
-"""How many micro-batches all stages together may run in a step: each is listed, simulated, drawn and run by itself."""
+"""The largest number of stages × micro-batches in a step: each task is listed, simulated, drawn and run individually,
+so time and memory grow with their number."""
 
 
 class SpanLike(Protocol):
-    """When a task or an instruction runs, as timelines read it; `name` and `microbatch` are used where they exist."""
+    """The interface of timed tasks and instructions that timelines draw; `name` and `microbatch` are optional."""
 
     @property
     def stage(self) -> int:
@@ -24,22 +26,22 @@ class SpanLike(Protocol):
 
     @property
     def kind(self) -> Any:
-        """A word, or an enum whose value is one."""
+        """The kind of task or instruction: a string, or an enum whose value is a string."""
         ...
 
     @property
     def start_seconds(self) -> float:
-        """Since the step began."""
+        """Start time in seconds since the beginning of the step."""
         ...
 
     @property
     def end_seconds(self) -> float:
-        """Since the step began."""
+        """End time in seconds since the beginning of the step."""
         ...
 
 
 class TaskKind(enum.Enum):
-    """What a stage does with one micro-batch."""
+    """The part of the work on one micro-batch that a stage does in one task."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -48,18 +50,18 @@ class TaskKind(enum.Enum):
 
     @property
     def sends_back(self) -> bool:
-        """Whether it makes what the stage before it waits for."""
+        """Whether the task computes the gradients on which the previous stage depends."""
         return self in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage is done with the micro-batch afterwards, where it has a backward pass."""
+        """Whether the task is the last one of its stage for a micro-batch, in a pipeline with a backward pass."""
         return self in (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One stage's run of one part of one micro-batch."""
+    """One part of the work of one stage on one micro-batch."""
 
     stage: int
     microbatch: int
@@ -74,7 +76,7 @@ TaskLists = tuple[tuple[Task, ...], ...]
 
 
 def kinds_of(tasks: Sequence[Task]) -> dict[int, frozenset[TaskKind]]:
-    """The kinds of task that each stage of a list runs."""
+    """Return the kinds of task that a list contains for each stage, by stage number."""
     found: dict[int, set[TaskKind]] = {}
     for task in tasks:
         found.setdefault(task.stage, set()).add(task.kind)
@@ -82,25 +84,26 @@ def kinds_of(tasks: Sequence[Task]) -> dict[int, frozenset[TaskKind]]:
 
 
 def peak_in_flight(tasks: Sequence[Task]) -> int:
-    """The largest number of micro-batches that are held at one time, over one list; each counts once per stage."""
+    """Return the peak number of micro-batches in flight on one processor; a micro-batch counts once per stage."""
     return int(peak_held(tasks, [1.0] * (1 + max((task.stage for task in tasks), default=0))))
 
 
 def splits_backward(tasks: Sequence[Task]) -> bool:
-    """Whether a list has backward passes in two parts."""
+    """Return whether a list splits backward passes into input and weight gradients."""
     return any(task.kind is TaskKind.WEIGHT_GRADIENT for task in tasks)
 
 
 def passes_of(tasks: Sequence[Task]) -> tuple[Literal["forward", "backward"], ...]:
-    """In which passes stages hand something to each other: in both, or forward alone where nothing is sent back."""
+    """Return the passes in which stages send values to each other: forward only if no task sends gradients back."""
     return ("forward", "backward") if any(task.kind.sends_back for task in tasks) else ("forward",)
 
 
 def peak_held(tasks: Sequence[Task], sizes: Sequence[float], handed: Sequence[float] = ()) -> float:
-    """The largest sum over what is held at one time, over one list; `sizes` are per stage.
+    """Return the peak over one list of the summed sizes of the micro-batches in flight.
 
-    A stage holds a micro-batch from its forward to the end of its backward; without a backward, while it runs.
-    From the first part of a backward pass to the second one it holds `handed`, per stage, instead of the size.
+    A stage holds `sizes[stage]` for a micro-batch from its forward to the end of its backward or, without a backward,
+    while the forward runs. Between the input and the weight gradient it holds `handed[stage]` instead (empty: the same
+    as `sizes`). The result has the unit of `sizes`.
     """
     rest = handed or sizes
     ends = {stage for stage, kinds in kinds_of(tasks).items() if any(kind.is_last for kind in kinds)}

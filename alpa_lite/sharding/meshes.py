@@ -1,24 +1,27 @@
-"""Submeshes of a cluster, logical meshes over them, and how submeshes tile the cluster.
+"""Submeshes of a cluster, logical meshes over them, and the tiling of the cluster by submeshes.
 
-A cluster has N hosts of M devices, numbered host by host (device = host * M + place on the host). A submesh is part of
-one host or a number of whole hosts, so its devices are consecutive. A logical mesh names axes over it, row-major.
-Hosts may be of several groups, which differ; they are numbered group by group.
+A cluster has N hosts of M devices, numbered host by host (device = host * M + index on the host). A submesh is part of
+one host or a number of whole hosts, so that its devices are consecutive. A logical mesh arranges them in a row-major
+grid with named axes. Hosts may belong to several groups of different hardware, and are numbered group by group.
 
-    kinds   = {(1,p): p a part of a host} ∪ {(h,M): h a number of hosts}     `submesh_kinds`   (Alpa, section 5.2)
-    parts   = the divisors of M, which tile hosts whatever their mix         `_parts_of_hosts`
-    hosts   = {1, ..., N}, or powers of two and N/k, if there are many       `_numbers_of_hosts`
-    of groups: the kinds of each group, and the whole cluster                `cluster_kinds`
-    shapes  = {(n,)} ∪ {(a,b): a*b = n} ∪ {(a,b,c) whose hosts are whole}    `logical_shapes`
-    tiling  : whole hosts first, then parts of hosts by falling size         `place`           (Alpa, appendix)
-    groups  : devices that differ in the coordinates of some axes alone      `axis_group`
+    kinds   = {(1,p): p in parts} ∪ {(h,M): h in hosts}                      `submesh_kinds`   (Alpa, section 5.2)
+    parts   = the divisors of M, which tile hosts in any combination         `_parts_of_hosts`
+    hosts   = {1, ..., N}, or powers of two and N/k for large N              `_numbers_of_hosts`
+    with groups of hosts: the kinds of each group, and the whole cluster     `cluster_kinds`
+    shapes  = {(n,)} ∪ {(a,b): a*b = n; a, b > 1}                            `logical_shapes`
+    tiling  : whole hosts first, then parts of hosts by decreasing size      `place`           (Alpa, appendix)
+    groups  : devices that differ only in their coordinates on given axes    `axis_group`
 
-Every choice of kinds that adds up to the devices of a cluster (with groups: of each group) tiles it. For one host that
-needs no proof, and whole hosts never stand in the way. Parts of several hosts add up to h hosts. If each part divides
-the next larger one up to M (M a power of two, say), laying them down by falling size fills the hosts: before a part of
-size p lies a multiple of p, so that it never reaches into the next host. If the parts are all divisors of M this holds
-for M up to 128 with at most two prime factors (not for 30: 15 + 10 + 10 + 6 + 6 + 6 + 6 + 1 are no two hosts): where
-parts add up to h hosts and none of them fill one host, there are fewer than M/p parts of each size p, and the tests go
-through all of these.
+Every combination of kinds that adds up to the devices of a cluster (with groups: of each group) tiles it. This is
+trivial for one host, and submeshes of whole hosts can always be placed first. It remains to show that parts that add up
+to h hosts can be packed into h hosts:
+
+- If each part size divides the next larger one and the largest divides M (M a power of two, for instance), placing
+  parts by decreasing size fills the hosts: the offset of a part of size p is a multiple of p, so that no part crosses
+  the border of a host.
+- If the parts are arbitrary divisors of M, the statement holds for M up to 128 with at most two prime factors. (It does
+  not hold for M = 30: 15 + 10 + 10 + 6 + 6 + 6 + 6 + 1 cannot be packed into two hosts.) A smallest counterexample has
+  no subset of parts that fills one host, hence fewer than M/p parts of each size p; the tests enumerate all of these.
 """
 
 import math
@@ -31,13 +34,13 @@ import numpy as np
 
 from alpa_lite.errors import PlanError
 
-#: Up to so many hosts, a stage may have any number of them.
+#: The largest number of hosts for which a stage may have any number of hosts.
 ANY_NUMBER_OF_HOSTS = 16
-#: A stage has at least this part of the devices: there are no pipelines of so many stages.
+#: The smallest fraction of all devices that a stage may have: pipelines have fewer than 512 stages.
 SMALLEST_PART = 1 / 512
-#: Pipelines of up to so many stages get nearly equal numbers of hosts, those of up to so many exactly equal ones.
+#: On many hosts: the largest number of stages for which nearly equal, and exactly equal, numbers of hosts are offered.
 _UNEVEN_STAGES, _EVEN_STAGES = 8, 64
-#: Hosts of at most so many devices were gone through; see the module.
+#: The largest number of devices per host for which the tests verify that all divisors tile; see the module docstring.
 _TESTED_DEVICES = 128
 
 
@@ -59,7 +62,7 @@ class Submesh:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The device ids in the order of the cluster."""
+        """The ids of the devices in the order of the cluster."""
         return tuple(range(self.first_device, self.first_device + self.num_devices))
 
     def __str__(self) -> str:
@@ -67,7 +70,7 @@ class Submesh:
 
 
 def sharing(submeshes: Sequence[Submesh]) -> tuple[tuple[int, ...], ...]:
-    """The positions of equal submeshes, together; in the order of the first of each."""
+    """Return the positions of equal submeshes as groups, ordered by the first position in each group."""
     groups: dict[Submesh, list[int]] = {}
     for number, submesh in enumerate(submeshes):
         groups.setdefault(submesh, []).append(number)
@@ -76,7 +79,7 @@ def sharing(submeshes: Sequence[Submesh]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """Named axes over the devices of a submesh, the last axis varying fastest."""
+    """A grid of named mesh axes over the devices of a submesh, the last axis varying fastest."""
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -95,15 +98,18 @@ class LogicalMesh:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The number of devices along each axis, by name."""
+        """The number of devices along each axis, by axis name."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     def size(self, axis: str) -> int:
-        """The number of devices along `axis`. Raises PlanError if there is no such axis."""
+        """Return the number of devices along `axis`. Raises PlanError if the mesh does not have this axis."""
         return self.shape[self._position(axis)]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The groups along `axes` together, as places in the row-major order of the mesh."""
+        """Return the device groups along `axes` together, as indices in the row-major order of the mesh.
+
+        Raises PlanError if the mesh does not have one of the axes.
+        """
         places = np.arange(self.num_devices).reshape(self.shape)
         last = [self._position(axis) for axis in axes]
         rows = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, math.prod(map(self.size, axes)))
@@ -120,15 +126,16 @@ class LogicalMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """The devices that communicate along one mesh axis.
+    """The placement on hosts of the device groups that communicate along one or more mesh axes.
 
     Attributes:
-        num_devices: members of one group.
-        devices_per_host: members on one host, in the group that spans the most hosts (on its fullest host).
-        num_concurrent: groups with members on one host: they communicate at once and share the link that leaves it.
-        devices_per_domain: members in one domain of hosts, in that group (in its fullest domain); None where hosts
-            form no domains.
-        stride: members on one host are every so-many-th device.
+        num_devices: number of devices in one group.
+        devices_per_host: largest number of members on one host, in the group that spans the most hosts.
+        num_concurrent: largest number of groups with members on one host; these communicate at the same time and share
+            the link that leaves the host.
+        devices_per_domain: largest number of members in one domain of hosts, in the same group; None if the cluster has
+            no domains.
+        stride: smallest distance between the device ids of two members on one host; 1 if no host has two.
     """
 
     num_devices: int
@@ -140,7 +147,7 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmeshKind:
-    """What a submesh can be: so many devices of each of so many hosts of a group; None for all hosts of all groups."""
+    """The size of a submesh and the group of its hosts; a group of None means all hosts of all groups."""
 
     num_hosts: int
     devices_per_host: int
@@ -152,9 +159,10 @@ class SubmeshKind:
 
 
 def cluster_kinds(hosts_of_groups: Sequence[int], devices_per_host: int) -> tuple[SubmeshKind, ...]:
-    """The kinds of submesh that a stage may get in each group of hosts and, of several groups, in all of them at once.
+    """Return the kinds of submesh that a stage may have in each group of hosts.
 
-    Stages on kinds that add up to the devices of each group can be placed (`place_in_groups`).
+    If there are several groups, the whole cluster is one more kind. Every combination of kinds that adds up to the
+    devices of each group can be placed (`place_in_groups`).
     """
     kinds = [
         SubmeshKind(num_hosts=hosts, devices_per_host=devices, group=group)
@@ -167,7 +175,7 @@ def cluster_kinds(hosts_of_groups: Sequence[int], devices_per_host: int) -> tupl
 
 
 def first_submesh(kind: SubmeshKind, hosts_of_groups: Sequence[int], devices_per_host: int) -> Submesh:
-    """The submesh of a kind that has the first devices of its group."""
+    """Return the submesh of a kind on the first devices of its group."""
     first_host = sum(hosts_of_groups[: kind.group or 0])
     return Submesh(
         first_device=first_host * devices_per_host, num_hosts=kind.num_hosts, devices_per_host=kind.devices_per_host
@@ -175,9 +183,10 @@ def first_submesh(kind: SubmeshKind, hosts_of_groups: Sequence[int], devices_per
 
 
 def submesh_kinds(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, int], ...]:
-    """The (hosts, devices per host) that a stage may get on equal hosts, by rising number of devices.
+    """Return the (hosts, devices per host) that a stage may have on equal hosts, by increasing number of devices.
 
-    Stages that add up to all devices can be placed (`place`), and the kinds are few: about 20 on hundreds of hosts.
+    Every combination that adds up to all devices can be placed (`place`). The stage dynamic program runs over all
+    kinds, so there are few of them: about 20 on hundreds of hosts.
     """
     _check_cluster(num_hosts, devices_per_host)
     parts = [(1, part) for part in _parts_of_hosts(num_hosts, devices_per_host)]
@@ -187,12 +196,15 @@ def submesh_kinds(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, int
 
 
 def _parts_of_hosts(num_hosts: int, devices_per_host: int) -> list[int]:
-    """Sizes below a host that tile hosts whatever their mix; of one host also powers of two and halves, rounded."""
+    """Return the part sizes below a whole host that tile hosts in any combination; see the module docstring.
+
+    On a single host every combination tiles, so powers of two and halves (rounded up and down) are added.
+    """
     divisors = [size for size in range(1, devices_per_host) if devices_per_host % size == 0]
     if num_hosts == 1:
         halves = {devices_per_host // 2, devices_per_host - devices_per_host // 2}
         return sorted({*divisors, *_powers_of_two(devices_per_host), *halves} - {0, devices_per_host})
-    # Each divides the next larger one.
+    # The fallback for an unverified number of devices: a chain of sizes in which each divides the next larger one.
     chain = [devices_per_host]
     while chain[-1] > 1:
         chain.append(max(divisor for divisor in divisors if divisor < chain[-1] and chain[-1] % divisor == 0))
@@ -201,7 +213,10 @@ def _parts_of_hosts(num_hosts: int, devices_per_host: int) -> list[int]:
 
 
 def _numbers_of_hosts(num_hosts: int) -> list[int]:
-    """All numbers, or of many: powers of two for uneven pipelines, N/k for those of k equal stages."""
+    """Return the numbers of whole hosts that a stage may have, in increasing order.
+
+    On many hosts these are powers of two, for pipelines of unequal stages, and N/k for pipelines of k equal stages.
+    """
     if num_hosts <= ANY_NUMBER_OF_HOSTS:
         return list(range(1, num_hosts + 1))
     nearly_equal = {-(-num_hosts // k) for k in range(1, _UNEVEN_STAGES + 1)}
@@ -215,21 +230,21 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def logical_shapes(num_hosts: int, devices_per_host: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of logical mesh over a submesh: one axis, or two of at least two devices each."""
+    """Return the shapes of the logical meshes over a submesh: one axis, or two axes of at least two devices each."""
     _check_cluster(num_hosts, devices_per_host)
     num_devices = num_hosts * devices_per_host
     return ((num_devices,), *_pairs(num_devices))
 
 
 def _pairs(number: int) -> list[tuple[int, int]]:
-    """The (a, b) with a*b = number and both above 1, by rising a."""
+    """Return the (a, b) with a*b = number and a, b > 1, by increasing a."""
     return [(a, number // a) for a in range(2, number) if number % a == 0]
 
 
 def place_in_groups(
     kinds: Sequence[SubmeshKind], hosts_of_groups: Sequence[int], devices_per_host: int
 ) -> tuple[Submesh, ...]:
-    """Concrete submeshes of the given kinds, in the given order, each within its group, that cover every device once.
+    """Return submeshes of the given kinds, in the given order, each in its group, that cover every device once.
 
     Raises PlanError if they cannot tile the groups.
     """
@@ -256,9 +271,9 @@ def place_in_groups(
 
 
 def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: int) -> tuple[Submesh, ...]:
-    """Concrete submeshes of the given kinds, in the given order, that cover each device of the cluster once.
+    """Return submeshes of the given (hosts, devices per host), in the given order, that cover every device once.
 
-    Submeshes of one size get their devices in the given order. Raises PlanError if they cannot tile the cluster.
+    Submeshes of equal size are placed in the given order. Raises PlanError if they cannot tile the cluster.
     """
     _check_cluster(num_hosts, devices_per_host)
     chosen = ", ".join(f"{hosts}×{devices}" for hosts, devices in kinds) or "none"
@@ -297,9 +312,9 @@ def place(kinds: Sequence[tuple[int, int]], num_hosts: int, devices_per_host: in
 
 
 def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_per_domain: int = 1) -> AxisGroup:
-    """How the groups along `axes` lie on the hosts, and on domains of so many hosts.
+    """Return the placement of the device groups along `axes` on hosts, and on domains of `hosts_per_domain` hosts.
 
-    Raises PlanError if the mesh does not cover the submesh.
+    Raises PlanError if the numbers of devices of the mesh and the submesh differ, or the mesh lacks one of the axes.
     """
     if logical_mesh.num_devices != submesh.num_devices:
         raise PlanError(
@@ -320,13 +335,15 @@ def axis_group(submesh: Submesh, logical_mesh: LogicalMesh, *axes: str, hosts_pe
 
 
 def _stride(group: Sequence[int], devices_per_host: int) -> int:
-    """How far apart members on one host are, the nearest of them; 1 where no host has two."""
+    """Return the smallest distance between two members of a group on one host, or 1 if no host has two."""
     apart = (b - a for a, b in pairwise(sorted(group)) if a // devices_per_host == b // devices_per_host)
     return min(apart, default=1)
 
 
 def _fullest_domain(submesh: Submesh, members: Counter[int], hosts_per_domain: int) -> int:
-    """Of members by host of the submesh, the most that share a domain; a submesh of several hosts has whole ones."""
+    """Return the largest number of members in one domain, given the number of members by host of the submesh."""
+    # Only submeshes of whole hosts have `devices_per_host` devices on each host; any other one is on a single host, and
+    # so in a single domain, whatever its number.
     first_host = submesh.first_device // submesh.devices_per_host if submesh.num_hosts > 1 else 0
     domains = Counter[int]()
     for host, count in members.items():
@@ -340,15 +357,18 @@ def _check_cluster(num_hosts: int, devices_per_host: int) -> None:
 
 
 def _pack(sizes: Sequence[int], num_hosts: int, devices_per_host: int) -> list[int] | None:
-    """The host of each size (falling) such that every host is full; None if there is no such packing.
+    """Return the host of each part so that every host is full, or None if no packing exists; `sizes` are decreasing.
 
-    Depth-first, first host first, which finds the packing at once whenever each size divides the next larger one.
+    A depth-first search that tries the first host first: it needs no backtracking if each size divides the next larger.
     """
     return _packed(sizes, (devices_per_host,) * num_hosts, set())
 
 
 def _packed(sizes: Sequence[int], room: tuple[int, ...], failed: set[tuple[int, tuple[int, ...]]]) -> list[int] | None:
-    """The same into hosts with this much room; `failed`: in what room so many sizes cannot be packed."""
+    """Pack into hosts with `room` free devices; `failed` holds the (number of sizes left, sorted room) without packing.
+
+    A host with as much room as an earlier one is skipped, because the two are interchangeable.
+    """
     if not sizes:
         return []
     state = (len(sizes), tuple(sorted(room)))

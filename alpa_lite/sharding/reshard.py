@@ -1,14 +1,14 @@
-"""Walks from one spec of an array to another by elementary moves, the cheapest by what they send.
+"""The cheapest resharding from one spec of an array to another, as a sequence of elementary moves.
 
-The specs that a shape can have on a mesh are the nodes of a graph, `sharding.moves` its edges, and
+The specs that a shape can have on a mesh are the nodes of a graph whose edges are `sharding.specs.moves`, and
 
-    a walk costs  Σ over its steps  sent_bytes_factor · array bytes + STEP_BYTES     (a local step: 1)
+    cost of a sequence = Σ over its moves  sent_bytes_factor · array bytes + STEP_BYTES     (a local move: 1)
 
-One search (Dijkstra's) finds the walks from a spec to all others. On four axes a graph has thousands of specs and
-planning asks for walks from many hundreds of them, so that the search is compiled by numba.
+One run of Dijkstra's algorithm gives the cheapest sequences from one spec to all others. On four axes a graph has
+thousands of specs and a plan needs the sequences from hundreds of them; therefore the search is compiled by numba.
 """
 
-# What numba makes of functions pyright cannot know.
+# numba's decorators return objects whose types pyright cannot infer.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -31,20 +31,20 @@ from alpa_lite.sharding.specs import Move, Spec, moves, sent_bytes_factor
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-#: What one more collective weighs against bytes when two walks are compared: prefers fewer, larger steps.
+#: The cost of one collective in bytes, added to the bytes it sends, so that fewer and larger moves are preferred.
 STEP_BYTES = 1024.0
 
-#: More steps than any cheapest walk has: each axis is gathered, scattered or moved a few times at most.
+#: An upper bound on the moves of a cheapest sequence, which gathers, scatters or moves each axis at most a few times.
 _MAX_STEPS = 64
 
 
 def reshard(
     source: Spec, target: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], item_bytes: int = 4
 ) -> tuple[Move, ...] | None:
-    """Cheapest walk of elementary moves from `source` to `target`; None when there is none.
+    """Return the cheapest sequence of elementary moves from `source` to `target`, or None if there is none.
 
-    A partial sum can be resolved, but only a scalar made one. A walk costs the bytes sent per device + `STEP_BYTES` a
-    collective.
+    A partial sum can be resolved, but only a scalar can be made one. A sequence costs the bytes sent per device plus
+    `STEP_BYTES` per collective. `sizes` maps mesh axes to numbers of devices, and `item_bytes` is per element.
     """
     if source == target:
         return ()
@@ -52,7 +52,12 @@ def reshard(
 
 
 class _Moves(NamedTuple):
-    """The moves of a graph: those from spec s are start[s] <= move < stop[s]."""
+    """The moves of a graph as arrays for compiled code; the moves from spec s are start[s] <= move < stop[s].
+
+    start, stop               by number of a spec
+    source, target, of_class  by number of a move: its two specs and its class
+    class_sent, class_weight  by number of a class: `sent_bytes_factor`, and the cost per move in bytes
+    """
 
     start: IntArray
     stop: IntArray
@@ -64,17 +69,18 @@ class _Moves(NamedTuple):
 
 
 class SpecGraph:
-    """The specs of arrays of one shape, numbered as they are met, and the moves between them; see `spec_graph`.
+    """The specs of arrays of one shape, numbered in the order of discovery, and the moves between them.
 
-    Moves that send the same over the same axes are of one *class*.
+    Moves of the same kind that send equally much over the same axes form one *class* and have the same price; all local
+    moves form one class. Use `spec_graph` to get the graph of a shape.
     """
 
     def __init__(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """Start without specs."""
+        """Start with an empty graph; specs are added when they are first needed."""
         self.shape = shape
         self.sizes = sizes
         self.specs: list[Spec] = []
-        self.classes: list[Move] = []  # the first move of each that was met
+        self.classes: list[Move] = []  # the first move of each class
         self._numbers: dict[Spec, int] = {}
         self._class_numbers: dict[object, int] = {}
         self._start: dict[int, int] = {}
@@ -84,7 +90,7 @@ class SpecGraph:
         self._walks: dict[tuple[Spec, int], Walks] = {}
 
     def number(self, spec: Spec) -> int:
-        """The number of a spec."""
+        """Return the number of a spec, which is added to the graph if it is new."""
         number = self._numbers.get(spec)
         if number is None:
             number = self._numbers[spec] = len(self.specs)
@@ -92,14 +98,18 @@ class SpecGraph:
         return number
 
     def walks(self, source: Spec, array_bytes: int) -> Walks:
-        """The cheapest walk to every spec that can be reached from `source`, for arrays of this size; see `reshard`."""
+        """Return the cheapest sequences of moves from `source` to all reachable specs, for arrays of this size."""
         key = (source, _bytes_that_matter(array_bytes, self.sizes))
         if key not in self._walks:
             self._walks[key] = Walks(self, *key)
         return self._walks[key]
 
     def step(self, move: int) -> Move:
-        """The move of this number."""
+        """Return the move of this number.
+
+        Only the numbers of moves are stored, since few of them are ever part of a cheapest sequence; the `Move` is
+        reconstructed from its position among the moves of its source.
+        """
         if move not in self._steps:
             source = self._moves[move][0]
             steps = moves(self.specs[source], self.shape, self.sizes)
@@ -107,7 +117,7 @@ class SpecGraph:
         return self._steps[move]
 
     def moves_from(self, source: int) -> _Moves:
-        """The moves of all specs that can be reached from one; those of others may be among them."""
+        """Return the moves of all specs reachable from `source`, possibly among moves of other specs."""
         if source not in self._start or self._arrays is None:
             self._meet(source)
             columns = np.array(self._moves, dtype=np.int64).reshape(-1, 3)
@@ -121,7 +131,7 @@ class SpecGraph:
                 target=targets,
                 of_class=of_class,
                 class_sent=np.array([sent_bytes_factor(step, self.sizes) for step in self.classes], dtype=float),
-                # A local step weighs a little too, so that a walk never wanders through pointless ones.
+                # Local moves have a small cost, so that a cheapest sequence contains no unnecessary ones.
                 class_weight=np.array([1.0 if s.is_local else STEP_BYTES for s in self.classes], dtype=float),
             )
         return self._arrays
@@ -137,7 +147,8 @@ class SpecGraph:
                 target = self.number(step.spec)
                 found.append((spec, target, self._class_of(step)))
                 waiting.append(target)
-        # All at once: graphs outlive an interruption, and compiled code trusts their numbers.
+        # Assign the results together at the end: a graph outlives a KeyboardInterrupt, and compiled code does not check
+        # the bounds of its numbers.
         self._start, self._moves, self._arrays = start, found, None
 
     def _class_of(self, step: Move) -> int:
@@ -149,11 +160,12 @@ class SpecGraph:
 
 
 def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
-    """The bytes of an array, or fewer that lead to the same walks.
+    """Return the size of an array in bytes, reduced to a bound above which the cheapest sequences do not change.
 
-    With D devices the `sent_bytes_factor`s of walks differ by 1 / D at least. Where that times the bytes outweighs as
-    many steps as a walk can have, walks are ordered by what they send and then by their steps, whatever the size. Sizes
-    that are powers of two make the sums exact; others are left as they are.
+    The bound lets arrays of different sizes share one search. On D devices, the total `sent_bytes_factor`s of two
+    sequences are equal or differ by at least 1 / D. If 1 / D of the array outweighs `STEP_BYTES` times the most moves
+    of a sequence, sequences are ordered by what they send and then by their moves, for any larger size. The argument
+    needs exact floating-point sums, which hold for powers of two; other sizes are returned unchanged.
     """
     devices = prod(sizes.values())
     enough = devices * round(STEP_BYTES) * _MAX_STEPS
@@ -162,19 +174,19 @@ def _bytes_that_matter(array_bytes: int, sizes: Mapping[str, int]) -> int:
 
 
 class Walks:
-    """The cheapest walks from one spec to all that can be reached from it."""
+    """The cheapest sequences of moves from one spec to all specs that are reachable from it."""
 
     def __init__(self, graph: SpecGraph, source: Spec, array_bytes: int) -> None:
-        """Find them for arrays of this size in bytes."""
+        """Search them for arrays of `array_bytes` bytes."""
         self.graph = graph
         self.source = graph.number(source)
         moves = graph.moves_from(self.source)
         costs = moves.class_sent * array_bytes + moves.class_weight
-        # The specs in order of their cost, and of each the last move of the walk to it.
+        # The reachable specs by increasing cost, and for each spec the last move of the sequence to it (-1: none).
         self._order, self._last = _search(moves.start, moves.stop, moves.target, costs[moves.of_class], self.source)
 
     def to(self, target: Spec) -> tuple[Move, ...] | None:
-        """The steps to a spec; None when it cannot be reached."""
+        """Return the moves to a spec, or None if it is not reachable."""
         number = self.graph.number(target)
         if number != self.source and (number >= self._last.size or self._last[number] < 0):
             return None
@@ -186,9 +198,9 @@ class Walks:
         return tuple(reversed(steps))
 
     def seconds(self, price: Callable[[Move], float]) -> FloatArray:
-        """By number of a spec the time of the walk to it, infinite where there is none.
+        """Return for each spec, by its number, the seconds of the sequence of moves to it; inf if it is not reachable.
 
-        `price` is asked for one move of each class.
+        `price` returns the seconds of a move; it is called once for each class of moves in use.
         """
         moves = self.graph.moves_from(self.source)
         last = self._last[self._order[1:]]
@@ -205,7 +217,10 @@ class Walks:
 def _search(
     start: IntArray, stop: IntArray, target: IntArray, cost: FloatArray, source: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Dijkstra's algorithm; of equally cheap walks to a spec the one that was found first."""
+    """Run Dijkstra's algorithm, and return the specs by increasing cost and the last move to each spec.
+
+    Ties are broken by the order of discovery, so that the result is deterministic.
+    """
     best = np.full(start.size, np.inf)
     last = np.full(start.size, -1, dtype=np.int32)
     order = np.empty(start.size, dtype=np.int32)
@@ -236,10 +251,11 @@ def _add_up(found: FloatArray, order: NDArray[np.int32], before: IntArray, secon
 
 
 def spec_graph(shape: tuple[int, ...], sizes_items: tuple[tuple[str, int], ...]) -> SpecGraph:
-    """The one graph of the specs of arrays that can be split as this shape can.
+    """Return the graph of the specs of all arrays that can be split in the same ways as this shape.
 
-    No axis is used twice, so that only common divisors of a dim and the number of devices matter. Those that nobody
-    holds and that were not asked for lately are made anew, with new numbers: on many axes they are large.
+    No axis is used twice, so only the greatest common divisor of a dim and the number of devices matters, and shapes
+    with the same divisors share one graph. Graphs are large on many axes: those that are neither referenced nor
+    recently used are dropped, and rebuilt with new numbers when needed.
     """
     devices = prod(size for _, size in sizes_items)
     return _spec_graph(tuple(gcd(n, devices) if n else 0 for n in shape), sizes_items)

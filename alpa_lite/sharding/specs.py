@@ -1,14 +1,20 @@
-"""Specs: how one array lies on a logical mesh, and the collectives that lead from one spec to another.
+"""Specs: the layout of one array on a logical mesh, and the elementary moves from one spec to another.
 
 A spec names, for each tensor dim, the mesh axes that split it (major first), and the axes over which the array is a
 *partial sum*: each device holds an addend and the array is their sum.
 
     local size of dim d = size(d) / Π_{a ∈ dims[d]} |a|            (local_shape)
 
-Resharding is a walk over specs by elementary moves (moves): all_gather takes the minor-most axis off a dim, slice
-puts an unused axis on a dim (free), all_to_all moves the minor-most axis from one dim to another, all_reduce and
-reduce_scatter resolve a partial sum, permute hands whole blocks from device to device (rearrangements), addend makes a
-partial sum of a scalar (free). `walks.reshard` finds the cheapest.
+A resharding is a sequence of elementary moves (`moves`):
+
+    all_gather                   removes the minor-most mesh axis from a dim
+    slice                        adds an unused mesh axis to a dim (no communication)
+    all_to_all                   moves the minor-most mesh axis from one dim to another
+    all_reduce, reduce_scatter   resolve a partial sum
+    permute                      sends whole blocks from device to device                     (`rearrangements`)
+    addend                       makes a partial sum of a scalar (no communication)
+
+`sharding.reshard.reshard` returns the cheapest sequence.
 """
 
 from __future__ import annotations
@@ -24,14 +30,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Mesh axes per tensor dim (major first) and the axes over which the value is a partial sum (sorted)."""
+    """The mesh axes that split each tensor dim (major first), and the axes of a partial sum (sorted)."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
 
     @property
     def axes(self) -> frozenset[str]:
-        """All mesh axes in use."""
+        """The mesh axes that the spec uses, for tensor dims or for the partial sum."""
         return frozenset(axis for dim in self.dims for axis in dim) | frozenset(self.partial)
 
     @property
@@ -40,44 +46,47 @@ class Spec:
         return not self.axes
 
     def without_partial(self) -> Spec:
-        """The same layout with every sum resolved."""
+        """Return the same spec without a partial sum."""
         return Spec(self.dims)
 
     def __str__(self) -> str:
-        """`[data, model]`-like text: `-` for a whole dim, `+axis` for a partial sum."""
+        """Return text like `[data, -]+model`: `-` for a dim that is not split, `+axis` for a partial sum."""
         text = ", ".join("·".join(axes) or "-" for axes in self.dims)
         return f"[{text}]" + "".join(f"+{axis}" for axis in self.partial)
 
 
 def replicated(rank: int) -> Spec:
-    """The spec of an array that every device holds whole."""
+    """Return the spec of an array of this rank that is replicated on every device."""
     return Spec(((),) * rank)
 
 
 def divides(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """True when every split dim is a multiple of the devices that split it."""
+    """Return True if the size of every dim is a multiple of the number of devices that split it."""
     return all(n % prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, spec.dims, strict=True))
 
 
 def local_shape(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of one device's block."""
+    """Return the shape of the block that each device holds; `sizes` maps mesh axes to numbers of devices."""
     return tuple(n // prod(sizes[a] for a in axes) for n, axes in zip(shape, spec.dims, strict=True))
 
 
 def num_shards(spec: Spec, sizes: Mapping[str, int]) -> int:
-    """Into how many different blocks the array is cut."""
+    """Return the number of different blocks into which the spec splits an array."""
     return prod(sizes[a] for axes in spec.dims for a in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One elementary move of a resharding over one mesh axis, or over several for a permute.
+    """One elementary move of a resharding.
 
-    kind: all_reduce, reduce_scatter, all_gather, all_to_all, permute, and slice and addend, which are local. `dim` is
-    the tensor dim that loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis; `target_dim` the one
-    that gains it in an all_to_all; `pairs` the (from, to) of a permute, devices numbered along `axes`, the last one
-    fastest. `spec` is the layout afterwards. `bytes_factor` × array bytes = buffer of the collective per device, by the
-    convention of `cost_models.Collective`.
+    kind           all_reduce, reduce_scatter, all_gather, all_to_all or permute; or slice or addend, which are local
+    axes           the mesh axis of the move; several for a permute
+    dim            the tensor dim that loses (all_gather, all_to_all) or gains (slice, reduce_scatter) the axis
+    target_dim     the tensor dim that gains the axis in an all_to_all
+    pairs          the (source, target) devices of a permute, numbered along `axes` with the last axis fastest
+    spec           the spec after the move
+    bytes_factor   buffer bytes of the collective per device as a multiple of the array bytes, by the convention of
+                   `cost_models.Collective`
     """
 
     kind: str
@@ -90,22 +99,25 @@ class Move:
 
     @property
     def is_local(self) -> bool:
-        """True when nothing is sent."""
+        """True if the move needs no communication."""
         return self.kind in ("slice", "addend")
 
     @property
     def axis(self) -> str:
-        """The mesh axis of a move over one."""
+        """The mesh axis of a move over a single axis. Raises ValueError for a move over several."""
         (axis,) = self.axes
         return axis
 
     def below(self, num_dims: int) -> Move:
-        """The same move of an array with more leading dims."""
+        """Return the same move for an array with `num_dims` additional leading dims."""
         return replace(self, dim=self.dim + num_dims, target_dim=self.target_dim + num_dims) if num_dims else self
 
 
 def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Move]:
-    """Every elementary move that is possible from `spec`."""
+    """Yield every elementary move from `spec` that keeps all blocks of equal size.
+
+    The order is deterministic: `SpecGraph.step` identifies a move by its position.
+    """
     local, block = 1.0 / num_shards(spec, sizes), local_shape(spec, shape, sizes)
     used = spec.axes
     for axis in spec.partial:
@@ -151,13 +163,13 @@ def moves(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Itera
 
 
 def addend(spec: Spec, axis: str) -> Move:
-    """The move to a partial sum over an unused axis: the first device along it keeps its block, others take zeros."""
+    """Return the move to a partial sum over an unused axis: all devices but the first along it take zeros."""
     summed = Spec(spec.dims, tuple(sorted((*spec.partial, axis))))
     return Move(kind="addend", axes=(axis,), spec=summed, bytes_factor=0.0)
 
 
 def rearrangements(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
-    """The permutes: other specs with blocks of the same shape, each device sending its block to one other device."""
+    """Yield the permutes to all other specs with blocks of the same shape; each device sends to one other device."""
     if not any(spec.dims):
         return
     free = tuple(a for a in sizes if a not in spec.partial)
@@ -180,7 +192,7 @@ def _arranged(
 def _arrangements(
     counts: Sequence[int], free: Sequence[str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to give each dim an ordered choice of the free axes that splits it in so many blocks."""
+    """Yield every assignment of ordered mesh axes to dims that splits dim d into `counts[d]` blocks."""
     if not counts:
         yield ()
         return
@@ -195,17 +207,17 @@ def _arrangements(
 def _permutation(
     changed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...], sizes_items: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """The mesh axes that matter, and for each group along them who sends to whom.
+    """Return the mesh axes of a permute and its (source, target) device pairs within each group along these axes.
 
-    `changed`: of dims that change, the axes that split them before and after. A device sends its block to one that
-    needs it; copies along axes unused in the source go to the copies wanted along axes unused in the target.
+    `changed` holds, for each dim that changes, the axes that split it before and after. Copies of a block along axes
+    unused in the source are sent to the copies along axes unused in the target.
     """
     sizes = dict(sizes_items)
     involved = {a for old, new in changed for a in (*old, *new)}
     axes = tuple(a for a in sizes if a in involved)
     used = [tuple(a for side in changed for a in side[i]) for i in (0, 1)]
     orders = [[*axes_of, *(a for a in axes if a not in axes_of)] for axes_of in used]
-    # Numbered block by block, then copy by copy: equal numbers belong together on both sides.
+    # Order the devices of each side by block, then by copy: devices at the same position form a pair.
     numbers = [
         np.arange(prod(sizes[a] for a in axes))
         .reshape([sizes[a] for a in axes])
@@ -225,7 +237,7 @@ def _can_split(block: Sequence[int], size: int) -> list[int]:
 
 
 def sent_bytes_factor(step: Move, sizes: Mapping[str, int]) -> float:
-    """Bytes that one device sends in a step, as a multiple of the array's bytes (ring algorithms)."""
+    """Return the bytes that one device sends in a move as a multiple of the array bytes, for ring algorithms."""
     if step.is_local:
         return 0.0
     if step.kind == "permute":

@@ -1,13 +1,14 @@
-"""Where the rows of a stacked array lie between steps, if stages hold different numbers of them or in other forms.
+"""The layout of a stacked array between steps, when its stages read different numbers of rows or in different specs.
 
-An array of JAX has blocks of one shape. So its rows are put into blocks of equally many, each on a group of equally
-many devices, which split a dim behind the rows:
+A stacked array has one row per layer. All shards of a JAX array have the same shape, so the rows are grouped into row
+blocks of equal size, each on a device group of equal size, which may split one dim after the row dim:
 
-    holders   a block lies on devices of the stage that reads its rows; if several do, of one of them
-    size      of the ways that take hardly more bytes per device than the stages, where all split their rows, the one
-              that leaves the most rows on their own stage; else the one with the least bytes per device
-    moved     between a block and the devices of its own stage before a step and after it; between stages only the
-              rows of blocks that lie on another one
+    holders   a block is on devices of a stage that reads its rows; if several stages do, on one of them
+    choice    among the layouts that take at most `ENOUGH` times the bytes per device of a step in which every stage
+              splits its rows over all its devices, the one with the fewest rows on a stage that does not read them; if
+              there is none, the one with the fewest bytes per device
+    moved     before and after a step, rows move between the devices of a block and those of its stage; only rows whose
+              block is held by another stage cross between stages
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 ENOUGH = 1.5
-"""How many times as much as during a step a device may well hold of an array between steps, when it holds no more."""
+"""The largest ratio of the bytes per device between steps to those during a step that costs nothing in the choice of a
+layout: below it, fewer rows on other stages are preferred to fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resting:
-    """Blocks of equally many rows of an array, in order.
+    """A layout of a stacked array between steps: equal row blocks, in the order of the rows.
 
-    rows_per_block    consecutive rows of each
-    split_dim         the dim that the devices of a group split; None where each has all of a block
-    group_size        devices of each group
-    holders           of each block the stage on whose devices it lies
-    first_devices     of each block the place of its first device among those of this stage
+    rows_per_block    number of consecutive rows in each block
+    split_dim         the tensor dim that the devices of a group split; None if each device has the whole block
+    group_size        number of devices in each group
+    holders           for each block the stage that holds it
+    first_devices     for each block the index of its first device among the devices of this stage
     """
 
     rows_per_block: int
@@ -39,15 +41,15 @@ class Resting:
     first_devices: tuple[int, ...]
 
     def holder_of(self, row: int) -> int:
-        """The stage on whose devices a row lies."""
+        """Return the stage that holds a row."""
         return self.holders[row // self.rows_per_block]
 
 
 @lru_cache(maxsize=4096)
 def resting(shape: tuple[int, ...], readers: tuple[int, ...], num_devices: tuple[int, ...]) -> Resting:
-    """How an array [rows, ...] lies.
+    """Return the layout between steps of a stacked array of shape [rows, ...].
 
-    `readers`: of each row, the stage that reads it; `num_devices`: of each stage.
+    `readers[row]` is the stage that reads a row, and `num_devices[stage]` the number of devices of a stage.
     """
     ways = (
         found
@@ -69,7 +71,10 @@ def resting(shape: tuple[int, ...], readers: tuple[int, ...], num_devices: tuple
 
 
 def _splits(shape: Sequence[int], most: int) -> list[tuple[int, int | None]]:
-    """In how many pieces some dim behind the rows can be cut, with the largest such dim."""
+    """Return the (number of pieces, dim) into which a dim after the row dim can be split, at most `most` pieces.
+
+    If several dims can be split into a number of pieces, the largest is chosen. A dim of None means no split.
+    """
     found: list[tuple[int, int | None]] = [(1, None)]
     for size in range(2, most + 1):
         dims = [d for d, n in enumerate(shape) if d > 0 and n % size == 0 and n > 0]
@@ -81,11 +86,14 @@ def _splits(shape: Sequence[int], most: int) -> list[tuple[int, int | None]]:
 def _placed(
     readers: Sequence[int], num_devices: Sequence[int], rows: int, group_size: int, split_dim: int | None
 ) -> Resting | None:
-    """Blocks of so many rows on groups of so many devices; None where there are too few of these."""
+    """Return the layout with `rows` rows per block and `group_size` devices per group.
+
+    Return None if the stages that read a block have no free device group for it.
+    """
     blocks = [Counter(readers[i : i + rows]) for i in range(0, len(readers), rows)]
     room = [count // group_size for count in num_devices]
     holders = [-1] * len(blocks)
-    # Where all rows have one reader there is no choice.
+    # Blocks with a single reader have only one possible holder, so they choose before the blocks with several.
     for block in sorted(range(len(blocks)), key=lambda b: len(blocks[b])):
         able = [reader for reader, _ in blocks[block].most_common() if room[reader] > 0]
         if not able:

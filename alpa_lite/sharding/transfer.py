@@ -1,20 +1,20 @@
-"""An array from one submesh to another: who sends which box to whom, and what the receivers gather among themselves.
+"""Transfers of an array between submeshes: the boxes that devices send, and the all-gathers among the receivers.
 
-What several receivers want is sent to them in parts, a different one to each, and gathered inside the receiving mesh,
-so that every element crosses between the submeshes once, whatever the specs and the numbers of devices.
+A block that several receivers need is sent to them in parts, a different part to each, and gathered inside the
+receiving mesh. Every element thus crosses between the submeshes once, for any specs and numbers of devices.
 
-    block(i)   = the part of the array that device i has in a spec                          `blocks`
+    block(i)   = the box of the array that device i holds under a spec                      `blocks`
     chunk(i)   = of the c receivers of a block, the k-th gets part k, ceil(size / c) long   `blocks`, `_spread`
     pieces     = { block(s) ∩ chunk(t) : sources s, targets t }; of equal blocks one sends  `_BoxSenders`
     sent bytes = Σ over pieces between different devices of item bytes · Π (stop - start)   `PlannedTransfer.sent_bytes`
-               = the bytes of the array, less those that are where they belong, if copies are spread
+               = the bytes of the array without those already on their receiver, if copies are spread
     gathered   = a block per receiver, times c · ceil(size / c) / size                      `_gathers`
 
-The sender of a piece is its receiver if that has it, else a device on its host, else the one that has sent least so
-far, hosts before devices. Where copies that are sent device by device take at most `DIRECT_BYTES` more, they are sent
-so and nothing is gathered: so many bytes cross a network in about the time that launching a program takes. A partial
-sum is resolved before it is sent. Between equal meshes on the same devices a walk of collectives moves the array
-(`walks.reshard`).
+The sender of a piece is the receiver itself if it holds the piece, else a device on the receiver's host, else the
+device with the least traffic so far, compared first by host and then by device. If sending every copy directly takes at
+most `DIRECT_BYTES` more, nothing is gathered: launching the program of a gather takes about as long as sending this
+many bytes. A partial sum is resolved before it is sent. Between equal meshes on the same devices, the array is
+resharded by collectives (`sharding.reshard.reshard`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from alpa_lite.sharding.reshard import reshard
 from alpa_lite.sharding.specs import Move, Spec, divides, local_shape, moves
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop along each dim."""
+"""A rectangular part of an array: (start, stop) along each dim."""
 
 DIRECT_BYTES = 1 << 16
-"""Copies may be sent, rather than gathered by their receivers, for so many bytes more: 5 µs at 100 Gbit/s."""
+"""The additional bytes up to which copies are sent directly rather than gathered: about 5 µs at 100 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where an array is: the devices, the mesh over them, and its spec there."""
+    """The location of an array: a submesh, the logical mesh over its devices, and the spec on this mesh."""
 
     submesh: Submesh
     mesh: LogicalMesh
@@ -49,7 +49,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of the array that one device hands to another; both by their place in the row-major order of their mesh."""
+    """A box that one device sends to another; devices are numbered in the row-major order of their own mesh."""
 
     source: int
     target: int
@@ -63,13 +63,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """How an array gets from one layout to another.
+    """The planned transfer of an array from one placement to another.
 
-    resolve     steps inside the source mesh before anything is sent: partial sums; the whole walk if it is `in_place`
-    pieces      what is handed from device to device
-    spread      per dim, the axes of the receiving mesh along which receivers of one block get parts of it at first
-    gathers     steps inside the receiving mesh, which put those parts together: one all_gather per dim
-    in_place    both meshes are the same, on the same devices: there are no pieces
+    shape       shape of the whole array
+    item_bytes  bytes per element
+    resolve     moves on the source mesh before anything is sent: these resolve partial sums, or are the whole
+                resharding if it is `in_place`
+    pieces      the boxes that are sent from device to device
+    spread      per dim, the axes of the receiving mesh along which the receivers of one block first get parts of it
+    gathers     moves on the receiving mesh that assemble these parts: one all_gather per dim
+    in_place    both placements have the same mesh on the same devices, so that there are no pieces
     """
 
     shape: tuple[int, ...]
@@ -84,27 +87,27 @@ class PlannedTransfer:
 
     @property
     def array_bytes(self) -> int:
-        """Size of the whole array."""
+        """Size of the whole array in bytes."""
         return prod(self.shape) * self.item_bytes
 
     @property
     def is_trivial(self) -> bool:
-        """True when nothing is done: every device has what it gets."""
+        """True if there is nothing to do, because every receiver already holds its block."""
         return not (self.resolve or self.gathers or self.bytes_between)
 
     @property
     def sent_spec(self) -> Spec:
-        """The spec on the source mesh in which the array is sent."""
+        """The spec on the source mesh after `resolve`, from which the pieces are sent."""
         return self.resolve[-1].spec if self.resolve else self.source.spec
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that are handed to another device; not what is resolved and gathered inside the meshes."""
+        """Bytes that are sent to another device, without the moves inside the two meshes."""
         return sum(self.bytes_between.values())
 
     @property
     def bytes_between(self) -> Counter[tuple[int, int]]:
-        """Bytes by (sending, receiving) device of the cluster, of different devices."""
+        """Bytes sent by (source, target) device id of the cluster, for pairs of different devices."""
         sources, targets = self.source.submesh.devices, self.target.submesh.devices
         found = Counter[tuple[int, int]]()
         for piece in self.pieces:
@@ -113,11 +116,11 @@ class PlannedTransfer:
         return found
 
     def source_blocks(self) -> tuple[Box, ...]:
-        """What each device of the source mesh has when the array is sent."""
+        """Return the box that each device of the source mesh holds when the array is sent."""
         return blocks(self.shape, self.source.mesh, self.sent_spec)
 
     def landing_blocks(self) -> tuple[Box, ...]:
-        """What each device of the receiving mesh gets before anything is gathered."""
+        """Return the box that each device of the receiving mesh receives, before the gathers."""
         return blocks(self.shape, self.target.mesh, self.target.spec, self.spread)
 
     def __str__(self) -> str:
@@ -136,18 +139,19 @@ def plan_transfer(
     devices_per_host: int,
     direct_bytes: float = DIRECT_BYTES,
 ) -> PlannedTransfer:
-    """The transfer of an array between two layouts, whose submeshes may overlap.
+    """Plan the transfer of an array between two placements, whose submeshes may overlap.
 
     Args:
-        shape: of the whole array.
-        item_bytes: per element.
-        source: may have a partial sum, which is resolved first.
-        target: none.
-        devices_per_host: of the cluster; senders on the receiver's host are preferred.
-        direct_bytes: copies are sent, rather than gathered, for so many bytes more.
+        shape: shape of the whole array.
+        item_bytes: bytes per element.
+        source: current placement; a partial sum is resolved before the array is sent.
+        target: placement to reach; a partial sum is allowed only if the mesh and its devices do not change.
+        devices_per_host: devices per host of the cluster; senders on the receiver's host are preferred.
+        direct_bytes: additional bytes up to which copies are sent directly rather than gathered.
 
     Raises:
-        PlanError: a dim is not a multiple of the devices that split it, or the target is a partial sum.
+        PlanError: a spec does not fit the shape, a mesh does not fit its submesh, or the target is a partial sum that
+            cannot be reached.
     """
     for layout in (source, target):
         _check(shape, layout)
@@ -200,7 +204,10 @@ def _check(shape: tuple[int, ...], layout: Placement) -> None:
 def blocks(
     shape: Sequence[int], mesh: LogicalMesh, spec: Spec, spread: Sequence[tuple[str, ...]] = ()
 ) -> tuple[Box, ...]:
-    """The box of each device of a mesh, row-major; `spread` cuts them further, and the last parts may be empty."""
+    """Return the box of each device of a mesh, in row-major order.
+
+    `spread` splits the boxes further by mesh axes per dim. Sizes are rounded up, so that the last parts may be empty.
+    """
     sizes, extra = mesh.axis_sizes, spread or ((),) * len(shape)
     found: list[Box] = []
     for place in product(*map(range, mesh.shape)):
@@ -221,7 +228,7 @@ def _chunk(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 def _number(axes: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The number of a device along axes together, the last one fastest."""
+    """Return the index of a device along several axes together, the last axis fastest."""
     number = 0
     for axis in axes:
         number = number * sizes[axis] + at[axis]
@@ -229,7 +236,11 @@ def _number(axes: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]
 
 
 def _spread(shape: tuple[int, ...], target: Placement) -> tuple[tuple[str, ...], ...]:
-    """Along which dim each axis with copies cuts their block: least padding, then fewest dims, then the first ones."""
+    """Return per dim the mesh axes along which the copies of a block are spread over their receivers.
+
+    Every axis along which the target is replicated splits one dim of the block. The choice has the least padding, then
+    the fewest dims, then the first ones. All assignments are enumerated, since meshes have few axes.
+    """
     sizes = target.mesh.axis_sizes
     block = local_shape(target.spec, shape, sizes)
     axes = [a for a, n in sizes.items() if n > 1 and a not in target.spec.axes]
@@ -248,7 +259,7 @@ def _spread(shape: tuple[int, ...], target: Placement) -> tuple[tuple[str, ...],
 
 
 def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[str, ...]]) -> tuple[Move, ...]:
-    """One all_gather per dim that is spread; padding is cut off after each."""
+    """Return one all_gather per dim that is spread; the padding is removed after each, so that it does not multiply."""
     sizes = target.mesh.axis_sizes
     block = local_shape(target.spec, shape, sizes)
     held = [_chunk(n, parts, sizes) for n, parts in zip(block, spread, strict=True)]
@@ -266,7 +277,10 @@ def _gathers(shape: tuple[int, ...], target: Placement, spread: Sequence[tuple[s
 
 
 def _resolution(source: Placement, shape: tuple[int, ...]) -> tuple[Move, ...]:
-    """The steps that resolve a partial sum: scattered where a dim can be split, which sends half as much."""
+    """Return the moves that resolve a partial sum.
+
+    A reduce_scatter sends half as much as an all_reduce, and is used for every axis that can split a dim.
+    """
     steps, spec, sizes = list[Move](), source.spec, source.mesh.axis_sizes
     for axis in source.spec.partial:
         possible = [step for step in moves(spec, shape, sizes) if step.axes == (axis,)]
@@ -278,7 +292,7 @@ def _resolution(source: Placement, shape: tuple[int, ...]) -> tuple[Move, ...]:
 
 
 class _BoxSenders:
-    """Who has what on the source mesh, and chooses who sends it."""
+    """The holders of each block on the source mesh, and the choice of a sender for each piece."""
 
     def __init__(
         self, shape: tuple[int, ...], source: Placement, spec: Spec, target: Submesh, devices_per_host: int
@@ -292,21 +306,25 @@ class _BoxSenders:
             self.holders.setdefault(box, []).append(place)
 
     def num_sent(self, pieces: Sequence[Piece]) -> int:
-        """Elements that go to another device."""
+        """Return the number of elements that are sent to another device."""
         return sum(prod(p.shape) for p in pieces if self.devices[p.source] != self.receivers[p.target])
 
     def pieces(self, wanted: Sequence[Box]) -> tuple[Piece, ...]:
-        """The pieces of what each receiver wants, receiver by receiver."""
+        """Return the pieces that cover the box each receiver needs, sorted by receiver and box."""
         if self._are_counterparts(wanted):
             return tuple(Piece(source=i, target=i, box=box) for i, box in enumerate(wanted) if _size(box))
         parts = [(target, box, held) for target, whole in enumerate(wanted) for held, box in self._overlaps(whole)]
         sent, found = Counter[object](), list[Piece]()
+        # Largest first, as in list scheduling: the greedy choice of senders then balances the traffic better.
         for target, box, held in sorted(parts, key=lambda part: -_size(part[1])):
             found.append(Piece(source=self._sender(target, held, _size(box), sent), target=target, box=box))
         return tuple(sorted(found, key=lambda piece: (piece.target, piece.box)))
 
     def _are_counterparts(self, wanted: Sequence[Box]) -> bool:
-        """True when each receiver finds what it wants with the sender of the same number, elsewhere: all send alike."""
+        """Return True if each receiver's box is held by the source device of the same index, and no device is shared.
+
+        Sending index to index is then perfectly balanced, and the search for senders can be skipped.
+        """
         if len(wanted) != len(self.blocks) or set(self.devices) & set(self.receivers):
             return False
         return all(
@@ -315,7 +333,7 @@ class _BoxSenders:
         )
 
     def _overlaps(self, wanted: Box) -> list[tuple[Box, Box]]:
-        """The blocks that a box reaches into, each with their common part."""
+        """Return the source blocks that a box intersects, each with the intersection."""
         if not _size(wanted):
             return []
         ranges = [
