@@ -180,21 +180,7 @@ def loop_ops(graph: Graph, batch: tuple[int | None, ...]) -> set[int]:
     An op is between if it depends on one of them and another one depends on it.
     """
     touches = {op.id for op in graph.ops if any(batch[v] is not None for v in (*op.operands, *op.results))}
-    follows: set[int] = set()  # values
-    between: list[Op] = []
-    for op in graph.ops:
-        if op.id in touches:
-            follows.update(op.results)
-        elif any(v in follows for v in op.operands):
-            follows.update(op.results)
-            between.append(op)
-    needed = {v for i in touches for v in graph.ops[i].operands}
-    loop = set(touches)
-    for op in reversed(between):
-        if any(r in needed for r in op.results):
-            needed.update(op.operands)
-            loop.add(op.id)
-    return loop
+    return without_gaps(graph, touches)
 
 
 def forward_or_backward(graph: Graph, loop: set[int], batch: Sequence[int | None] = ()) -> dict[int, Phase]:
@@ -279,10 +265,9 @@ def loop_without_batch(graph: Graph) -> set[int]:
 
 
 def without_gaps(graph: Graph, loop: set[int]) -> set[int]:
-    """Return the loop with the ops through which one of its ops reads what another one made.
+    """Return the ids of the loop's ops, and of the ops that depend on one of them while another one depends on them.
 
-    Such an op has no batch (a part of the batch that the user cut out, say), but can run neither before nor after the
-    loop.
+    Such an op can run neither before nor after the loop, even if none of its values has a batch dim.
     """
     needed, closed, made = _needed_by(graph, loop), set(loop), set[int]()
     for op in graph.ops:

@@ -32,11 +32,13 @@ def expanded(eqn: Any) -> Any:
     def run(*operands: Any) -> Any:
         return function(*operands, **eqn.params)
 
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     try:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
         traced = _jax.open_jaxpr(jax.make_jaxpr(jax.jit(run))(*shapes))
-    except Exception:  # the function of a library may do anything, and look at values
+    except Exception:  # the function of a library may do anything: look at values, take what is no array
         return eqn
-    if len(traced.eqns) != 1 or [v.aval for v in traced.outvars] != [v.aval for v in eqn.outvars]:
+    # Arrays that the function captures may be further operands of the call, depending on JAX's settings.
+    takes_operands_alone = len(traced.eqns) == 1 and traced.eqns[0].invars == traced.invars
+    if not takes_operands_alone or [v.aval for v in traced.outvars] != [v.aval for v in eqn.outvars]:
         return eqn
     return traced.eqns[0].replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

@@ -8,10 +8,12 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import alpa_lite as al
+from alpa_lite import _jax
 
 
 def test_a_primitive_that_forbids_vmap_computes_nothing(devices: Any) -> None:
@@ -29,19 +31,38 @@ def test_a_primitive_that_forbids_vmap_computes_nothing(devices: Any) -> None:
     assert not parallel.last_plan.opaque
 
 
-def test_a_primitive_whose_function_cannot_be_traced_runs_whole() -> None:
-    primitive = Primitive("looks_at_values")
+def looks_at_values(x: Any) -> Any:
+    return x if float(x[0, 0]) > 0 else -x
 
-    def looks(x: Any) -> Any:
-        return x if float(x[0, 0]) > 0 else -x
 
-    primitive.def_impl(looks)
+def captures_an_array(x: Any) -> Any:
+    return x + CAPTURED
+
+
+def doubles(x: Any) -> Any:
+    return x + x
+
+
+CAPTURED = jnp.arange(8.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "of_a_library", "opaque"),
+    [(doubles, True, False), (doubles, False, True), (looks_at_values, True, True), (captures_an_array, True, False)],
+)
+def test_primitives_by_what_their_functions_do(
+    function: Any, of_a_library: bool, opaque: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that cannot be replaced run whole, and so do the user's own, which may stand for a kernel."""
+    monkeypatch.setattr(_jax, "in_a_library", lambda _: of_a_library)
+    primitive = Primitive("of_a_test")
+    primitive.def_impl(function)
     primitive.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(primitive, lambda _, x: [x])
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
 
     def step(weights: Any, batch: Any) -> Any:
         return weights, jnp.mean(primitive.bind(batch @ weights))
 
     shapes = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
     plan = al.plan(step, *shapes, cluster="p3.16xlarge", planner=al.planners.DataParallel(), cache=False)
-    assert [use.primitive for use in plan.opaque] == ["looks_at_values"]
+    assert [use.primitive for use in plan.opaque] == ["of_a_test"] * opaque
