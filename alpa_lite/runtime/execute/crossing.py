@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from alpa_lite import _jax
 from alpa_lite.runtime.execute.exchange import Blanks, Exchange, Sent, joined, stacked, stacked_spec, token
-from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import devices_of, is_here
 
 Local = Callable[[Any], Any]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.runtime.execute.exchange import AXIS, Blanks, joined, together, token
-from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import any_here, devices_of, is_here, processes_of
 
 MAX_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.runtime.job.consensus import meet
-from alpa_lite.runtime.job.cpu_order import in_turn
+from alpa_lite.runtime.job.launch_order import in_turn
 from alpa_lite.runtime.job.processes import any_here, is_here, processes_of
 
 AXIS = "device"
